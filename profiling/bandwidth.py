@@ -1,0 +1,104 @@
+"""How fast a device reads its memory: the denominator of the roofline, measured, not looked up."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+_CPU_BYTES: Final = 512 * 2**20
+_CPU_CACHES: Final = 4
+# A reduction over more than 2 GiB is split into several kernels. At 1 GiB a pass takes long enough
+# (0.25 ms at 4 TB/s) for its ramp up and down to be about one percent of it.
+_CUDA_BYTES: Final = 2**30
+_PASSES_PER_EVENT: Final = 8
+_PATTERN_FLOATS: Final = 2**22
+
+
+def measure_read_bandwidth(
+    device: "str | torch.device", *, repeats: int = 30, buffer_bytes: int | None = None
+) -> float:
+    """Measure the read bandwidth of `device` in bytes per second.
+
+    Several reductions read a buffer of random numbers that is far larger than the last-level cache
+    and write one number. Which of them comes nearest to the memory differs between devices, so the
+    fastest pass of all of them counts: bandwidth is a limit, everything else that happens on the
+    machine only takes away from it, and a limit set too low would flatter the fraction reached. On
+    a CPU it is measured with the threads torch is set to (`torch.get_num_threads`).
+
+    Args:
+        device: a CPU or a CUDA device.
+        repeats: timed passes of each reduction.
+        buffer_bytes: size of the buffer. By default 512 MiB on a CPU, or four times its last-level
+            cache where that is more, and 1 GiB on a CUDA device.
+
+    Raises:
+        ValueError: if `repeats` or `buffer_bytes` is too small, or the device is of another type.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"cannot measure the bandwidth of device {device}; it is no CPU, no CUDA")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; at least one pass must be timed")
+    if buffer_bytes is None:
+        on_cpu = device.type == "cpu"
+        buffer_bytes = max(_CPU_BYTES, _CPU_CACHES * _l3_bytes()) if on_cpu else _CUDA_BYTES
+    pattern_bytes = 4 * _PATTERN_FLOATS
+    if buffer_bytes < pattern_bytes:
+        raise ValueError(f"buffer_bytes is {buffer_bytes}; it must be at least {pattern_bytes}")
+
+    # Generating random numbers is far slower than reading them: a pattern, over and over.
+    pattern = torch.rand(_PATTERN_FLOATS, dtype=torch.float32, device=device)
+    floats = pattern.repeat(buffer_bytes // pattern_bytes)
+    integers = floats.view(torch.int64)
+    readers: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: floats.sum(),
+        lambda: integers.sum(),
+        lambda: torch.linalg.vector_norm(floats),
+    )
+    seconds_of_pass = _seconds_on_cpu if device.type == "cpu" else _seconds_on_cuda
+    for read in readers:
+        read()  # faults in pages, starts threads, loads kernels
+    # The readers take turns, so that whatever disturbs the machine for a while spares none of them.
+    fastest = min(seconds_of_pass(read, device) for _ in range(repeats) for read in readers)
+    return floats.numel() * floats.element_size() / fastest
+
+
+def _seconds_on_cpu(read: "Callable[[], torch.Tensor]", device: "torch.device") -> float:
+    """The time of one pass."""
+    started = time.perf_counter()
+    read()
+    return time.perf_counter() - started
+
+
+def _seconds_on_cuda(read: "Callable[[], torch.Tensor]", device: "torch.device") -> float:
+    """The time of one pass by CUDA events, around several so that their launches stay hidden."""
+    import torch
+
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(_PASSES_PER_EVENT):
+            read()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / _PASSES_PER_EVENT
+
+
+def _l3_bytes() -> int:
+    """The last-level caches of all CPUs together; 0 where the system does not tell."""
+    caches: dict[str, int] = {}
+    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        try:
+            shared_by = (index / "shared_cpu_list").read_text().strip()
+            size = (index / "size").read_text().strip()
+        except OSError:
+            continue
+        if size.endswith("K"):
+            caches[shared_by] = int(size[:-1]) * 1024
+    return sum(caches.values())

@@ -1,0 +1,153 @@
+"""What one decode step must move and compute, and how close a measured step came to that.
+
+Decode is bound by bytes: whatever the batch, a step reads every weight once and the keys and values
+of every row's context. Their bytes over the read bandwidth of the device is the floor of the step.
+It leaves out what is small beside them: activations, the keys and values a step writes, sampling.
+
+Plain numbers in, plain numbers out; standard library only.
+"""
+
+from dataclasses import dataclass
+
+
+def step_bytes(weight_bytes_per_step: int, rows: int, context: int, kv_bytes_per_token: int) -> int:
+    """Return the bytes that a decode step must read: weights + rows * context * KV of a token.
+
+    Args:
+        weight_bytes_per_step: bytes of the weights that a step reads. An output head tied to the
+            embedding counts once; an embedding that is not tied is only gathered from and does
+            not count.
+        rows: rows that decode, without padding.
+        context: tokens that each row attends to (the mean over rows, where they differ).
+        kv_bytes_per_token: keys and values of one token, summed over the layers.
+
+    Raises:
+        ValueError: if a number is negative.
+    """
+    _require_not_negative(
+        weight_bytes_per_step=weight_bytes_per_step,
+        rows=rows,
+        context=context,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    return weight_bytes_per_step + rows * context * kv_bytes_per_token
+
+
+def step_flops(
+    weights_per_step: int, rows: int, context: int, layers: int, heads: int, head_dim: int
+) -> int:
+    """Return the floating-point operations of a decode step.
+
+    A multiply and an add a weight and row, and as many for q·k and for p·v of each query head and
+    position: rows * (2 * weights + 4 * layers * heads * head_dim * context).
+
+    Args:
+        weights_per_step: number of weights that a row is multiplied with.
+        rows: rows that decode, without padding.
+        context: tokens that each row attends to.
+        layers: layers with attention.
+        heads: query heads a layer.
+        head_dim: size of a head.
+
+    Raises:
+        ValueError: if a number is negative.
+    """
+    _require_not_negative(
+        weights_per_step=weights_per_step,
+        rows=rows,
+        context=context,
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+    )
+    return rows * (2 * weights_per_step + 4 * layers * heads * head_dim * context)
+
+
+def floor_seconds(bytes_per_step: int, bandwidth_bytes_per_s: float) -> float:
+    """Return the seconds that reading `bytes_per_step` takes at least.
+
+    Raises:
+        ValueError: if the bytes are negative or the bandwidth is not positive.
+    """
+    _require_not_negative(bytes_per_step=bytes_per_step)
+    _require_positive(bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return bytes_per_step / bandwidth_bytes_per_s
+
+
+def fraction(floor: float, measured: float) -> float:
+    """Return floor / measured, both in seconds: 1.0 is the limit.
+
+    Above 1.0 the step did not read memory as the floor assumes: the model fits into a cache.
+
+    Raises:
+        ValueError: if the floor is negative or the measured time is not positive.
+    """
+    _require_not_negative(floor=floor)
+    _require_positive(measured=measured)
+    return floor / measured
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The limit of one decode step on one device.
+
+    Attributes:
+        bytes_per_step: what the step must read (`step_bytes`).
+        flops_per_step: what the step must compute (`step_flops`).
+        bandwidth_bytes_per_s: read bandwidth of the device, measured.
+
+    Raises:
+        ValueError: if bytes or FLOPs are negative, or the bandwidth is not positive.
+    """
+
+    bytes_per_step: int
+    flops_per_step: int
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _require_not_negative(
+            bytes_per_step=self.bytes_per_step, flops_per_step=self.flops_per_step
+        )
+        _require_positive(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+
+    @property
+    def floor_seconds(self) -> float:
+        """The shortest time of the step in seconds."""
+        return floor_seconds(self.bytes_per_step, self.bandwidth_bytes_per_s)
+
+    @property
+    def flops_per_second_at_floor(self) -> float:
+        """The FLOP/s the device must sustain at the floor.
+
+        A device that cannot is bound by arithmetic, and the floor is out of its reach.
+        """
+        return self.flops_per_step / self.floor_seconds
+
+    def fraction(self, measured_seconds: float) -> float:
+        """Return which part of a measured step the floor is (see the function `fraction`).
+
+        Raises:
+            ValueError: if the measured time is not positive.
+        """
+        return fraction(self.floor_seconds, measured_seconds)
+
+    def to_json(self, measured_seconds: float) -> dict[str, float | int]:
+        """Return the floor beside what a measured step reached, as a benchmark reports it."""
+        return {
+            "bytes_per_step": self.bytes_per_step,
+            "bandwidth_gb_s": self.bandwidth_bytes_per_s / 1e9,
+            "floor_ms": self.floor_seconds * 1e3,
+            "fraction": self.fraction(measured_seconds),
+        }
+
+
+def _require_not_negative(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value >= 0:  # NaN fails too
+            raise ValueError(f"{name} is {value}; it must not be negative")
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be positive")

@@ -1,0 +1,139 @@
+"""What a list of times says, and only what its length can support; the times of one request.
+
+Standard library only.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+REQUIRED_SAMPLES: Final = {50: 1, 90: 10, 99: 100}
+"""Samples that a percentile needs: above the p-th lies one sample in 100/(100 - p), and with fewer
+samples than that the tail is a guess. The median of one sample is that sample."""
+
+_NS_PER_MS: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The distribution of a list of samples, in the unit of the samples.
+
+    Attributes:
+        n: number of samples.
+        mean: arithmetic mean.
+        std: sample standard deviation (divided by n - 1); None for a single sample.
+        min: smallest sample.
+        p50: median.
+        p90: 90th percentile; None for fewer than 10 samples.
+        p99: 99th percentile; None for fewer than 100 samples.
+        max: largest sample.
+    """
+
+    n: int
+    mean: float
+    std: float | None
+    min: float
+    p50: float
+    p90: float | None
+    p99: float | None
+    max: float
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> "Summary":
+        """Summarise `samples`, in any order.
+
+        Raises:
+            ValueError: if there is no sample, or one is NaN or infinite.
+        """
+        ordered = [float(sample) for sample in samples]
+        if not ordered:
+            raise ValueError("cannot summarise an empty list of samples")
+        # Before the sort: NaN compares false with everything and would leave the list unsorted.
+        for index, sample in enumerate(ordered):
+            if not math.isfinite(sample):
+                raise ValueError(f"sample {index} is {sample}; every sample must be finite")
+        ordered.sort()
+        n = len(ordered)
+        mean = math.fsum(ordered) / n
+        spread = math.fsum((sample - mean) ** 2 for sample in ordered)
+        return cls(
+            n=n,
+            mean=mean,
+            std=math.sqrt(spread / (n - 1)) if n > 1 else None,
+            min=ordered[0],
+            p50=_interpolate(ordered, 50),
+            p90=_interpolate(ordered, 90) if n >= REQUIRED_SAMPLES[90] else None,
+            p99=_interpolate(ordered, 99) if n >= REQUIRED_SAMPLES[99] else None,
+            max=ordered[-1],
+        )
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the fields by name, in order, a percentile without support as None."""
+        return asdict(self)
+
+
+def _interpolate(ordered: Sequence[float], percent: int) -> float:
+    """The percentile by linear interpolation between order statistics.
+
+    Definition 7 of Hyndman and Fan, "Sample Quantiles in Statistical Packages" (1996), which is
+    NumPy's default.
+    """
+    below, hundredths = divmod((len(ordered) - 1) * percent, 100)
+    if hundredths == 0:
+        return ordered[below]
+    low, high = ordered[below], ordered[below + 1]
+    return low + (high - low) * (hundredths / 100)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When a request came and when each of its tokens was there.
+
+    Both in nanoseconds of one monotonic clock (`time.perf_counter_ns`); results are milliseconds.
+
+    Attributes:
+        arrival_ns: when the request was added.
+        token_ns: when each output token was there, in order.
+
+    Raises:
+        ValueError: if there is no token, a time is NaN or infinite, or time runs backwards.
+    """
+
+    arrival_ns: int
+    token_ns: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not self.token_ns:
+            raise ValueError("token_ns is empty; a request is timed once it has a token")
+        if not math.isfinite(self.arrival_ns):
+            raise ValueError(f"arrival_ns is {self.arrival_ns}; it must be finite")
+        previous = self.arrival_ns
+        for index, at in enumerate(self.token_ns):
+            # Not `at < previous`: NaN must not pass.
+            if not (math.isfinite(at) and at >= previous):
+                before = f"token {index - 1}" if index else "the arrival"
+                raise ValueError(f"token {index} is at {at} ns, but {before} is at {previous} ns")
+            previous = at
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first token."""
+        return (self.token_ns[0] - self.arrival_ns) / _NS_PER_MS
+
+    @property
+    def e2e_ms(self) -> float:
+        """End to end: from the arrival to the last token."""
+        return (self.token_ns[-1] - self.arrival_ns) / _NS_PER_MS
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """The gaps between consecutive tokens; empty for a single token."""
+        times = self.token_ns
+        return [(times[i] - times[i - 1]) / _NS_PER_MS for i in range(1, len(times))]
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """(end-to-end - TTFT) / (n - 1), the mean of the gaps; None for a single token."""
+        gaps = len(self.token_ns) - 1
+        return (self.token_ns[-1] - self.token_ns[0]) / gaps / _NS_PER_MS if gaps else None

@@ -1,0 +1,114 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.profiling.stats import REQUIRED_SAMPLES, RequestTiming, Summary
+
+finite = st.floats(-1e9, 1e9, allow_nan=False, width=64)
+times = st.lists(st.integers(0, 10**12), min_size=1, max_size=50)
+
+
+@given(st.lists(finite, min_size=1, max_size=250))
+def test_summary_agrees_with_numpy(samples: list[float]) -> None:
+    summary = Summary.of(samples)
+    close = {"rel": 1e-9, "abs": 1e-6}
+    assert summary.n == len(samples)
+    assert summary.mean == pytest.approx(np.mean(samples), **close)
+    assert (summary.min, summary.max) == (min(samples), max(samples))
+    for percent, reported in ((50, summary.p50), (90, summary.p90), (99, summary.p99)):
+        if len(samples) < REQUIRED_SAMPLES[percent]:
+            assert reported is None
+        else:
+            assert reported == pytest.approx(np.percentile(samples, percent), **close)
+            assert summary.min <= reported <= summary.max
+    if len(samples) == 1:
+        assert summary.std is None
+    else:
+        assert summary.std == pytest.approx(np.std(samples, ddof=1), **close)
+
+
+@given(st.lists(finite, min_size=1, max_size=120), st.randoms())
+def test_summary_does_not_depend_on_the_order(samples: list[float], random) -> None:
+    shuffled = list(samples)
+    random.shuffle(shuffled)
+    assert Summary.of(shuffled) == Summary.of(samples)
+
+
+@pytest.mark.parametrize(
+    ("n", "supported"),
+    [(1, {50}), (9, {50}), (10, {50, 90}), (99, {50, 90}), (100, {50, 90, 99})],
+)
+def test_a_percentile_is_reported_only_where_n_supports_it(n: int, supported: set[int]) -> None:
+    summary = Summary.of(range(n))
+    reported = {50: summary.p50, 90: summary.p90, 99: summary.p99}
+    assert {percent for percent, value in reported.items() if value is not None} == supported
+
+
+def test_to_json_has_exactly_the_published_keys_and_no_nan() -> None:
+    document = Summary.of([2.5]).to_json()
+    assert list(document) == ["n", "mean", "std", "min", "p50", "p90", "p99", "max"]
+    assert json.loads(json.dumps(document, allow_nan=False)) == {
+        "n": 1, "mean": 2.5, "std": None, "min": 2.5, "p50": 2.5, "p90": None, "p99": None,
+        "max": 2.5,
+    }  # fmt: skip
+
+
+def test_samples_may_come_from_a_generator() -> None:
+    assert Summary.of(x / 2 for x in range(4)) == Summary.of([0.0, 0.5, 1.0, 1.5])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_summary_rejects_what_is_not_finite(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"sample 2 is .*finite"):
+        Summary.of([1.0, 2.0, bad])
+
+
+def test_summary_rejects_an_empty_list() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        Summary.of([])
+
+
+def test_request_timing_of_a_worked_example() -> None:
+    timing = RequestTiming(1_000_000, [21_000_000, 26_000_000, 46_000_000])
+    assert timing.ttft_ms == 20.0
+    assert timing.itl_ms == [5.0, 20.0]
+    assert timing.tpot_ms == 12.5
+    assert timing.e2e_ms == 45.0
+
+
+@given(st.integers(0, 10**12), times)
+def test_request_timing_adds_up(arrival: int, gaps: list[int]) -> None:
+    tokens = [arrival + sum(gaps[: i + 1]) for i in range(len(gaps))]
+    timing = RequestTiming(arrival, tokens)
+    assert timing.e2e_ms == pytest.approx(timing.ttft_ms + sum(timing.itl_ms))
+    assert len(timing.itl_ms) == len(tokens) - 1
+    if len(tokens) == 1:
+        assert timing.tpot_ms is None
+    else:
+        expected = (timing.e2e_ms - timing.ttft_ms) / (len(tokens) - 1)
+        assert timing.tpot_ms == pytest.approx(expected)
+        assert timing.tpot_ms == pytest.approx(np.mean(timing.itl_ms))
+
+
+def test_request_timing_keeps_nanoseconds_of_a_machine_long_up() -> None:
+    years = 10 * 365 * 86400 * 10**9
+    assert RequestTiming(years, [years + 1, years + 3]).itl_ms == [2e-6]
+
+
+@pytest.mark.parametrize(
+    ("arrival", "tokens", "message"),
+    [
+        (5, [], "token_ns is empty"),
+        (5, [4], "token 0 is at 4 ns, but the arrival is at 5 ns"),
+        (5, [6, 8, 7], "token 2 is at 7 ns, but token 1 is at 8 ns"),
+        (5, [6, math.nan], "token 1 is at nan"),
+        (5, [6, math.inf], "token 1 is at inf"),
+        (math.nan, [6], "arrival_ns is nan"),
+    ],
+)
+def test_request_timing_rejects_impossible_times(arrival, tokens, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestTiming(arrival, tokens)

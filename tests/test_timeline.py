@@ -1,0 +1,121 @@
+import gc
+import struct
+import sys
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stepgraph.profiling.timeline import StepRecord, Timeline
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+nanoseconds = st.integers(0, 2**63 - 1)
+records = st.builds(
+    StepRecord,
+    step=nanoseconds,
+    rows=nanoseconds,
+    bucket=nanoseconds,
+    prefill_tokens=nanoseconds,
+    started_ns=int64,
+    plan_ns=nanoseconds,
+    launch_ns=nanoseconds,
+    commit_ns=nanoseconds,
+    wait_ns=nanoseconds,
+    device_ns=st.none() | nanoseconds,
+)
+
+
+def put(timeline: Timeline, record: StepRecord) -> None:
+    timeline.record(**{name: getattr(record, name) for name in StepRecord.__slots__})
+
+
+def some_record(step: int) -> StepRecord:
+    return StepRecord(step, 3, 4, 0, step * 1000, 11, 22, 33, 44, 55)
+
+
+class TimelineAgainstDeque(RuleBasedStateMachine):
+    @initialize(capacity=st.integers(1, 7))
+    def start(self, capacity: int) -> None:
+        self.timeline = Timeline(capacity)
+        self.oracle: deque[StepRecord] = deque(maxlen=capacity)
+        self.recorded = 0
+
+    @rule(record=records)
+    def record(self, record: StepRecord) -> None:
+        put(self.timeline, record)
+        self.oracle.append(record)
+        self.recorded += 1
+
+    @rule()
+    def clear(self) -> None:
+        self.timeline.clear()
+        self.oracle.clear()
+        self.recorded = 0
+
+    @invariant()
+    def keeps_the_latest_oldest_first(self) -> None:
+        assert self.timeline.records() == list(self.oracle)
+        assert len(self.timeline) == len(self.oracle)
+        assert self.timeline.recorded == self.recorded
+        assert self.timeline.capacity == self.oracle.maxlen
+
+
+TestTimelineAgainstDeque = TimelineAgainstDeque.TestCase
+
+
+@given(st.integers(1, 20), st.integers(0, 50))
+def test_overflow_keeps_the_latest(capacity: int, steps: int) -> None:
+    timeline = Timeline(capacity)
+    for step in range(steps):
+        put(timeline, some_record(step))
+    assert [r.step for r in timeline.records()] == list(range(steps))[-capacity:]
+
+
+def test_host_time_is_work_without_waiting_and_without_the_device() -> None:
+    timeline = Timeline(2)
+    timeline.record(
+        step=9,
+        rows=3,
+        bucket=4,
+        prefill_tokens=0,
+        started_ns=1_000_000,
+        plan_ns=1_000,
+        launch_ns=20_000,
+        commit_ns=300,
+        wait_ns=4_000_000,
+        device_ns=5_000_000,
+    )
+    (record,) = timeline.records()
+    assert record.host_ns == 21_300
+    assert (record.wait_ns, record.device_ns) == (4_000_000, 5_000_000)
+
+
+def test_a_step_that_was_not_timed_on_the_device_says_so() -> None:
+    timeline = Timeline(2)
+    timeline.record(0, 1, 1, 0, 0, 1, 1, 1, 1)
+    timeline.record(1, 1, 1, 0, 0, 1, 1, 1, 1, device_ns=0)
+    assert [r.device_ns for r in timeline.records()] == [None, 0]
+
+
+def test_recording_holds_no_object_and_no_memory() -> None:
+    timeline = Timeline(64)
+    for step in range(64):
+        put(timeline, some_record(step))
+    gc.collect()
+    objects, blocks = len(gc.get_objects()), sys.getallocatedblocks()
+    for step in range(5000):
+        timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55)
+    assert len(gc.get_objects()) - objects < 20
+    assert sys.getallocatedblocks() - blocks < 100
+
+
+def test_values_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(struct.error):
+        Timeline(1).record(0, 1, 1, 0, 0, 1.5, 1, 1, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_a_timeline_keeps_at_least_one_step(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity is {capacity}"):
+        Timeline(capacity)
