@@ -1,0 +1,128 @@
+"""The block pool against a plain model: a list of free blocks and a dictionary of counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stepgraph.cache.blocks import NULL_BLOCK, BlockPool, OutOfBlocksError
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(2, 12))
+    def make(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.free_order = list(range(1, num_blocks))
+        self.counts = dict.fromkeys(range(1, num_blocks), 0)
+
+    @rule(n=st.integers(0, 6))
+    def allocate(self, n: int) -> None:
+        if n > len(self.free_order):
+            with pytest.raises(OutOfBlocksError):
+                self.pool.allocate(n)
+            return
+        expected, self.free_order = self.free_order[:n], self.free_order[n:]
+        assert self.pool.allocate(n) == expected
+        self.counts.update(dict.fromkeys(expected, 1))
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.counts)))
+        self.pool.share(block)
+        if self.counts[block] == 0:
+            self.free_order.remove(block)
+        self.counts[block] += 1
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        held = [block for block, count in self.counts.items() for _ in range(count)]
+        freed = data.draw(st.permutations(held))[: data.draw(st.integers(0, len(held)))]
+        self.pool.free(freed)
+        for block in freed:
+            self.counts[block] -= 1
+            if self.counts[block] == 0:
+                self.free_order.append(block)
+
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
+        pool = self.pool
+        wrong = data.draw(st.sampled_from([NULL_BLOCK, -1, pool.num_blocks, *self.free_order]))
+        with pytest.raises(AssertionError):
+            pool.free([wrong])
+        if wrong not in self.free_order:
+            with pytest.raises(AssertionError):
+                pool.share(wrong)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_free == len(self.free_order)
+        assert {b: self.pool.ref_count(b) for b in self.counts} == self.counts
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.free([b for b, count in self.counts.items() for _ in range(count)])
+        self.pool.check_integrity()
+        assert self.pool.num_free == self.pool.num_blocks - 1
+        everything = self.pool.allocate(self.pool.num_free)
+        assert sorted(everything) == list(range(1, self.pool.num_blocks))
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def test_least_recently_freed_is_reused_first() -> None:
+    pool = BlockPool(6)
+    assert pool.allocate(5) == [1, 2, 3, 4, 5]
+    pool.free([4, 2])
+    pool.free([5])
+    assert pool.allocate(3) == [4, 2, 5]
+
+
+def test_out_of_blocks_takes_nothing() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(OutOfBlocksError, match="4 blocks asked for, 3 are free"):
+        pool.allocate(4)
+    assert pool.num_free == 3
+    pool.check_integrity()
+
+
+def test_freed_block_can_be_shared_back() -> None:
+    pool = BlockPool(5)
+    pool.free(pool.allocate(4))
+    pool.share(2)
+    assert pool.allocate(3) == [1, 3, 4]
+    pool.free([2])
+    assert pool.allocate(1) == [2]
+
+
+def test_double_free_in_one_call() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    with pytest.raises(AssertionError, match="free already"):
+        pool.free([block, block])
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 0, 1])
+def test_too_few_blocks(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match="num_blocks must be at least 2"):
+        BlockPool(num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pool: pool._ref_counts.__setitem__(2, 1), "block 2 has 1 holders and is on"),
+        (lambda pool: pool._prev.__setitem__(2, 3), "links around free block 2"),
+        (lambda pool: setattr(pool, "_num_free", 1), "counted as free"),
+        (lambda pool: pool._ref_counts.__setitem__(0, 1), "null block has a holder"),
+    ],
+)
+def test_integrity_check_sees_damage(damage, message: str) -> None:
+    pool = BlockPool(5)
+    damage(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity()
