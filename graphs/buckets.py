@@ -1,0 +1,126 @@
+"""Which sizes a step is compiled and captured for, and which of them fits n. Imports no torch.
+
+A step has a fixed shape, so a batch of n runs in the smallest bucket of at least n and the rest of
+the bucket is padding. Every bucket costs a compilation or a capture at start; every gap between
+two buckets costs padded lanes while serving. The ladders below are that trade.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "Buckets",
+    "default_row_buckets",
+    "default_token_buckets",
+    "default_width_buckets",
+]
+
+MIN_TOKEN_BUCKET = 16
+"""Smallest default prefill step, tokens. Below it the weights' traffic hides the padding."""
+
+MIN_READ_TOKENS = 128
+"""Smallest default read width, tokens. Below it a step's time no longer depends on the width."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Buckets:
+    """The sizes that exist, ascending and distinct, whatever order they were given in.
+
+    Raises:
+        ValueError: no size at all, or one that is not a positive integer.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        given = tuple(sizes)
+        for size in given:
+            # `True` is an int to Python, and never a size that somebody meant.
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"bucket sizes must be positive integers, got {size!r}")
+        if not given:
+            raise ValueError("there must be at least one bucket size, got none")
+        object.__setattr__(self, "sizes", tuple(sorted(set(given))))
+
+    @property
+    def largest(self) -> int:
+        """The largest size; nothing greater fits."""
+        return self.sizes[-1]
+
+    def fit(self, n: int) -> int | None:
+        """Return the smallest size of at least `n` (n >= 1), or None if `n` exceeds the largest."""
+        assert n >= 1, f"an empty step has no bucket, got n={n}"
+        index = bisect_left(self.sizes, n)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the sizes, ascending."""
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        """Return how many sizes there are."""
+        return len(self.sizes)
+
+
+def default_row_buckets(max_rows: int) -> Buckets:
+    """Return decode buckets, in rows: 1, 2, 4, 8, then multiples of 8 to 64, of 16 to 128, ...
+
+    From 32 on each octave is cut into four, so that less than a fifth of a bucket is padding
+    (33 rows run in 40: 7/40); below that the step is 8 rows, the width of a tensor-core tile.
+    `max_rows` is always a bucket: a full batch pads nothing.
+
+    Raises:
+        ValueError: `max_rows` is less than 1.
+    """
+    _require_positive("max_rows", max_rows)
+    sizes = [size for size in (1, 2, 4) if size < max_rows]
+    size = 8
+    while size < max_rows:
+        sizes.append(size)
+        octave = 1 << (size.bit_length() - 1)  # the power of two at or below
+        size += max(8, octave // 4)
+    return Buckets([*sizes, max_rows])
+
+
+def default_token_buckets(max_tokens: int) -> Buckets:
+    """Return prefill buckets, in tokens: the powers of two from 16, and `max_tokens` itself.
+
+    A prefill chunk is launched now and then and the scheduler fills it up where it can, so powers
+    of two are enough: few steps to prepare, and less than half of one is padding.
+
+    Raises:
+        ValueError: `max_tokens` is less than 1.
+    """
+    _require_positive("max_tokens", max_tokens)
+    return _doubling(min(MIN_TOKEN_BUCKET, max_tokens), max_tokens)
+
+
+def default_width_buckets(max_blocks: int, block_size: int) -> Buckets:
+    """Return read widths, in blocks a row: doubling from 128 tokens' worth up to `max_blocks`.
+
+    For kernels whose time follows the padded width of the read index rather than the length of
+    each row. The ladder is geometric because every width multiplies the steps to prepare: a
+    context of 128k tokens in blocks of 16 has 11 widths (8, 16, ..., 8192).
+
+    Raises:
+        ValueError: `max_blocks` or `block_size` is less than 1.
+    """
+    _require_positive("max_blocks", max_blocks)
+    _require_positive("block_size", block_size)
+    smallest = -(-MIN_READ_TOKENS // block_size)
+    return _doubling(min(smallest, max_blocks), max_blocks)
+
+
+def _doubling(smallest: int, largest: int) -> Buckets:
+    sizes = [smallest]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return Buckets([*sizes, largest])
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,228 @@
+"""Fixed buffers for a dataclass of tensors: one device allocation, one host mirror, one copy.
+
+A captured step reads its inputs from the addresses it was captured with, so inputs are written
+into buffers that are allocated once and never move. All fields lie in one allocation:
+
+    bytes 0          256        512               768
+          | token_ids |positions | token_rows ...  |      each field starts on an aligned boundary
+
+so a step's inputs reach the device in one transfer, however many fields they have. On a CPU the
+mirror *is* the device buffer, and a write through it is already there.
+
+What a step itself writes (fed-back tokens, advanced positions) does not belong here: the next copy
+would put the mirror's old values over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, get_origin
+
+import torch
+
+__all__ = ["StaticBuffers", "TensorSpec"]
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+CPU_ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+
+CUDA_ALIGNMENT = 256
+"""Bytes: what cudaMalloc guarantees; kernels may assume it for vector loads and TMA."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and resting value of one field.
+
+    `fill` is the value that makes a lane harmless: the null row, position 0, a slot of the null
+    block. Buffers hold it in every lane from allocation on, and again after `reset()`.
+
+    Raises:
+        ValueError: a dimension is less than 1.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: int | float | bool = 0
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"every dimension must be at least 1, got shape {self.shape}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements take, without alignment."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class StaticBuffers(Generic[T]):
+    """Device tensors of fixed address, and a host mirror to write them through.
+
+    Made by `allocate`. The order of a step is::
+
+        buffers.begin_write()           # the mirror is free to be overwritten
+        arrays.token_ids[:n] = ...      # through `arrays(...)` or `host`
+        buffers.copy_to_device()        # one transfer on the current stream, not waited for
+        step.launch()                   # on the same stream: reads what was written
+
+    Attributes:
+        device: the dataclass with each field a view of the device allocation.
+        host: the same fields as views of the mirror (pinned where the device is CUDA).
+        copies: how many times `copy_to_device` ran.
+    """
+
+    def __init__(
+        self,
+        layout: type[T],
+        specs: Mapping[str, TensorSpec],
+        device_bytes: torch.Tensor,
+        host_bytes: torch.Tensor,
+        offsets: Mapping[str, int],
+    ) -> None:
+        """Cut the two allocations (`uint8 [nbytes]`) into fields; callers use `allocate`."""
+        self._specs = dict(specs)
+        self._offsets = dict(offsets)
+        self._device_bytes = device_bytes
+        self._host_bytes = host_bytes
+        self._copied: torch.cuda.Event | None = None
+        if device_bytes.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.device: T = layout(**self._views(device_bytes))
+        self.host: T = layout(**self._views(host_bytes))
+        self.copies = 0
+        self._first_addresses = self.addresses()
+
+    @classmethod
+    def allocate(
+        cls, layout: type[T], specs: Mapping[str, TensorSpec], device: torch.device | str
+    ) -> StaticBuffers[T]:
+        """Allocate buffers for `layout`, a dataclass with one tensor field for each spec.
+
+        `layout` may be a generic dataclass, given with its argument (`StepInputs[Tensor]`); it is
+        called with one keyword argument a field. Every lane starts with its `fill`, on the device
+        too, so that steps can be warmed up on buffers that nobody has written yet.
+
+        Raises:
+            TypeError: `layout` is no dataclass.
+            ValueError: its fields and the specs are not the same names, or there are none.
+        """
+        names = _field_names(layout)
+        if names != set(specs) or not names:
+            raise ValueError(
+                f"{_name(layout)} and its specs must name the same fields, at least one: "
+                f"without a spec: {sorted(names - set(specs))}, "
+                f"without a field: {sorted(set(specs) - names)}"
+            )
+        device = torch.device(device)
+        alignment = CUDA_ALIGNMENT if device.type == "cuda" else CPU_ALIGNMENT
+        offsets: dict[str, int] = {}
+        end = 0
+        for name, spec in specs.items():
+            offsets[name] = -(-end // alignment) * alignment
+            end = offsets[name] + spec.nbytes
+        device_bytes = torch.empty(end, dtype=torch.uint8, device=device)
+        assert device_bytes.data_ptr() % alignment == 0, "the allocator aligns less than assumed"
+        if device.type == "cpu":
+            host_bytes = device_bytes
+        else:
+            host_bytes = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        buffers = cls(layout, specs, device_bytes, host_bytes, offsets)
+        buffers.reset()
+        buffers.copy_to_device()
+        buffers.copies = 0
+        return buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device allocation, alignment included."""
+        return self._device_bytes.numel()
+
+    def arrays(self, layout: type[A]) -> A:
+        """Return `layout` filled with numpy views of the mirror, for fast writing.
+
+        Assigning to a slice of an array costs a fraction of the same on a tensor. `layout` names
+        any of the fields; a dataclass that is generic in its array type serves for both
+        (`StepInputs[Tensor]` on the device, `StepInputs[NDArray]` here).
+
+        Raises:
+            TypeError: `layout` is no dataclass, or a field has a dtype that numpy lacks (bfloat16);
+                write that one through `host`.
+            ValueError: `layout` has a field that these buffers lack.
+        """
+        names = _field_names(layout)
+        if unknown := sorted(names - set(self._specs)):
+            raise ValueError(f"{_name(layout)} has fields that the buffers lack: {unknown}")
+        arrays = {}
+        for name in names:
+            try:
+                arrays[name] = getattr(self.host, name).numpy()
+            except TypeError as error:
+                raise TypeError(
+                    f"numpy has no {self._specs[name].dtype} for the field {name!r}; "
+                    "leave it out of the layout and write it through `host`"
+                ) from error
+        return layout(**arrays)
+
+    def begin_write(self) -> None:
+        """Wait until the last copy has read the mirror. To be called before each round of writes.
+
+        A copy from pinned memory is under way after `copy_to_device` returns; writing meanwhile
+        would hand the earlier step some of the later step's inputs. Waits for that copy only, never
+        for the device, and not at all on a CPU.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to_device(self) -> None:
+        """Bring the whole mirror to the device: one transfer on the current stream, not waited for.
+
+        On a CPU there is nothing to bring; the call is counted all the same.
+        """
+        if self._host_bytes is not self._device_bytes:
+            self._device_bytes.copy_(self._host_bytes, non_blocking=self._copied is not None)
+            if self._copied is not None:
+                self._copied.record(torch.cuda.current_stream(self._device_bytes.device))
+        self.copies += 1
+
+    def reset(self) -> None:
+        """Put every lane of the mirror back to its `fill` (and `begin_write` first)."""
+        self.begin_write()
+        for name, spec in self._specs.items():
+            getattr(self.host, name).fill_(spec.fill)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each field as it is now; it may never change."""
+        return {name: getattr(self.device, name).data_ptr() for name in self._specs}
+
+    def check_integrity(self) -> None:
+        """Assert that no field has moved, changed its shape, or been replaced by another tensor."""
+        assert self.addresses() == self._first_addresses, "a static buffer has moved"
+        for name, spec in self._specs.items():
+            for side, base in ((self.device, self._device_bytes), (self.host, self._host_bytes)):
+                field: torch.Tensor = getattr(side, name)
+                assert field.data_ptr() == base.data_ptr() + self._offsets[name], name
+                assert (tuple(field.shape), field.dtype) == (spec.shape, spec.dtype), name
+                assert field.is_contiguous(), name
+
+    def _views(self, base: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a typed view of `base` (`uint8 [nbytes]`) for each field."""
+        return {
+            name: base.narrow(0, self._offsets[name], spec.nbytes).view(spec.dtype).view(spec.shape)
+            for name, spec in self._specs.items()
+        }
+
+
+def _field_names(layout: type[object]) -> set[str]:
+    """Return the names that the dataclass `layout`, or the origin of a generic one, is made of."""
+    origin = get_origin(layout) or layout
+    if not dataclasses.is_dataclass(origin):
+        raise TypeError(f"the layout must be a dataclass, got {layout!r}")
+    return {field.name for field in dataclasses.fields(origin) if field.init}
+
+
+def _name(layout: type[object]) -> str:
+    return str((get_origin(layout) or layout).__name__)

@@ -1,0 +1,190 @@
+"""Key -> step: every step that a run needs, prepared before the first request.
+
+A key is a frozen dataclass that holds the size of the step and every other host scalar that a
+capture freezes (a read width, which sampler): two launches that differ in one of them are two keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..profiling.ranges import CAPTURE, WARMUP, span
+from .steps import Step, StepKind, StepPreparationError
+
+__all__ = ["LibraryStats", "StepLibrary", "StepReport"]
+
+logger = logging.getLogger("stepgraph.graphs")
+
+K = TypeVar("K", bound=Hashable)
+O = TypeVar("O")  # noqa: E741  what a step returns
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport(Generic[K]):
+    """What one prepared step cost: wall-clock `seconds`, and the `bytes` of the device it holds."""
+
+    key: K
+    kind: StepKind
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryStats(Generic[K]):
+    """What a library has served since it was made.
+
+    Attributes:
+        steps: prepared steps.
+        hits: lookups of a prepared step.
+        misses: lookups that fell back to a slower step.
+        missed_keys: the keys of those, in order of their first miss.
+        used_lanes: rows or tokens that launches were for.
+        padded_lanes: rows or tokens that launches computed for nothing.
+    """
+
+    steps: int
+    hits: int
+    misses: int
+    missed_keys: tuple[K, ...]
+    used_lanes: int
+    padded_lanes: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padded lanes among all lanes that were computed; 0.0 before the first launch."""
+        lanes = self.used_lanes + self.padded_lanes
+        return self.padded_lanes / lanes if lanes else 0.0
+
+
+class StepLibrary(Generic[K, O]):
+    """All steps of one run, found by their key.
+
+    A key that was not prepared is served by a fall-back step, never refused and never prepared in
+    the middle of traffic: the miss is counted, and a warning is logged the first time.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[K], Step[O]],
+        keys: Iterable[K],
+        size_of: Callable[[K], int],
+        make_fallback: Callable[[K], Step[O]],
+    ) -> None:
+        """Make a library; `prepare` does the work.
+
+        Args:
+            make_step: makes the step of a key, unprepared.
+            keys: what to prepare; a key given twice is prepared once.
+            size_of: rows or tokens of a key's step, which the order of preparation follows.
+            make_fallback: makes a step that runs unprepared (an `EagerStep`), for any other key.
+        """
+        self._make_step = make_step
+        self._make_fallback = make_fallback
+        # Largest first: memory that a large capture leaves in the pool has room for every smaller
+        # one, where the other way round each would make the pool grow.
+        self._keys = sorted(dict.fromkeys(keys), key=size_of, reverse=True)
+        self._size_of = size_of
+        self._steps: dict[K, Step[O]] = {}
+        self._fallbacks: dict[K, Step[O]] = {}
+        self._missed_keys: list[K] = []
+        self._open = False
+        self._hits = 0
+        self._misses = 0
+        self._used_lanes = 0
+        self._padded_lanes = 0
+
+    def prepare(self, progress: Callable[[int, int, K], None] | None = None) -> None:
+        """Make and prepare every step, largest first; all or nothing.
+
+        Args:
+            progress: called after each step with (steps done, steps in all, key).
+
+        Raises:
+            StepPreparationError: a step failed, with its cause. What had been prepared is let go.
+        """
+        assert not self._open, "the library is prepared already"
+        try:
+            with span(WARMUP, len(self._keys)):
+                for done, key in enumerate(self._keys, start=1):
+                    self._steps[key] = self._prepared(key)
+                    if progress is not None:
+                        progress(done, len(self._keys), key)
+        except BaseException:
+            self.close()
+            raise
+        self._open = True
+        logger.info(
+            "prepared %d steps in %.1f s, %.1f MiB: sizes %s",
+            len(self._steps),
+            sum(step.seconds for step in self._steps.values()),
+            sum(step.bytes for step in self._steps.values()) / 2**20,
+            sorted({self._size_of(key) for key in self._steps}),
+        )
+
+    def lookup(self, key: K) -> Step[O]:
+        """Return the step that serves `key`, and count a hit, or a miss if it is a fall-back."""
+        step = self._steps.get(key)
+        if step is None:
+            return self._miss(key)
+        self._hits += 1
+        return step
+
+    def launch(self, key: K) -> O:
+        """Launch the step that serves `key` and return its output (see `Step.launch`)."""
+        return self.lookup(key).launch()
+
+    def record_padding(self, used: int, bucket: int) -> None:
+        """Count a launch of `bucket` lanes (rows or tokens) of which `used` were for somebody."""
+        assert 0 <= used <= bucket, f"{used} lanes used of a bucket of {bucket}"
+        self._used_lanes += used
+        self._padded_lanes += bucket - used
+
+    def stats(self) -> LibraryStats[K]:
+        """Return the counters as they are now."""
+        return LibraryStats(
+            steps=len(self._steps),
+            hits=self._hits,
+            misses=self._misses,
+            missed_keys=tuple(self._missed_keys),
+            used_lanes=self._used_lanes,
+            padded_lanes=self._padded_lanes,
+        )
+
+    def reports(self) -> list[StepReport[K]]:
+        """Return what each prepared step cost, in the order of preparation."""
+        return [
+            StepReport(key, step.kind, step.seconds, step.bytes)
+            for key, step in self._steps.items()
+        ]
+
+    def close(self) -> None:
+        """Let go of all steps, and with them of the memory they hold. The counters stay."""
+        self._steps.clear()
+        self._fallbacks.clear()
+        self._open = False
+
+    def _prepared(self, key: K) -> Step[O]:
+        try:
+            step = self._make_step(key)
+        except Exception as error:
+            raise StepPreparationError(str(key), None, error) from error
+        with span(CAPTURE, self._size_of(key)):
+            step.prepare()
+        return step
+
+    def _miss(self, key: K) -> Step[O]:
+        assert self._open, f"step {key} is looked up in a library that is not prepared"
+        self._misses += 1
+        step = self._fallbacks.get(key)
+        if step is None:
+            step = self._fallbacks[key] = self._make_fallback(key)
+            self._missed_keys.append(key)
+            logger.warning(
+                "no step was prepared for %s: it runs as a slower %r step, now and from here on",
+                key,
+                step.kind,
+            )
+        return step

@@ -1,0 +1,118 @@
+"""The sizes that exist, and which one fits n."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.graphs.buckets import (
+    Buckets,
+    default_row_buckets,
+    default_token_buckets,
+    default_width_buckets,
+)
+
+sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
+
+
+@given(sizes)
+def test_sizes_are_ascending_and_distinct(given_sizes):
+    buckets = Buckets(given_sizes)
+    assert list(buckets) == sorted(set(given_sizes))
+    assert len(buckets) == len(set(given_sizes))
+    assert buckets.largest == max(given_sizes)
+    assert buckets == Buckets(reversed(given_sizes))
+    assert hash(buckets) == hash(Buckets(tuple(given_sizes)))
+
+
+@given(sizes, st.integers(1, 6000))
+def test_fit_is_the_smallest_that_holds_n(given_sizes, n):
+    assert Buckets(given_sizes).fit(n) == min((s for s in given_sizes if s >= n), default=None)
+
+
+def test_an_empty_step_has_no_bucket():
+    with pytest.raises(AssertionError, match="n=0"):
+        Buckets([4]).fit(0)
+
+
+@pytest.mark.parametrize("bad", [[0], [4, -1], [2, True], [1.5], ["8"]])
+def test_sizes_that_are_none(bad):
+    with pytest.raises(ValueError, match="positive integers, got"):
+        Buckets(bad)
+
+
+def test_no_sizes():
+    with pytest.raises(ValueError, match="at least one"):
+        Buckets([])
+
+
+def test_buckets_are_frozen():
+    with pytest.raises(AttributeError):
+        Buckets([1]).sizes = (2,)
+
+
+def test_row_ladder():
+    assert list(default_row_buckets(1)) == [1]
+    assert list(default_row_buckets(3)) == [1, 2, 3]
+    assert list(default_row_buckets(8)) == [1, 2, 4, 8]
+    assert list(default_row_buckets(50)) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+    assert list(default_row_buckets(256)) == [
+        *(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64),
+        *(80, 96, 112, 128, 160, 192, 224, 256),
+    ]
+
+
+@given(st.integers(1, 4096))
+def test_row_ladder_pads_little_and_never_a_full_batch(max_rows):
+    buckets = default_row_buckets(max_rows)
+    assert buckets.largest == max_rows
+    assert len(buckets) <= 40
+    for n in range(1, max_rows + 1):
+        bucket = buckets.fit(n)
+        assert bucket is not None
+        padding = bucket - n
+        assert padding <= 7 or padding / bucket < 0.2
+
+
+@given(st.integers(1, 1 << 20))
+def test_token_ladder(max_tokens):
+    buckets = default_token_buckets(max_tokens)
+    assert buckets.largest == max_tokens
+    assert list(buckets)[:-1] == [
+        1 << k for k in range(4, 20) if 1 << k < max_tokens and max_tokens > 16
+    ]
+
+
+@given(st.integers(1, 10_000), st.sampled_from([1, 8, 16, 32, 128, 256]))
+def test_width_ladder(max_blocks, block_size):
+    buckets = default_width_buckets(max_blocks, block_size)
+    ladder = list(buckets)
+    assert buckets.largest == max_blocks
+    assert ladder[0] * block_size >= min(128, max_blocks * block_size)
+    assert all(b <= 2 * a for a, b in pairwise(ladder))
+    assert all(b == 2 * a for a, b in pairwise(ladder[:-1]))
+
+
+def test_width_ladder_of_a_long_context():
+    assert list(default_width_buckets(8192, 16)) == [8 << k for k in range(11)]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: default_row_buckets(0), "max_rows"),
+        (lambda: default_token_buckets(-3), "max_tokens"),
+        (lambda: default_width_buckets(0, 16), "max_blocks"),
+        (lambda: default_width_buckets(4, 0), "block_size"),
+    ],
+)
+def test_ladders_name_the_wrong_argument(make, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got"):
+        make()
+
+
+def test_imports_no_torch():
+    code = "import sys, stepgraph.graphs.buckets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

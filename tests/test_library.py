@@ -1,0 +1,220 @@
+"""Key -> step: preparation in order, hits and misses, padding, what each step took."""
+
+import gc
+import logging
+import weakref
+from collections import Counter as Tally
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from stepgraph.graphs.library import StepLibrary, StepReport
+from stepgraph.graphs.steps import Capture, CapturedStep, CompiledStep, EagerStep, StepPreparationError
+
+
+@dataclass(frozen=True)
+class Key:
+    """A decode step of so many rows that reads so many blocks."""
+
+    rows: int
+    read_blocks: int = 4
+
+
+class PoolCapturer:
+    """Counts memory as a shared pool does: it grows only by what it lacks."""
+
+    def __init__(self):
+        self.pool_bytes = 0
+        self.order = []
+
+    def warm_up(self, fn):
+        fn()
+
+    def capture(self, fn):
+        output = fn()
+        self.order.append(output.numel())
+        growth = max(0, output.nbytes - self.pool_bytes)
+        self.pool_bytes += growth
+        return Capture(lambda: output.copy_(fn()), output, growth)
+
+
+class Runner:
+    """Makes steps that answer with their key, `rows` times, and counts what it makes."""
+
+    def __init__(self):
+        self.capturer = PoolCapturer()
+        self.made = []
+        self.fallbacks = []
+
+    def fn(self, key):
+        return lambda: torch.full((key.rows,), 1000.0 * key.read_blocks + key.rows)
+
+    def make_step(self, key):
+        self.made.append(key)
+        return CapturedStep(self.fn(key), str(key), self.capturer)
+
+    def make_fallback(self, key):
+        self.fallbacks.append(key)
+        return EagerStep(self.fn(key), str(key))
+
+    def library(self, keys, **replaced):
+        makers = {"make_step": self.make_step, "make_fallback": self.make_fallback} | replaced
+        return StepLibrary(keys=keys, size_of=lambda key: key.rows, **makers)
+
+
+KEYS = [Key(1), Key(8), Key(2), Key(16, 4), Key(16, 2), Key(4)]
+
+
+def test_captures_largest_first_in_one_pool():
+    runner = Runner()
+    library = runner.library([*KEYS, Key(8)])
+    seen = []
+    library.prepare(lambda done, total, key: seen.append((done, total, key)))
+    order = [Key(16, 4), Key(16, 2), Key(8), Key(4), Key(2), Key(1)]
+    assert runner.made == order  # a key given twice is made once
+    assert runner.capturer.order == [key.rows for key in order]
+    assert seen == [(i, 6, key) for i, key in enumerate(order, start=1)]
+    reports = library.reports()
+    assert [report.key for report in reports] == order
+    assert [report.bytes for report in reports] == [64, 0, 0, 0, 0, 0]
+    assert all(report.seconds > 0 and report.kind == "graph" for report in reports)
+    assert isinstance(reports[0], StepReport)
+
+
+def test_the_ranges_nest_as_their_dictionary_says(monkeypatch):
+    log = []
+
+    class Span:
+        def __init__(self, name, payload):
+            self.entry = (name, payload)
+
+        def __enter__(self):
+            log.append(self.entry)
+
+        def __exit__(self, *_):
+            log.append(self.entry[0])
+
+    monkeypatch.setattr("stepgraph.graphs.library.span", Span)
+    Runner().library([Key(1), Key(2)]).prepare()
+    assert log == [("warmup", 2), ("capture", 2), "capture", ("capture", 1), "capture", "warmup"]
+
+
+def test_every_scalar_of_the_key_has_its_own_step():
+    library = Runner().library(KEYS)
+    library.prepare()
+    assert library.launch(Key(16, 4)).tolist() == [4016.0] * 16
+    assert library.launch(Key(16, 2)).tolist() == [2016.0] * 16
+    assert library.lookup(Key(4)) is library.lookup(Key(4))
+    assert (library.stats().hits, library.stats().misses) == (4, 0)
+
+
+def test_a_miss_is_served_counted_and_logged_once(caplog):
+    runner = Runner()
+    library = runner.library(KEYS)
+    library.prepare()
+    with caplog.at_level(logging.WARNING, "stepgraph.graphs"):
+        for _ in range(5):
+            assert library.launch(Key(3)).tolist() == [4003.0] * 3
+        library.launch(Key(16, 9))
+        library.launch(Key(16, 2))
+    stats = library.stats()
+    assert (stats.hits, stats.misses) == (1, 6)
+    assert stats.missed_keys == (Key(3), Key(16, 9))
+    assert runner.fallbacks == [Key(3), Key(16, 9)]
+    assert stats.steps == len(KEYS) == len(library.reports())
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "Key(rows=3, read_blocks=4): it runs as a slower 'eager' step" in messages[0]
+
+
+def test_failure_at_start_is_an_error_with_its_reason(caplog):
+    def broken(key):
+        def fn():
+            if key.rows == 2:
+                raise MemoryError("no room for 136 MiB")
+            return torch.ones(key.rows)
+
+        return CompiledStep(fn, str(key))
+
+    library = Runner().library(KEYS, make_step=broken)
+    with pytest.raises(StepPreparationError, match=r"Key\(rows=2, .* 136 MiB") as caught:
+        library.prepare()
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert library.reports() == []  # what was prepared before is let go
+    assert not caplog.records
+    with pytest.raises(AssertionError, match="not prepared"):
+        library.launch(Key(16, 4))
+
+
+def test_a_step_that_cannot_be_made_is_named_too():
+    def make_step(key):
+        raise TypeError("no such sampler")
+
+    with pytest.raises(StepPreparationError, match=r"Key\(rows=1.* not be made: .* sampler"):
+        Runner().library([Key(1)], make_step=make_step).prepare()
+
+
+def test_padding():
+    library = Runner().library(KEYS)
+    assert library.stats().padding_fraction == 0.0
+    library.record_padding(3, 4)
+    library.record_padding(16, 16)
+    stats = library.stats()
+    assert (stats.used_lanes, stats.padded_lanes) == (19, 1)
+    assert stats.padding_fraction == 1 / 20
+    with pytest.raises(AssertionError):
+        library.record_padding(5, 4)
+
+
+def test_close_lets_go_of_every_step():
+    library = Runner().library(KEYS)
+    library.prepare()
+    library.launch(Key(5))
+    alive = [weakref.ref(library.lookup(key)) for key in (*KEYS, Key(5))]
+    library.close()
+    library.close()
+    gc.collect()
+    assert [step() for step in alive] == [None] * 7
+    assert library.stats().missed_keys == (Key(5),)
+    library.prepare()
+    assert library.launch(Key(2)).tolist() == [4002.0] * 2
+
+
+class LibraryAgainstATally(RuleBasedStateMachine):
+    """Any traffic: right outputs, and counters that add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.runner = Runner()
+        self.library = self.runner.library(KEYS)
+        self.library.prepare()
+        self.launched = Tally()
+        self.lanes = [0, 0]
+
+    @rule(rows=st.integers(1, 17), read_blocks=st.sampled_from([2, 4]))
+    def launch(self, rows, read_blocks):
+        output = self.library.launch(Key(rows, read_blocks))
+        assert output.tolist() == [1000.0 * read_blocks + rows] * rows
+        self.launched[Key(rows, read_blocks)] += 1
+
+    @rule(used=st.integers(0, 16), padding=st.integers(0, 16))
+    def pad(self, used, padding):
+        self.library.record_padding(used, used + padding)
+        self.lanes[0] += used
+        self.lanes[1] += padding
+
+    @invariant()
+    def adds_up(self):
+        stats = self.library.stats()
+        assert stats.hits == sum(n for key, n in self.launched.items() if key in KEYS)
+        assert stats.misses == sum(n for key, n in self.launched.items() if key not in KEYS)
+        assert set(stats.missed_keys) == self.launched.keys() - set(KEYS)
+        assert self.runner.fallbacks == list(stats.missed_keys)
+        assert [stats.used_lanes, stats.padded_lanes] == self.lanes
+
+
+TestLibraryAgainstATally = LibraryAgainstATally.TestCase
+TestLibraryAgainstATally.settings = settings(max_examples=30, deadline=None)

@@ -1,0 +1,276 @@
+"""A step eagerly, compiled, captured: one face, and preparation that fails instead of hiding."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from stepgraph.graphs.steps import (
+    Capture,
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    StepPreparationError,
+)
+
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+class RecordingCapturer:
+    """Stands in for a device: a replay computes anew, into the tensor of the capture."""
+
+    def __init__(self):
+        self.log = []
+
+    def warm_up(self, fn):
+        self.log.append("warm up")
+        fn()
+
+    def capture(self, fn):
+        self.log.append("capture")
+        output = fn()
+
+        def replay():
+            self.log.append("replay")
+            output.copy_(fn())
+
+        return Capture(replay, output, bytes=4096)
+
+
+class Counter:
+    """A step's callable that mutates state, as writing keys and values does."""
+
+    def __init__(self, device="cpu"):
+        self.runs = 0
+        self.x = torch.randn(6, 5, device=device)
+        self.state = torch.zeros(5, device=device)
+
+    def __call__(self):
+        self.runs += 1
+        self.state += 1
+        return (self.x * 3).sum(0) + self.state
+
+    def reference(self):
+        return (self.x * 3).sum(0) + self.state
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, dynamic=False, backend="eager", **options)
+
+
+def make(kind, fn):
+    if kind == "eager":
+        return EagerStep(fn, "demo")
+    if kind == "compile":
+        return CompiledStep(fn, "demo")
+    return CapturedStep(fn, "demo", RecordingCapturer())
+
+
+@pytest.mark.parametrize("kind", ["eager", "compile", "graph"])
+def test_one_face(kind):
+    fn = Counter()
+    step = make(kind, fn)
+    assert (step.kind, step.seconds, step.bytes) == (kind, 0.0, 0)
+    step.prepare()
+    assert step.seconds > 0
+    assert step.bytes == (4096 if kind == "graph" else 0)
+    for _ in range(3):
+        fn.x.copy_(torch.randn(6, 5))
+        before = fn.state.clone()
+        output = step.launch()
+        assert torch.equal(fn.state, before + 1)  # a launch runs it once
+        assert torch.equal(output, fn.reference())
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("eager", 0), ("compile", 2), ("graph", 3)])
+def test_runs_of_preparation(kind, runs):
+    fn = Counter()
+    make(kind, fn).prepare()
+    assert fn.runs == runs
+
+
+def test_a_capture_comes_after_its_warm_up_and_keeps_its_output():
+    capturer = RecordingCapturer()
+    step = CapturedStep(Counter(), "demo", capturer)
+    step.prepare()
+    assert capturer.log == ["warm up", "capture"]
+    outputs = [step.launch() for _ in range(3)]
+    assert capturer.log[2:] == ["replay"] * 3
+    assert len({output.data_ptr() for output in outputs}) == 1
+
+
+def test_an_eager_step_serves_unprepared_and_the_others_do_not():
+    fn = Counter()
+    assert torch.equal(make("eager", fn).launch(), fn.reference())
+    for kind in ("compile", "graph"):
+        with pytest.raises(AssertionError, match="demo is launched before"):
+            make(kind, fn).launch()
+    assert fn.runs == 1
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_failure_names_step_kind_and_cause(kind):
+    def fn():
+        raise MemoryError("no room for 7 bytes")
+
+    with pytest.raises(StepPreparationError) as caught:
+        make(kind, fn).prepare()
+    assert str(caught.value) == (
+        f"step demo could not be prepared (kind {kind!r}): MemoryError: no room for 7 bytes"
+    )
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert (caught.value.name, caught.value.kind) == ("demo", kind)
+
+
+def test_failure_that_masks_another_shows_the_first():
+    class Masking(RecordingCapturer):
+        def capture(self, fn):
+            try:
+                raise ValueError("a wait inside the capture")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    with pytest.raises(StepPreparationError, match=r"invalidated \(first came ValueError: a wait"):
+        CapturedStep(Counter(), "demo", Masking()).prepare()
+
+
+def test_interrupts_pass_unwrapped():
+    def fn():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CompiledStep(fn, "demo").prepare()
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_steps_that_share_a_compiled_part(kind):
+    """More sizes than torch's default recompile limit of 8, where it would go on eagerly."""
+    part = compiled(lambda x: (x * 3).relu().sum(-1), recompile_limit=12)
+    inputs = [torch.randn(n, 4) for n in range(1, 13)]
+    for x in inputs:
+        step = make(kind, lambda x=x: part(x))
+        step.prepare()
+        assert torch.equal(step.launch(), (x * 3).relu().sum(-1))
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_a_recompile_limit_that_is_reached_is_no_secret(kind):
+    part = compiled(lambda x: x * 5, recompile_limit=2)
+    for n in (1, 2):
+        make(kind, lambda n=n: part(torch.ones(n))).prepare()
+    with pytest.raises(StepPreparationError, match="recompile_limit"):
+        make(kind, lambda: part(torch.ones(3))).prepare()
+
+
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_a_part_that_compiles_on_every_run_is_refused(kind):
+    """A host scalar that changes from launch to launch would compile in the middle of traffic."""
+    scale = compiled(lambda x, position: x * position)
+    positions = iter(range(2, 1000))
+    with pytest.raises(StepPreparationError, match="RecompileError: Recompiling"):
+        make(kind, lambda: scale(torch.ones(3), next(positions))).prepare()
+
+
+def test_preparation_leaves_the_compiler_as_it_was():
+    part = compiled(lambda x: x * 7)
+    CompiledStep(lambda: part(torch.ones(2)), "demo").prepare()
+    assert part(torch.ones(3)).tolist() == [7, 7, 7]  # a new shape may be compiled again
+
+
+def test_other_threads_may_compile_while_a_step_is_prepared():
+    """Two runs, and in the midst of each another thread compiles a new shape."""
+    own, foreign = compiled(lambda x: x * 7), compiled(lambda x: x * 5)
+    foreign(torch.ones(1))
+    sizes = iter((2, 3))
+    answers = []
+
+    def fn():
+        thread = threading.Thread(target=lambda: answers.append(foreign(torch.ones(next(sizes)))))
+        thread.start()
+        thread.join()
+        return own(torch.ones(2))
+
+    CompiledStep(fn, "demo").prepare()
+    assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
+
+
+def test_graphs_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="CUDA devices only, got device cpu; run them"):
+        CudaGraphCapturer("cpu")
+
+
+class TestCudaGraphs:
+    """The real capturer."""
+
+    pytestmark = needs_cuda
+
+    def test_replays_follow_the_inputs(self):
+        fn = Counter("cuda")
+        step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        assert step.bytes >= 0
+        address = step.launch().data_ptr()
+        for _ in range(50):
+            fn.x.copy_(torch.randn(6, 5))
+            before = fn.state.clone()
+            output = step.launch()
+            assert output.data_ptr() == address
+            assert torch.equal(fn.state, before + 1)
+            torch.testing.assert_close(output, fn.reference())
+        assert fn.runs == 3  # two to warm up, one recorded; Python sees no replay
+
+    def test_many_sizes_share_one_pool(self):
+        """Scratch memory of many sizes takes about what the largest takes, not the sum."""
+        capturer = CudaGraphCapturer("cuda")
+        steps = {}
+        for n in (64, 56, 48, 40, 32, 24, 16, 8):
+            x = torch.randn(n, 1 << 18, device="cuda")
+            steps[n] = (x, CapturedStep(lambda x=x: (x.sin() * 2).sum(-1), f"{n}", capturer))
+            steps[n][1].prepare()
+        sizes = [step.bytes for _, step in steps.values()]
+        assert sum(sizes) <= 1.5 * sizes[0]
+        for x, step in steps.values():
+            torch.testing.assert_close(step.launch(), (x.sin() * 2).sum(-1))
+
+    def test_a_compiled_part_is_captured(self):
+        part = torch.compile(lambda x: (x * 3).relu().sum(-1), dynamic=False)
+        x = torch.randn(4, 300, device="cuda")
+        step = CapturedStep(lambda: part(x), "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        x.copy_(torch.randn(4, 300))
+        torch.testing.assert_close(step.launch(), (x * 3).relu().sum(-1))
+
+    def test_a_failed_capture_says_why_and_leaves_the_thread_as_it_was(self):
+        capturer = CudaGraphCapturer("cuda")
+        x = torch.randn(5, device="cuda")
+        stream = torch.cuda.current_stream()
+        with pytest.raises(StepPreparationError, match="'graph'"):
+            CapturedStep(lambda: x.sum().item(), "waits", capturer).prepare()
+        assert torch.cuda.current_stream() == stream
+        assert gc.isenabled()
+        step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+        step.prepare()
+        torch.testing.assert_close(step.launch(), x * 2)
+
+    def test_another_thread_may_use_the_device_meanwhile(self):
+        stop = threading.Event()
+
+        def work():
+            while not stop.is_set():
+                torch.ones(1 << 16, device="cuda").sum().item()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            x = torch.randn(9, device="cuda")
+            for _ in range(10):
+                step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
+                step.prepare()
+                torch.testing.assert_close(step.launch(), x * 2)
+        finally:
+            stop.set()
+            thread.join()
