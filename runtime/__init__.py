@@ -1,0 +1,37 @@
+"""The runtime: requests in, tokens out. Start reading at `request`, then `engine`."""
+
+import logging
+
+from .config import EngineConfig
+from .engine import Engine
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineFailedError,
+    MemoryBudgetError,
+    RequestError,
+    StepgraphError,
+    StepPreparationError,
+)
+from .request import CompletionOutput, RequestOutput, TokenLogprobs
+from .sampling_params import SamplingParams
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "TokenLogprobs",
+    "StepgraphError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineFailedError",
+    "MemoryBudgetError",
+    "RequestError",
+    "StepPreparationError",
+]
+
+logging.getLogger("stepgraph").addHandler(logging.NullHandler())

@@ -1,0 +1,199 @@
+"""Measures an engine: the time of a decode step of the whole batch, and what surrounds it.
+
+A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily to
+`output_len` tokens each, `num_iters` times. A step counts when it decoded the whole batch and did
+nothing else; it is everything between two sets of tokens on the host, plan and commit included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..profiling.roofline import Roofline, step_bytes, step_flops
+from ..profiling.stats import Summary
+from .engine import Engine
+from .models.config import ModelConfig
+from .request import RequestOutput
+from .sampling_params import SamplingParams
+
+__all__ = ["BenchmarkCase", "Measurement", "measure", "random_prompts", "to_json"]
+
+SCORED_TOKENS = 32
+"""Length of the sequence whose logits two modes are compared on, half of it prefilled."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkCase:
+    """One row of the table."""
+
+    model: str
+    batch_size: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was observed of a case; times in milliseconds, host time in microseconds."""
+
+    case: BenchmarkCase
+    ttft_ms: list[float]
+    itl_ms: list[float]
+    step_ms: list[float]
+    host_us: list[float]
+    padding: float
+    """Share of the lanes of its decode steps that computed nothing anybody asked for."""
+    token_ids: list[list[int]]
+    """Output of each prompt, of the first repetition."""
+    logits: torch.Tensor
+    """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
+
+
+def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> list[list[int]]:
+    """Return prompts of random token ids, the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = torch.randint(
+        config.vocab_size, (count, length), generator=generator
+    ).tolist()
+    return prompts
+
+
+def measure(
+    engine: Engine, case: BenchmarkCase, *, num_warmup: int, num_iters: int, seed: int
+) -> Measurement:
+    """Run a case on an idle engine with at least `batch_size` rows.
+
+    Raises:
+        RequestError: the prompts and their output do not fit the engine.
+    """
+    prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
+    params = SamplingParams(max_tokens=case.output_len, temperature=0.0, ignore_eos=True)
+    for _ in range(num_warmup):
+        _run(engine, prompts, params)
+    ttft_ms: list[float] = []
+    itl_ms: list[float] = []
+    step_ms: list[float] = []
+    host_us: list[float] = []
+    lanes = used = 0
+    token_ids: list[list[int]] = []
+    for _ in range(num_iters):
+        engine.timeline.clear()
+        outputs, durations = _run(engine, prompts, params)
+        step_ms += durations
+        for output in outputs:
+            assert output.timing is not None, "every prompt got a token"
+            ttft_ms.append(output.timing.ttft_ms)
+            itl_ms += output.timing.itl_ms
+        for record in engine.timeline.records():
+            if record.rows == case.batch_size and not record.prefill_tokens:
+                host_us.append(record.host_ns / 1e3)
+                lanes, used = lanes + record.bucket, used + record.rows
+        token_ids = token_ids or [output.token_ids for output in outputs]
+    scored = prompts[0][:SCORED_TOKENS]
+    return Measurement(
+        case=case,
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        step_ms=step_ms,
+        host_us=host_us,
+        padding=1 - used / lanes if lanes else 0.0,
+        token_ids=token_ids,
+        logits=engine.score(scored, (len(scored) + 1) // 2),
+    )
+
+
+def _run(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[list[RequestOutput], list[float]]:
+    """Decode the prompts; return their outputs and the milliseconds of each whole decode step."""
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    latest: dict[str, RequestOutput] = {}
+    durations: list[float] = []
+    decoding: set[str] = set()
+    while engine.has_unfinished():
+        started = time.perf_counter()
+        outputs = engine.step()
+        ended = time.perf_counter()
+        # Whole: every request got a token by this step, and had one before it.
+        if len(decoding) == len(outputs) == len(ids):
+            durations.append(1e3 * (ended - started))
+        for output in outputs:
+            decoding.add(output.request_id)
+            latest[output.request_id] = output
+    return [latest[request_id] for request_id in ids], durations
+
+
+def to_json(
+    engine: Engine,
+    measurement: Measurement,
+    *,
+    bandwidth: float,
+    eager: Measurement | None,
+) -> dict[str, Any]:
+    """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
+
+    Args:
+        engine: what it was measured on.
+        measurement: the observations.
+        bandwidth: bytes per second that the device reads.
+        eager: the same case in eager mode, to judge the tokens and logits by.
+    """
+    case, config = measurement.case, engine.model_config
+    stats = engine.stats()
+    # Half of the output is there on average while it is being decoded.
+    context = case.input_len + case.output_len // 2
+    kv_bytes_per_token = engine.kv_bytes_per_token
+    weight_bytes = engine.weight_bytes_per_step
+    weights = weight_bytes // engine.config.dtype.itemsize
+    roofline = Roofline(
+        step_bytes(weight_bytes, case.batch_size, context, kv_bytes_per_token),
+        step_flops(
+            weights, case.batch_size, context, config.num_layers, config.num_heads, config.head_dim
+        ),
+        bandwidth,
+    )
+    step = Summary.of(measurement.step_ms)
+    dtype = str(engine.config.dtype).removeprefix("torch.")
+    return {
+        "model": case.model,
+        "dtype": dtype,
+        "kv_dtype": dtype,
+        "mode": engine.config.mode,
+        "device": str(engine.config.device),
+        "batch_size": case.batch_size,
+        "input_len": case.input_len,
+        "output_len": case.output_len,
+        "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
+        "itl_ms": Summary.of(measurement.itl_ms).to_json(),
+        "step_ms": step.to_json(),
+        "host_us": Summary.of(measurement.host_us).to_json(),
+        "tokens_per_second": 1e3 * case.batch_size / step.p50,
+        "padding": measurement.padding,
+        "kv_bytes": case.batch_size * context * kv_bytes_per_token,
+        "roofline": roofline.to_json(step.p50 / 1e3),
+        "memory": stats["memory"],
+        "captured": stats["prepared"],
+        "fallbacks": stats["fallbacks"],
+        "correct": {
+            "tokens_equal_eager": None if eager is None else _equal_share(measurement, eager),
+            "max_abs_logit_error": None
+            if eager is None
+            else float((measurement.logits - eager.logits).abs().max()),
+        },
+        "samples": {"step_ms": measurement.step_ms},
+    }
+
+
+def _equal_share(one: Measurement, other: Measurement) -> float:
+    """Return the share of output tokens that are equal, position by position."""
+    pairs = [
+        a == b
+        for ours, theirs in zip(one.token_ids, other.token_ids, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return sum(pairs) / len(pairs)

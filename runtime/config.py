@@ -1,0 +1,215 @@
+"""EngineConfig: what a user may choose, and how choices left open are made. Nothing is mutated."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..cache.memory import MemoryBudget
+from .errors import ConfigError
+from .kernels import have_compiler
+from .models.config import ModelConfig
+
+__all__ = ["EngineConfig", "Mode", "ResolvedConfig"]
+
+Mode = Literal["eager", "compile", "graph"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
+MAX_ROWS = 4096
+MAX_BLOCK_SIZE = 1024
+
+DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
+"""Of the free memory; less where the operating system and others need it too."""
+
+
+def max_prefill_rows(max_rows: int) -> int:
+    """Return how many prompts one prefill step may have chunks of.
+
+    Its sampler computes logits for so many rows, whether they are used or not.
+    """
+    return min(8, max_rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine runs. Every field has a default that serves; None means "chosen for you".
+
+    Raises `ConfigError` on construction for values that no model and no device can make right.
+    """
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1` …; `auto` takes CUDA where there is a device."""
+    dtype: str = "auto"
+    """Of weights, activations and cache: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
+    mode: str = "auto"
+    """`eager`, `compile`, `graph`; `auto`: the fastest the device has."""
+    compile: bool = True
+    """With `mode="graph"`: capture compiled kernels, or (False) eager ones."""
+    block_size: int = 16
+    """Tokens a block holds."""
+    num_blocks: int | None = None
+    """Blocks of the cache, the null block included. Beside one of the `memory_*` fields the batch
+    tokens are what the budget leaves."""
+    memory_fraction: float | None = None
+    """Share of the free memory that the engine may use."""
+    memory_bytes: int | None = None
+    """Bytes that the engine may use."""
+    memory_tokens: int | None = None
+    """Tokens of context that the cache must hold."""
+    max_batch_tokens: int | None = None
+    """Tokens of one step at most, decoding rows and prefill chunk together."""
+    max_rows: int = 16
+    """Requests that decode together at most."""
+    max_model_len: int | None = None
+    """Tokens of one sequence at most, prompt and output; None: what model and cache allow."""
+    prefill_chunk: int = 512
+    """Prompt tokens of one step at most: bounds how long a prefill can delay a decode step."""
+    buckets: tuple[int, ...] | None = None
+    """Numbers of rows to prepare decode steps for; `max_rows` is always one of them."""
+    seed: int = 0
+    """Seeds the requests that bring no seed of their own, and the weights of presets."""
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
+        _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
+        _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
+        _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_int("num_blocks", self.num_blocks, 2, 1 << 40)
+        _check_int("memory_bytes", self.memory_bytes, 1, 1 << 60)
+        _check_int("memory_tokens", self.memory_tokens, 1, 1 << 50)
+        _check_int("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
+        _check_int("max_model_len", self.max_model_len, 1, 1 << 40)
+        fraction = self.memory_fraction
+        if fraction is not None and not (math.isfinite(fraction) and 0 < fraction <= 1):
+            raise ConfigError(f"memory_fraction must be in (0, 1], not {fraction!r}")
+        given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"give at most one memory budget, not {' and '.join(given)}")
+        if self.memory_tokens is not None and self.num_blocks is not None:
+            raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
+        if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_rows:
+            raise ConfigError(
+                f"max_batch_tokens={self.max_batch_tokens} leaves no room for a prompt beside"
+                f" max_rows={self.max_rows} decoding rows: it must be greater"
+            )
+        if self.buckets is not None:
+            if not self.buckets:
+                raise ConfigError("buckets must not be empty; leave it out for the default")
+            for bucket in self.buckets:
+                _check_int("buckets", bucket, 1, self.max_rows)
+
+    def memory_budget(self, device: torch.device) -> MemoryBudget:
+        """Return the budget that was given, or the default share of the free memory."""
+        if self.memory_bytes is not None:
+            return MemoryBudget(bytes=self.memory_bytes)
+        if self.memory_tokens is not None:
+            return MemoryBudget(context_tokens=self.memory_tokens)
+        if self.memory_fraction is not None:
+            return MemoryBudget(fraction=self.memory_fraction)
+        if self.num_blocks is not None:
+            return MemoryBudget(num_blocks=self.num_blocks)
+        return MemoryBudget(fraction=DEFAULT_MEMORY_FRACTION[device.type])
+
+    @property
+    def fixed_blocks(self) -> int | None:
+        """The number of blocks where another budget stands beside it."""
+        has_budget = self.memory_bytes is not None or self.memory_fraction is not None
+        return self.num_blocks if has_budget else None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The choices as made for one model on one device."""
+
+    user: EngineConfig
+    """What was asked for."""
+    device: torch.device
+    dtype: torch.dtype
+    mode: Mode
+    max_model_len: int
+    """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+        """Make the choices that were left open.
+
+        Raises:
+            ConfigError: the device does not exist, the mode cannot run on it, or `max_model_len`
+                exceeds what the model was made for.
+        """
+        device = _resolve_device(config.device)
+        longest = model.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
+            )
+        return cls(
+            user=config,
+            device=device,
+            dtype=DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype],
+            mode=_resolve_mode(config.mode, device),
+            max_model_len=config.max_model_len or longest,
+        )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device {name!r} is not a device: use 'auto', 'cpu' or 'cuda'"
+        ) from error
+    if device.type not in DEFAULT_MEMORY_FRACTION:
+        raise ConfigError(f"device {name!r} is not supported: use 'cpu' or 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def _resolve_mode(mode: str, device: torch.device) -> Mode:
+    if device.type == "cuda":
+        return "graph" if mode == "auto" else _as_mode(mode)
+    if mode == "graph":
+        raise ConfigError(
+            f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
+            " use mode='compile' or mode='eager'"
+        )
+    if mode in ("auto", "compile") and not have_compiler():
+        if mode == "compile":
+            raise ConfigError(
+                "mode='compile' needs a C++ compiler on a CPU, and none was found:"
+                " install g++ (or set CXX), or use mode='eager'"
+            )
+        logger.warning("no C++ compiler was found: decoding eagerly, which is several times slower")
+        return "eager"
+    return "compile" if mode == "auto" else _as_mode(mode)
+
+
+def _as_mode(mode: str) -> Mode:
+    assert mode in ("eager", "compile", "graph")
+    return mode
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{field} must be an integer from {low} to {high}, not {value!r}")

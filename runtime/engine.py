@@ -1,0 +1,328 @@
+"""The public face: requests in, outputs out. The work is done by `StepLoop` (see `loop.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..cache.kv_cache import KVCache
+from ..cache.memory import MemoryPlan
+from ..profiling.timeline import Timeline
+from .config import EngineConfig
+from .errors import EngineClosedError, EngineFailedError, RequestError
+from .intake import Intake, Prompt
+from .loop import StepLoop
+from .request import RequestOutput
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .startup import EngineParts, start
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Decodes batches of requests. One thread at a time may use it; several engines may coexist.
+
+    Made by `from_pretrained`; used as a context manager, or ended with `close`.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Run over parts that `startup.start` made."""
+        self.config = parts.config
+        self.model_config = parts.model.config
+        self._parts: EngineParts | None = parts
+        self._failure: Exception | None = None
+        self._next_id = 0
+        self._unclaimed: list[RequestOutput] = []  # of other requests, seen by `generate`
+        user = parts.config.user
+        cache = KVCache(parts.groups, parts.plan.num_blocks, user.block_size)
+        self.max_model_len = min(parts.config.max_model_len, cache.capacity_tokens)
+        """Tokens of the longest sequence that can be served, prompt and output."""
+        self._loop = StepLoop(
+            Scheduler(
+                cache,
+                max_rows=user.max_rows,
+                max_batch_tokens=parts.plan.max_batch_tokens,
+                prefill_chunk=user.prefill_chunk,
+                max_prefill_rows=parts.runner.max_prefill_rows,
+            ),
+            parts.runner,
+            in_flight=0 if parts.config.device.type == "cpu" else 1,
+        )
+        self._intake = Intake(
+            parts.model.config,
+            parts.tokenizer,
+            longest_sequence=self.max_model_len,
+            seed=user.seed,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, config: EngineConfig | None = None, *, progress: bool = False
+    ) -> Engine:
+        """Load a model and make every step ready.
+
+        Args:
+            source: a directory in the Hugging Face layout, a hub id, `preset:NAME` (random
+                weights) or `demo`.
+            config: how to run it.
+            progress: show bars on stderr while loading and preparing (if it is a terminal).
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, unknown or contradicts itself.
+            ConfigError: the configuration cannot work on this device or with this model.
+            MemoryBudgetError: the budget has no room for the smallest cache.
+            StepPreparationError: a step could not be compiled or captured.
+        """
+        return cls(start(source, config or EngineConfig(), progress=progress))
+
+    def __enter__(self) -> Engine:
+        self._open_parts()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back all memory. What has not finished ends without an output. Idempotent."""
+        if self._parts is None:
+            return
+        device = self.config.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # launched steps still write to the arena
+        self._parts = None
+        self._loop.close()
+        del self._loop
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt, text or token ids, and return its id.
+
+        Requests of smaller `priority` are served first, and preempted last.
+
+        Raises:
+            RequestError: the request can never be served; nothing was queued.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        if request_id is None:
+            request_id = self._fresh_id()
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}")
+        if request_id in self._loop.groups:
+            raise RequestError(
+                f"request_id {request_id!r} is already in use: choose another, or leave it out"
+            )
+        if not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, not {priority!r}")
+        self._loop.add(
+            self._intake.accept(request_id, prompt, params or SamplingParams(), priority)
+        )
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its final output, with reason `abort`, comes from the next `step`.
+
+        Returns False, and does nothing, if no such request is unfinished.
+        """
+        self._open_parts()
+        group = self._loop.groups.get(request_id)
+        if group is None:
+            return False
+        self._loop.abort(group)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        self._open_parts()
+        return bool(self._unclaimed) or self._loop.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, and return the requests that changed since the last call.
+
+        Raises:
+            EngineFailedError: the launch failed. Every unfinished request is lost, and the engine
+                serves nothing more.
+            EngineClosedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        try:
+            outputs = self._loop.step()
+        except Exception as error:
+            self._failure = error
+            raise EngineFailedError(f"step {self._loop.num_steps} failed: {error}") from error
+        if self._unclaimed:
+            outputs, self._unclaimed = self._unclaimed + outputs, []
+        return outputs
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode prompts to their end and return their outputs, in order.
+
+        Args:
+            prompts: a text, or a sequence of texts and lists of token ids.
+            params: one for all, or one for each prompt.
+
+        A prompt that cannot be served does not touch the others: its output has no completions,
+        `finish_reason` `error`, and the `RequestError` in `error`.
+
+        Raises:
+            RequestError: as many `params` as prompts were expected.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        ids = [self._fresh_id() for _ in prompts]
+        done: dict[str, RequestOutput] = {}
+        others: list[RequestOutput] = []
+        try:
+            for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+                try:
+                    self.add_request(prompt, own, request_id)
+                except RequestError as error:
+                    done[request_id] = RequestOutput(request_id, [], (), True, error=error)
+            ours = set(ids)
+            while len(done) < len(ids):
+                for output in self.step():
+                    if output.request_id not in ours:
+                        others.append(output)
+                    elif output.finished:
+                        done[output.request_id] = output
+        finally:
+            self._unclaimed += others
+            if len(done) < len(ids) and self._failure is None:  # interrupted
+                for request_id in ids:
+                    self.abort(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
+        """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
+
+        The first `prompt_len` tokens are prefilled, the others fed one by one through decode
+        steps, each in the place of the token that was sampled: row i follows token
+        `prompt_len - 1 + i`. The very steps that serve requests compute it.
+
+        Raises:
+            RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
+                other requests are unfinished.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        if self.has_unfinished():
+            raise RequestError("score needs an idle engine: finish or abort its requests first")
+        token_ids = self._intake.check_token_ids(token_ids)
+        if not 1 <= prompt_len <= len(token_ids):
+            raise RequestError(
+                f"prompt_len must be from 1 to the {len(token_ids)} tokens given, not {prompt_len}"
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"{len(token_ids)} tokens do not fit a sequence of {self.max_model_len}"
+            )
+        forced = token_ids[prompt_len:]
+        params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
+        group = self._intake.accept(self._fresh_id(), token_ids[:prompt_len], params, 0)
+        return self._loop.score(group, forced)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time of the last steps went."""
+        return self._loop.timeline
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The plan that the cache was sized by."""
+        return self._open_parts().plan
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of the weights that a decode step reads."""
+        return self._open_parts().model.weight_bytes_per_step
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, over all layers."""
+        return sum(group.spec.slot_bytes * len(group.layers) for group in self._open_parts().groups)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes, as plain numbers and strings.
+
+        `memory` holds planned and measured bytes of each term, `prepared` what the steps cost at
+        start, `fallbacks` how often a launch found no prepared step.
+        """
+        parts = self._open_parts()
+        library = parts.runner.library
+        counters, reports = library.stats(), library.reports()
+        scheduler = self._loop.scheduler
+        return {
+            "healthy": self._failure is None,
+            "device": str(self.config.device),
+            "mode": self.config.mode,
+            "kernels": parts.model.kernels.name,
+            "max_model_len": self.max_model_len,
+            "steps": self._loop.num_steps,
+            "waiting": scheduler.num_waiting,
+            "running": scheduler.num_running,
+            **self._loop.counts,
+            "blocks": {
+                "size": scheduler.cache.block_size,
+                "usable": scheduler.cache.usable_blocks,
+                "free": scheduler.cache.num_free_blocks,
+            },
+            "prepared": {
+                "steps": counters.steps,
+                "seconds": sum(report.seconds for report in reports),
+                "bytes": sum(report.bytes for report in reports),
+            },
+            "load_seconds": parts.load_seconds,
+            "fallbacks": counters.misses,
+            "padding": counters.padding_fraction,
+            "memory": parts.memory(),
+        }
+
+    def check_integrity(self) -> None:
+        """Assert every invariant that can be checked between two steps. For tests."""
+        self._open_parts()
+        self._loop.check_integrity()
+
+    def _fresh_id(self) -> str:
+        while True:
+            self._next_id += 1
+            if (request_id := f"request-{self._next_id}") not in self._loop.groups:
+                return request_id
+
+    def _open_parts(self) -> EngineParts:
+        if self._parts is None:
+            raise EngineClosedError("the engine is closed: make a new one to go on")
+        return self._parts
+
+    def _check_usable(self) -> None:
+        self._open_parts()
+        if self._failure is not None:
+            raise EngineFailedError(
+                f"the engine failed earlier ({self._failure}): close it and make a new one"
+            ) from self._failure

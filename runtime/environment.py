@@ -1,0 +1,74 @@
+"""What a benchmark was run on, as far as it can be read."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+__all__ = ["describe_environment"]
+
+
+def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:
+    """Return the `environment` of the benchmark's JSON; None for what this machine does not tell.
+
+    Args:
+        device: what is measured.
+        bandwidth: its measured read bandwidth, bytes per second.
+    """
+    frequency = psutil.cpu_freq()
+    return {
+        "device": _device_name(device),
+        "driver": _driver(device),
+        "cpu": _cpu_name(),
+        "cpu_mhz": None if frequency is None else round(frequency.current),
+        "threads": torch.get_num_threads(),
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "commit": _commit(),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _driver(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return _output("nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader")
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return f"{names[0]}, {len(names)} processors" if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that the code runs from, or None if it is none."""
+    return _output("git", "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None where it is missing or fails."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

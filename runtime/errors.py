@@ -1,0 +1,49 @@
+"""Every error a user can get.
+
+All derive from `StepgraphError`, except two that come from packages which do not know this one:
+`MemoryBudgetError` (a `ValueError`) and `StepPreparationError` (a `RuntimeError`). They are named
+here so that there is one place to import errors from.
+"""
+
+from __future__ import annotations
+
+from ..cache.memory import MemoryBudgetError
+from ..graphs.steps import StepPreparationError
+
+__all__ = [
+    "StepgraphError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineFailedError",
+    "MemoryBudgetError",
+    "RequestError",
+    "StepPreparationError",
+]
+
+
+class StepgraphError(Exception):
+    """Base class of the errors that stepgraph raises for its users."""
+
+
+class ConfigError(StepgraphError, ValueError):
+    """A configuration that cannot work: the message names the field, the value and the range."""
+
+
+class CheckpointError(StepgraphError):
+    """A checkpoint that cannot be loaded: missing, truncated, unknown or self-contradictory."""
+
+
+class RequestError(StepgraphError, ValueError):
+    """A request that cannot be served. It was not queued; other requests are not affected."""
+
+
+class EngineClosedError(StepgraphError, RuntimeError):
+    """The engine was used after `close()`."""
+
+
+class EngineFailedError(StepgraphError, RuntimeError):
+    """A launch failed and left the device in an unknown state: the engine serves nothing more.
+
+    `__cause__` is what it failed on.
+    """

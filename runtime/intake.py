@@ -1,0 +1,132 @@
+"""A prompt and its parameters become requests, or a `RequestError` before anything is queued."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import time
+from collections.abc import Sequence
+
+from .errors import RequestError
+from .models.config import ModelConfig
+from .request import Request, RequestGroup
+from .sampling import MAX_ROW_STOP_IDS
+from .sampling_params import SamplingParams
+from .tokenizer import IncrementalDetokenizer, TextTokenizer
+
+__all__ = ["Intake", "Prompt"]
+
+Prompt = str | Sequence[int]
+
+MAX_REQUEST_ID_LENGTH = 256
+
+
+class Intake:
+    """Checks what users send against what the engine can hold."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: TextTokenizer | None,
+        *,
+        longest_sequence: int,
+        seed: int,
+    ) -> None:
+        """Take requests of at most `longest_sequence` tokens, prompt and output together."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._longest = longest_sequence
+        self._seed = seed
+        self._arrivals = 0
+
+    def accept(
+        self, group_id: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> RequestGroup:
+        """Return the requests of a prompt, one for each of `params.n` completions.
+
+        Raises:
+            RequestError: an empty or too long prompt, text without a tokenizer, a token outside
+                the vocabulary, or a parameter that names one.
+        """
+        prompt_ids = self._token_ids(prompt)
+        self._check_params(params)
+        arrival_ns = time.perf_counter_ns()
+        self._arrivals += 1
+        base = params.seed if params.seed is not None else _derive(self._seed, self._arrivals)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self._config.eos_token_ids)
+        if params.min_tokens and len(stops) > MAX_ROW_STOP_IDS:
+            raise RequestError(
+                f"min_tokens holds back {len(stops)} stop token ids, those of the model included:"
+                f" at most {MAX_ROW_STOP_IDS} are possible, name fewer in stop_token_ids"
+            )
+        requests = [
+            Request(
+                id=f"{group_id}/{index}",
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=_derive(base, index),
+                order=(priority, self._arrivals * 1_000_000 + index),
+                max_tokens=min(params.max_tokens, self._longest - len(prompt_ids)),
+                stop_token_ids=frozenset(stops),
+                detokenizer=self._detokenizer(prompt_ids, params),
+                arrival_ns=arrival_ns,
+            )
+            for index in range(params.n)
+        ]
+        return RequestGroup(group_id, prompt_ids, requests)
+
+    def _detokenizer(
+        self, prompt_ids: list[int], params: SamplingParams
+    ) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self._tokenizer, prompt_ids, params.stop)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "the prompt is text, but the checkpoint has no tokenizer.json:"
+                    " give a list of token ids"
+                )
+            token_ids = self._tokenizer.encode(prompt)
+        else:
+            token_ids = self.check_token_ids(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        if len(token_ids) >= self._longest:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but a sequence may have at most"
+                f" {self._longest} (max_model_len, or what the cache holds) and needs room for at"
+                " least one more: shorten the prompt or raise max_model_len or the memory budget"
+            )
+        return token_ids
+
+    def check_token_ids(self, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens as plain integers, or raise `RequestError` for what is no token."""
+        try:
+            token_ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"the prompt must be text or a sequence of integer token ids: {error}"
+            ) from error
+        for position, token in enumerate(token_ids):
+            if not 0 <= token < self._config.vocab_size:
+                raise RequestError(
+                    f"token {token} at position {position} of the prompt is outside the"
+                    f" vocabulary of {self._config.vocab_size}"
+                )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks")
+        params.check_vocabulary(self._config.vocab_size)
+
+
+def _derive(seed: int, index: int) -> int:
+    """Return a seed of 63 bits for one of many streams, unrelated to those of its neighbours."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

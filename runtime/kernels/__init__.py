@@ -1,0 +1,91 @@
+"""The operations a model is made of, each as plain torch and as a fast version, chosen once.
+
+`select_kernels` answers for a device, a mode and a dtype; a model calls what it gets and knows no
+difference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .attention import paged_attention, reference_paged_attention
+from .cpu import KernelBuildError, build_cpu_ops, have_compiler, load_cpu_ops
+from .linear import (
+    can_pack,
+    pack_linear,
+    packed_bytes,
+    packed_embedding,
+    packed_linear,
+    reference_linear,
+    unpack_linear,
+)
+
+Mode = Literal["eager", "compile", "graph"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One choice of implementations, and what the rest of the house has to know about it."""
+
+    name: str
+    attention: Callable[..., Tensor]
+    """Signature of `reference_paged_attention`."""
+    linear: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+    """`linear(x_TK, weight, bias_N or None, out_features)`; the weight as `pack` returns it."""
+    pack: Callable[[Tensor], Tensor] | None
+    """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
+    bounded_by_length: bool
+    """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
+    masks: int
+    """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+
+
+def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -> Kernels:
+    """The kernels for a model in `dtype` on `device`; builds and loads them where they need it.
+
+    Raises KernelBuildError where the fast CPU kernels cannot be built.
+    """
+    device_type = torch.device(device).type
+    if device_type == "cpu" and mode != "eager":
+        load_cpu_ops()
+        packs = can_pack(dtype)
+        return Kernels(
+            name="cpu" if packs else "cpu, torch linear",
+            attention=paged_attention,
+            linear=packed_linear if packs else reference_linear,
+            pack=pack_linear if packs else None,
+            bounded_by_length=True,
+            masks=0,
+        )
+    opaque = device_type == "cuda" and mode != "eager"
+    return Kernels(
+        name="torch, opaque attention" if opaque else "torch",
+        attention=paged_attention if opaque else reference_paged_attention,
+        linear=reference_linear,
+        pack=None,
+        bounded_by_length=False,
+        masks=1,
+    )
+
+
+__all__ = [
+    "Kernels",
+    "Mode",
+    "select_kernels",
+    "paged_attention",
+    "reference_paged_attention",
+    "packed_linear",
+    "reference_linear",
+    "pack_linear",
+    "unpack_linear",
+    "packed_bytes",
+    "packed_embedding",
+    "can_pack",
+    "KernelBuildError",
+    "build_cpu_ops",
+    "have_compiler",
+    "load_cpu_ops",
+]

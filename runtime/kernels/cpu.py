@@ -1,0 +1,120 @@
+"""Builds and loads the CPU kernels: C++ next to this file, compiled once for each machine.
+
+The library lies in the user's cache (`TORCHINDUCTOR_CACHE_DIR`, else `XDG_CACHE_HOME`, else
+`~/.cache`), named after everything that decides its contents: sources, flags, torch, and the
+macros the compiler predefines, which tell its version and the instruction set it would use.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+_UNITS = ("cpu_ops.cpp", "cpu_attention.cpp", "cpu_linear.cpp")
+_HEADERS = ("cpu_kernels.h", "cpu_vec.h", "cpu_attention_math.h")
+_TAIL_LINES = 30
+
+
+class KernelBuildError(RuntimeError):
+    """The CPU kernels could not be built or loaded. The message ends with what the compiler said."""
+
+
+def _find_compiler() -> str:
+    """The compiler inductor would use. Raises whatever inductor raises where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # heavy, and only builds need it
+
+    return get_cpp_compiler()
+
+
+def have_compiler() -> bool:
+    """Whether the C++ compiler is there that `load_cpu_ops` (and torch.compile) needs."""
+    try:
+        return shutil.which(_find_compiler()) is not None
+    except RuntimeError:  # inductor's InvalidCxxCompiler among others
+        return False
+
+
+def _run(command: Sequence[str], purpose: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        tail = "\n".join((result.stdout + result.stderr).splitlines()[-_TAIL_LINES:])
+        raise KernelBuildError(
+            f"{purpose} failed with status {result.returncode}; the command was\n"
+            f"{' '.join(command)}\nand ended with\n{tail}"
+        )
+    return result.stdout
+
+
+def _cache_directory() -> Path:
+    if inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(inductor) / "stepgraph"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgraph"
+
+
+def build_cpu_ops(portable: bool = False) -> Path:
+    """Path of the compiled library, built (in some seconds) if the cache does not hold it yet.
+
+    `portable` leaves out every instruction the compiler is not asked for by plain C++. Processes
+    may build at the same time: each builds on its own and moves its file into place.
+
+    Raises KernelBuildError if there is no compiler, or if it fails.
+    """
+    if not have_compiler():
+        raise KernelBuildError(
+            "no C++ compiler found for the CPU kernels; install g++ (or name one in CXX), "
+            "or use mode='eager'"
+        )
+    compiler = _find_compiler()
+    torch_root = Path(torch.__file__).parent
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flags = ["-O3", native, "-ffp-contract=fast", "-std=c++20", "-fPIC", "-fopenmp", "-w"]
+    flags += ["-DSTEPGRAPH_PORTABLE"] if portable else []
+    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "asking the compiler")
+    key = hashlib.sha256("\0".join([torch.__version__, *flags, macros]).encode())
+    for name in (*_UNITS, *_HEADERS):
+        key.update((_HERE / name).read_bytes())
+    library = _cache_directory() / f"cpu_ops-{key.hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [f"{scratch}/{Path(unit).stem}.o" for unit in _UNITS]
+        commands = [
+            [compiler, *flags, f"-I{torch_root}/include", "-c", str(_HERE / unit), "-o", output]
+            for unit, output in zip(_UNITS, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(lambda command: _run(command, "compiling the CPU kernels"), commands))
+        linked = f"{scratch}/{library.name}"
+        _run(
+            [compiler, "-shared", "-fopenmp", *objects, "-o", linked]
+            + [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"],
+            "linking the CPU kernels",
+        )
+        os.replace(linked, library)
+    return library
+
+
+@functools.cache
+def load_cpu_ops() -> None:
+    """Makes `torch.ops.stepgraph.*` run on CPU; builds the library first if need be. Idempotent.
+
+    Raises KernelBuildError as `build_cpu_ops`, and if the library cannot be loaded.
+    """
+    library = build_cpu_ops()
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise KernelBuildError(
+            f"loading {library} failed; delete it to rebuild: {error}"
+        ) from error

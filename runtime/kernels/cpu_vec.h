@@ -1,0 +1,212 @@
+// Vectors of 16 lanes, element types, and the one inner loop that `cpu_linear.cpp` and
+// `cpu_attention.cpp` share.
+//
+// The code is written in the vector extension of GCC and Clang, which both lower to whatever the
+// target has; the few intrinsics are instructions that the extension cannot name. Defining
+// STEPGRAPH_PORTABLE leaves even those out (the tests build that version too).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#if defined(__AVX512F__) && !defined(STEPGRAPH_PORTABLE)
+#define STEPGRAPH_AVX512 1
+#include <immintrin.h>
+#else
+#define STEPGRAPH_AVX512 0
+#endif
+
+#if STEPGRAPH_AVX512 && defined(__AVX512BF16__)
+#define STEPGRAPH_AVX512_BF16 1
+#else
+#define STEPGRAPH_AVX512_BF16 0
+#endif
+
+namespace stepgraph {
+
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+
+// A packed block holds 32 columns; one step of it is 128 bytes: 32 words, one a column. A word is
+// two bf16 of consecutive k, or one float. Rows of x are read in the same words.
+constexpr int kBlock = 32;
+constexpr int kStepBytes = 4 * kBlock;
+
+// Accumulators of one tile: kTileRows x 32 columns, or half the rows by 64 columns. With 32
+// registers of 512 bits that is 24 accumulators; narrower machines spill beyond a few.
+#if STEPGRAPH_AVX512
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 4;
+#endif
+
+inline F32x16 broadcast(float value) { return value - F32x16{}; }
+inline U32x16 broadcast(uint32_t value) { return value - U32x16{}; }
+
+template <class V>
+inline V load(const void* address) {
+  V value;
+  std::memcpy(&value, address, sizeof(V));
+  return value;
+}
+
+template <class V>
+inline void store(void* address, V value) {
+  std::memcpy(address, &value, sizeof(V));
+}
+
+template <class To, class From>
+inline To bits(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+// ---- element types -----------------------------------------------------------------------------
+
+inline F32x16 low_bf16(U32x16 words) { return bits<F32x16>(words << 16); }
+inline F32x16 high_bf16(U32x16 words) { return bits<F32x16>(words & 0xffff0000u); }
+
+// Round to nearest even, in the upper half of each word. NaN stays NaN.
+inline U32x16 round_to_bf16(F32x16 value) {
+  const U32x16 raw = bits<U32x16>(value);
+  const U32x16 rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
+  return value == value ? rounded : (U32x16{} + 0x7fc00000u);
+}
+
+// What a kernel needs to know of an element type T:
+//   Word        the 32-bit word of a packed step (`uint32_t`: a pair of bf16; else a float)
+//   kPerWord    elements a word holds
+//   words       16 words from consecutive elements
+//   load32      32 elements as two vectors, in an order of its own that store32 undoes
+template <class T>
+struct Element;
+
+template <>
+struct Element<c10::BFloat16> {
+  using Word = uint32_t;
+  static constexpr int kPerWord = 2;
+  static U32x16 words(const c10::BFloat16* p) { return load<U32x16>(p); }
+  static void load32(const c10::BFloat16* p, F32x16& a, F32x16& b) {
+    const U32x16 pairs = load<U32x16>(p);
+    a = low_bf16(pairs);  // even elements
+    b = high_bf16(pairs);  // odd elements
+  }
+  static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {
+    store(p, (round_to_bf16(a) >> 16) | round_to_bf16(b));
+  }
+  static void store32_in_order(c10::BFloat16* p, F32x16 a, F32x16 b) {
+#if STEPGRAPH_AVX512_BF16
+    const auto both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    std::memcpy(p, &both, 64);
+#else
+    const U32x16 first = round_to_bf16(a), second = round_to_bf16(b);
+    uint16_t out[32];
+    for (int i = 0; i < 16; ++i) {
+      out[i] = static_cast<uint16_t>(first[i] >> 16);
+      out[i + 16] = static_cast<uint16_t>(second[i] >> 16);
+    }
+    std::memcpy(p, out, 64);
+#endif
+  }
+};
+
+template <>
+struct Element<float> {
+  using Word = float;
+  static constexpr int kPerWord = 1;
+  static F32x16 words(const float* p) { return load<F32x16>(p); }
+  static void load32(const float* p, F32x16& a, F32x16& b) {
+    a = load<F32x16>(p);
+    b = load<F32x16>(p + 16);
+  }
+  static void store32(float* p, F32x16 a, F32x16 b) {
+    store(p, a);
+    store(p + 16, b);
+  }
+  static void store32_in_order(float* p, F32x16 a, F32x16 b) { store32(p, a, b); }
+};
+
+template <>
+struct Element<c10::Half> {
+  using Word = float;
+  static constexpr int kPerWord = 1;
+  static F32x16 words(const c10::Half* p) {
+#if STEPGRAPH_AVX512
+    return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+    F32x16 value;
+    for (int i = 0; i < 16; ++i) value[i] = static_cast<float>(p[i]);
+    return value;
+#endif
+  }
+  static void load32(const c10::Half* p, F32x16& a, F32x16& b) {
+    a = words(p);
+    b = words(p + 16);
+  }
+  static void store32(c10::Half* p, F32x16 a, F32x16 b) {
+    for (int i = 0; i < 16; ++i) {
+      p[i] = static_cast<c10::Half>(a[i]);
+      p[i + 16] = static_cast<c10::Half>(b[i]);
+    }
+  }
+};
+
+// ---- the inner loop ----------------------------------------------------------------------------
+
+// acc + x.w for one word of each lane: two products for a pair of bf16, one for a float.
+inline F32x16 multiply_add(F32x16 acc, U32x16 w, uint32_t x) {
+#if STEPGRAPH_AVX512_BF16
+  return (F32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)broadcast(x));
+#else
+  const U32x16 pair = broadcast(x);
+  acc += low_bf16(w) * low_bf16(pair);
+  return acc + high_bf16(w) * high_bf16(pair);
+#endif
+}
+inline F32x16 multiply_add(F32x16 acc, F32x16 w, float x) { return acc + w * broadcast(x); }
+
+inline U32x16 load_words(const uint32_t* p) { return load<U32x16>(p); }
+inline F32x16 load_words(const float* p) { return load<F32x16>(p); }
+
+// acc[m][.] = x row m times B packed blocks of 32 columns. Each output is one chain of
+// multiply-adds in the order of k, so its value depends on neither M nor B.
+//
+// x_stride and block_stride in words. Prefetch brings `prefetch + step * prefetch_step` (bytes)
+// near while it computes, Lines cache lines a step.
+template <int M, int B, int Lines, class Word>
+inline void dot_tile(const Word* x, ptrdiff_t x_stride, const Word* w, ptrdiff_t block_stride,
+                     int64_t steps, const char* prefetch, F32x16 (&acc)[M][2 * B]) {
+  F32x16 sum[M][2 * B] = {};
+  for (int64_t k = 0; k < steps; ++k) {
+    decltype(load_words(w)) column[2 * B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) {
+      column[2 * b] = load_words(w + b * block_stride + k * kBlock);
+      column[2 * b + 1] = load_words(w + b * block_stride + k * kBlock + 16);
+    }
+#pragma GCC unroll 2
+    for (int line = 0; line < Lines; ++line) {
+      __builtin_prefetch(prefetch + (k * Lines + line) * 64, 0, 2);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      Word word;
+      std::memcpy(&word, x + m * x_stride + k, sizeof(Word));
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * B; ++c) sum[m][c] = multiply_add(sum[m][c], column[c], word);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int c = 0; c < 2 * B; ++c) acc[m][c] = sum[m][c];
+}
+
+}  // namespace stepgraph

@@ -1,0 +1,88 @@
+"""Linear layers over weights that are packed once, for the few tokens of a decode step.
+
+Shapes: T tokens, K input features, N output features.
+
+A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features, each
+read from first to last byte. A step holds, for each feature of the block, one 32-bit word: w = 2
+consecutive input features in bfloat16 (steps = ceil(K / 2)), or w = 1 in float32 (steps = K). What
+K or N lack to whole words and blocks is zero. It takes the place of the weight: besides
+`packed_linear` it serves the embedding that a model ties to its head (`packed_embedding`).
+
+The fast version computes each output as one chain of multiply-adds in the order of K, whatever T:
+row t of `packed_linear(x, ...)` is bitwise the same in any batch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32
+_PER_WORD = {torch.bfloat16: 2, torch.float32: 1}
+
+torch.library.define(
+    "stepgraph::packed_linear",
+    "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+)
+
+
+@torch.library.register_fake("stepgraph::packed_linear")
+def _(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
+    return x_TK.new_empty(x_TK.shape[0], out_features)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether weights of `dtype` have a packed form (bfloat16 and float32 do)."""
+    return dtype in _PER_WORD
+
+
+def _per_word(dtype: torch.dtype) -> int:
+    if dtype not in _PER_WORD:
+        known = ", ".join(str(known) for known in _PER_WORD)
+        raise TypeError(f"no packed form for weights of {dtype}; use one of {known}")
+    return _PER_WORD[dtype]
+
+
+def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
+    """Bytes of a packed `[n, k]` weight, padding included. TypeError as `pack_linear`."""
+    return -(-n // BLOCK) * BLOCK * -(-k // _per_word(dtype)) * 4
+
+
+def pack_linear(weight_NK: Tensor) -> Tensor:
+    """Packs a `[N, K]` weight: `[ceil(N / 32), steps, 32, w]`, see the top of this file.
+
+    Raises TypeError for a dtype without packed form and ValueError for another shape.
+    """
+    if weight_NK.dim() != 2:
+        raise ValueError(f"a weight to pack is [N, K], got shape {tuple(weight_NK.shape)}")
+    n, k = weight_NK.shape
+    width = _per_word(weight_NK.dtype)
+    padded = F.pad(weight_NK, (0, -k % width, 0, -n % BLOCK))
+    return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+
+
+def unpack_linear(packed: Tensor, n: int, k: int) -> Tensor:
+    """The `[n, k]` weight that `pack_linear` made `packed` from."""
+    return packed.transpose(1, 2).reshape(packed.shape[0] * BLOCK, -1)[:n, :k].contiguous()
+
+
+def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
+    """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head."""
+    return packed[tokens_T // BLOCK, :, tokens_T % BLOCK].flatten(1)[:, :k]
+
+
+def packed_linear(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
+    """`x @ weight.T + bias` as `[T, out_features]`, accumulated in float32.
+
+    `packed` is `pack_linear(weight)` in the dtype of `x_TK`; `bias_N` is `[out_features]` or None.
+    Runs on CPU after `load_cpu_ops`. Raises RuntimeError for arguments that do not fit.
+    """
+    out: Tensor = torch.ops.stepgraph.packed_linear.default(x_TK, packed, bias_N, out_features)
+    return out
+
+
+def reference_linear(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_features: int
+) -> Tensor:
+    """`F.linear` with the signature of `packed_linear`, over the weight as it is."""
+    assert weight_NK.shape[0] == out_features
+    return F.linear(x_TK, weight_NK, bias_N)

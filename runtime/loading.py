@@ -1,0 +1,275 @@
+"""Checkpoints: find them, check them before a weight is read, and yield fused weights one by one.
+
+Weights come from safetensors files only; nothing here unpickles. The model multiplies once where
+the checkpoint has several matrices over the same input, so q, k, v and gate, up are stored as one
+tensor each; `fused_layout` is the table of what goes where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointReader,
+    Shape,
+    TensorHeader,
+    read_config,
+)
+from .errors import CheckpointError
+from .models.config import ModelConfig
+from .models.presets import preset
+
+__all__ = [
+    "CheckpointReader",
+    "FusedTensor",
+    "Source",
+    "TensorHeader",
+    "fused_layout",
+    "iter_weights",
+    "random_weights",
+    "read_config",
+    "resolve_source",
+]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PRESET_PREFIX = "preset:"
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
+_PROBLEMS_SHOWN = 10
+_INITIAL_STD = 0.02
+_NORMAL_POOL = 262_147
+"""Normal values drawn per tensor at most: a prime, so that the rows of a matrix filled with
+repetitions of the pool begin at different places of it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, resolved: see `resolve_source`."""
+
+    name: str
+    """What the user asked for."""
+    config: ModelConfig
+    directory: Path | None
+    """The checkpoint. `None` for a preset, whose weights are random."""
+
+
+class FusedTensor(NamedTuple):
+    """A parameter of ours: tensors of a checkpoint stacked along the first dimension."""
+
+    sources: tuple[str, ...]
+    source_shapes: tuple[Shape, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the stack."""
+        return (sum(shape[0] for shape in self.source_shapes), *self.source_shapes[0][1:])
+
+
+def resolve_source(source: str | Path) -> Source:
+    """Find a checkpoint and read its config.
+
+    `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
+    package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is taken
+    from the local cache where it is complete and downloaded otherwise. A `Path` is always a
+    directory. Raises `CheckpointError` where there is nothing that can be loaded, `ConfigError`
+    for an unknown preset.
+    """
+    name = str(source)
+    if isinstance(source, str) and source.startswith(_PRESET_PREFIX):
+        return Source(name, preset(source.removeprefix(_PRESET_PREFIX)), None)
+    if source == "demo":
+        directory = Path(__file__).parent / "demo"
+    else:
+        directory = Path(source).expanduser()
+        if not directory.is_dir():
+            if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
+                raise CheckpointError(
+                    f"no checkpoint at {directory}: it must be a directory with config.json and "
+                    f"{SINGLE_FILE} or {INDEX_FILE}"
+                )
+            directory = _hub_snapshot(source)
+    return Source(name, read_config(directory), directory)
+
+
+def _hub_snapshot(repository: str) -> Path:
+    """Return the directory of a hub repository, from the local cache or downloaded."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"{repository!r} is no local directory, and to look for it on the Hugging Face hub "
+            'the package huggingface_hub is needed: pip install "stepgraph[hub]"'
+        ) from error
+    patterns = ["*.json", "*.safetensors"]
+    try:
+        cached = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
+        if (cached / "config.json").is_file():
+            CheckpointReader(cached).close()
+            return cached
+    except (OSError, ValueError, CheckpointError):
+        pass  # not in the cache, or only a part of it: download
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # what a failed download raises depends on the HTTP library
+        raise CheckpointError(
+            f"{repository!r} is neither a local directory nor complete in the local Hugging Face "
+            f"cache, and it could not be downloaded: {error}"
+        ) from error
+
+
+def fused_layout(config: ModelConfig) -> dict[str, FusedTensor]:
+    """Return the parameters of the model by our name, in the order a forward pass needs them.
+
+    Each says which tensors of a Hugging Face Llama checkpoint make it, in which order, and their
+    shapes. With tied embeddings there is no `lm_head.weight`.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layout = {
+        "embed_tokens.weight": _single("model.embed_tokens.weight", config.vocab_size, hidden)
+    }
+
+    def linear(ours: str, prefix: str, sources: dict[str, int], columns: int, bias: bool) -> None:
+        names = tuple(f"{prefix}.{source}" for source in sources)
+        rows = tuple(sources.values())
+        layout[f"{ours}.weight"] = FusedTensor(
+            tuple(f"{name}.weight" for name in names), tuple((n, columns) for n in rows)
+        )
+        if bias:
+            layout[f"{ours}.bias"] = FusedTensor(
+                tuple(f"{name}.bias" for name in names), tuple((n,) for n in rows)
+            )
+
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        qkv = {"q_proj": config.query_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        layout[f"{ours}.input_norm.weight"] = _single(f"{theirs}.input_layernorm.weight", hidden)
+        linear(f"{ours}.qkv", attention, qkv, hidden, config.attention_bias)
+        output = {"o_proj": hidden}
+        linear(f"{ours}.output", attention, output, config.query_size, config.attention_bias)
+        layout[f"{ours}.post_attention_norm.weight"] = _single(
+            f"{theirs}.post_attention_layernorm.weight", hidden
+        )
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        linear(f"{ours}.gate_up", mlp, gate_up, hidden, config.mlp_bias)
+        linear(f"{ours}.down", mlp, {"down_proj": hidden}, inner, config.mlp_bias)
+    layout["norm.weight"] = _single("model.norm.weight", hidden)
+    if not config.tie_word_embeddings:
+        layout["lm_head.weight"] = _single("lm_head.weight", config.vocab_size, hidden)
+    return layout
+
+
+def _single(source: str, *shape: int) -> FusedTensor:
+    return FusedTensor((source,), (shape,))
+
+
+def iter_weights(
+    reader: CheckpointReader, config: ModelConfig, dtype: torch.dtype, *, progress: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over (our name, fused CPU tensor of `dtype`), in the layout's order.
+
+    Before it returns, the checkpoint is compared with the config: missing and unexpected tensors,
+    wrong shapes and unsupported dtypes are reported together in one `CheckpointError`. The
+    tensors are made as they are asked for and share no memory with the files, so the model is
+    never in memory twice. With `progress`, a bar is drawn on stderr if that is a terminal.
+    """
+    layout = fused_layout(config)
+    problems = _contradictions(reader.headers(), layout, tied=config.tie_word_embeddings)
+    if problems:
+        rest = len(problems) - _PROBLEMS_SHOWN
+        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json:\n  "
+            + "\n  ".join(shown)
+        )
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        total = sum(math.prod(fused.shape) for fused in layout.values())
+        with _progress_bar(total, shown=progress) as advance:
+            for name, fused in layout.items():
+                tensor = torch.empty(fused.shape, dtype=dtype)
+                sizes = [shape[0] for shape in fused.source_shapes]
+                for part, source in zip(torch.split(tensor, sizes), fused.sources, strict=True):
+                    part.copy_(reader.tensor(source))
+                advance(tensor.numel())
+                yield name, tensor
+                del tensor, part  # before the next one is allocated
+
+    return read()
+
+
+def _contradictions(
+    headers: Mapping[str, TensorHeader], layout: Mapping[str, FusedTensor], *, tied: bool
+) -> list[str]:
+    """Return a line for each tensor of a checkpoint that is not as the layout wants it."""
+    expected = {
+        source: shape
+        for fused in layout.values()
+        for source, shape in zip(fused.sources, fused.source_shapes, strict=True)
+    }
+    problems = []
+    for name, shape in expected.items():
+        header = headers.get(name)
+        if header is None:
+            problems.append(f"missing: {name} {list(shape)}")
+        elif header.shape != shape:
+            problems.append(f"shape: {name} expected {list(shape)}, found {list(header.shape)}")
+        elif header.dtype not in _LOADABLE_DTYPES:
+            supported = ", ".join(sorted(_LOADABLE_DTYPES))
+            problems.append(
+                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
+            )
+    for name in sorted(headers.keys() - expected.keys()):
+        # Frequencies are computed from the config; with tied embeddings the head is a copy.
+        harmless = name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+        if not harmless:
+            problems.append(f"unexpected: {name} {list(headers[name].shape)}")
+    return problems
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield the function that advances a bar on stderr by a number of weights."""
+    if not shown:
+        yield lambda _: None
+        return
+    from rich.console import Console  # not worth the time of every import of the package
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda weights: bar.advance(task, weights)
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (our name, CPU tensor of `dtype`) for a model that has shapes but no checkpoint.
+
+    Norms are one, everything else is normal with standard deviation 0.02. A tensor depends on
+    its name and the seed only. Tensors of more than 262 147 elements repeat their values, which
+    makes a model of eight billion a matter of memory bandwidth.
+    """
+    for name, fused in fused_layout(config).items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(fused.shape, dtype=dtype)
+            continue
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        flat = torch.empty(math.prod(fused.shape), dtype=dtype)
+        pool = torch.empty(min(flat.numel(), _NORMAL_POOL), dtype=torch.float32)
+        pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype)
+        for part in torch.split(flat, _NORMAL_POOL):
+            part.copy_(pool[: part.numel()])
+        yield name, flat.view(fused.shape)

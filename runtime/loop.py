@@ -1,0 +1,233 @@
+"""plan → launch → commit, with one step in flight. All request state changes here.
+
+    step N     plan N    launch N    commit N-1         device:  ... N-1 | N .......... |
+    step N+1   plan N+1  launch N+1  commit N           device:                N | N+1 ...
+
+While the device works on step N the host takes in the tokens of step N-1. A request that turns out
+to have stopped there has a token too many in step N, which is discarded. On a device that is the
+host itself nothing runs beside the host, so a step is committed as soon as it was launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from ..profiling import ranges
+from ..profiling.timeline import Timeline
+from .request import FinishReason, Request, RequestGroup, RequestOutput, RequestStatus
+from .runner import Launch, Runner, Sampled
+from .scheduler import Scheduler, StepPlan
+
+__all__ = ["StepLoop"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+TIMELINE_STEPS = 65536
+"""Steps whose times are kept (5 MiB)."""
+
+
+class StepLoop:
+    """Requests in, tokens out, a step at a time."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, in_flight: int) -> None:
+        """Run over a scheduler and a runner.
+
+        Args:
+            scheduler: decides.
+            runner: carries out.
+            in_flight: steps that may be under way when `step` returns: 1 where the device works
+                beside the host, 0 where it is the host.
+        """
+        self.scheduler = scheduler
+        self.runner = runner
+        self.timeline = Timeline(TIMELINE_STEPS)
+        self.groups: dict[str, RequestGroup] = {}
+        self.num_steps = 0
+        self.counts = dict.fromkeys(("requests", "finished", "output_tokens", "preemptions"), 0)
+        self._in_flight = in_flight
+        self._launched: deque[Launch] = deque()
+        self._group_of: dict[Request, RequestGroup] = {}
+        self._changed: dict[str, RequestGroup] = {}  # since the last outputs, in order
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do or to report."""
+        return bool(self.groups or self._launched)
+
+    def add(self, group: RequestGroup) -> None:
+        """Queue the requests of a group."""
+        self.groups[group.id] = group
+        for request in group.requests:
+            self._group_of[request] = group
+            self.scheduler.add(request)
+            self.counts["requests"] += 1
+
+    def abort(self, group: RequestGroup) -> None:
+        """End the requests of a group; the next step reports it."""
+        for request in group.requests:
+            if request.status is not RequestStatus.FINISHED:
+                self._finish(request, "abort")
+        self._changed[group.id] = group
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what changed since the last one."""
+        number = self.num_steps
+        with ranges.span(ranges.STEP, number):
+            started = time.perf_counter_ns()
+            with ranges.span(ranges.PLAN, number):
+                plan = self.scheduler.plan()
+            planned = time.perf_counter_ns()
+            launch = self._launch(plan)
+            launched = time.perf_counter_ns()
+            # Without a launch, what is in flight is all that can move things on.
+            most = 0 if launch is None else self._in_flight
+            waited = 0
+            while len(self._launched) > most:
+                waited += self._commit(self._launched.popleft())
+            outputs = self._collect()
+            if launch is not None:
+                self.timeline.record(
+                    number,
+                    len(plan.decode),
+                    launch.bucket,
+                    plan.prefill_tokens,
+                    started,
+                    planned - started,
+                    launched - planned - launch.device_ns,
+                    time.perf_counter_ns() - launched - waited,
+                    waited,
+                    launch.device_ns or None,
+                )
+        return outputs
+
+    def score(self, group: RequestGroup, forced: Sequence[int]) -> torch.Tensor:
+        """Decode a group of one request, putting `forced` tokens in the place of the sampled ones.
+
+        Returns the logits of every step that samples, float32 `[len(forced) + 1, vocab_size]`.
+        The loop has nothing else to do meanwhile.
+        """
+        assert not self.has_unfinished
+        self.add(group)
+        (request,) = group.requests
+        logits: list[torch.Tensor] = []
+        while request.status is not RequestStatus.FINISHED:
+            launch = self._launch(self.scheduler.plan())
+            assert launch is not None, "a lone request always has something to do"
+            ((lanes, output),) = launch.parts
+            if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
+                logits.append(output.logits[0].float().cpu())
+            self._commit(self._launched.popleft())
+            if lanes[0] is not None and request.row is not None:
+                request.output_ids[-1] = forced[len(logits) - 1]
+                self.runner.force_token(request.row, request.output_ids[-1])
+        self._collect()
+        return torch.stack(logits)
+
+    def close(self) -> None:
+        """Let go of all requests and steps."""
+        self._launched.clear()
+        self.groups.clear()
+        self._group_of.clear()
+        self._changed.clear()
+        self.runner.library.close()
+
+    def check_integrity(self) -> None:
+        """Assert that queues, rows, blocks and buffers agree, and that no address has changed."""
+        self.scheduler.check_integrity()
+        self.runner.check_integrity()
+        cache = self.scheduler.cache
+        if not self.groups:
+            assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
+
+    def _launch(self, plan: StepPlan) -> Launch | None:
+        """Start a step, unless there is nothing to start."""
+        for request in plan.preempted:
+            request.status = RequestStatus.WAITING
+            request.row = None
+            request.num_computed = 0
+            request.decoding = False
+            request.num_preemptions += 1
+            self.counts["preemptions"] += 1
+        for admission in plan.admitted:
+            admission.request.status = RequestStatus.RUNNING
+            admission.request.row = admission.row
+        if plan.is_empty:
+            return None
+        with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
+            launch = self.runner.launch(self.num_steps, plan)
+        self.num_steps += 1
+        self._launched.append(launch)
+        for request in plan.decode:
+            request.num_computed += 1
+            request.num_pending += 1
+        for chunk in plan.prefill:
+            if chunk.samples:
+                chunk.request.num_pending += 1
+                chunk.request.decoding = True
+            chunk.request.num_computed += chunk.count
+        return launch
+
+    def _commit(self, launch: Launch) -> int:
+        """Take in the tokens of a launched step; return the nanoseconds waited for them."""
+        with ranges.span(ranges.COMMIT, launch.number):
+            started = time.perf_counter_ns()
+            sampled = self.runner.read(launch)
+            arrived = time.perf_counter_ns()
+            for token in sampled:
+                if token.request.status is not RequestStatus.FINISHED:
+                    self._take_token(token, arrived)
+        return arrived - started if launch.arrived is not None else 0
+
+    def _take_token(self, sampled: Sampled, arrived_ns: int) -> None:
+        request = sampled.request
+        request.num_pending -= 1
+        request.output_ids.append(sampled.token_id)
+        request.token_ns.append(arrived_ns)
+        if sampled.logprobs is not None:
+            request.logprobs.append(sampled.logprobs)
+        self.counts["output_tokens"] += 1
+        group = self._group_of[request]
+        self._changed[group.id] = group
+        try:
+            reason = _stop_reason(request, sampled.token_id)
+        except Exception as error:  # of its text alone: the others go on
+            logger.exception("request %s failed", request.id)
+            request.error = error
+            reason = "error"
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.detokenizer is not None and reason != "error":
+            request.detokenizer.finish()
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.row = None
+        self.scheduler.remove(request)
+        del self._group_of[request]
+        self.counts["finished"] += 1
+
+    def _collect(self) -> list[RequestOutput]:
+        """Return the outputs of what changed, and forget the groups that are finished."""
+        outputs = [RequestOutput.of(group) for group in self._changed.values()]
+        self._changed.clear()
+        for output in outputs:
+            if output.finished:
+                del self.groups[output.request_id]
+        return outputs
+
+
+def _stop_reason(request: Request, token_id: int) -> FinishReason | None:
+    """Return why a request ends with its newest token, after adding the token to its text."""
+    if token_id in request.stop_token_ids and len(request.output_ids) > request.params.min_tokens:
+        return "stop"
+    if request.detokenizer is not None:
+        request.detokenizer.push((token_id,))
+        if request.detokenizer.stopped is not None:
+            return "stop"
+    return "length" if len(request.output_ids) >= request.max_tokens else None

@@ -1,0 +1,76 @@
+"""What the device knows of each row of the decode batch. The host reads none of it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .sampling import SamplingState
+
+__all__ = ["RowState"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Device tensors that the steps themselves advance; R = max_rows + 1.
+
+    The last row is the null row. Padded lanes of a step stand for it: its block table is all null
+    block, its position stays 0, and whatever is sampled for it is never read.
+    """
+
+    token_ids: torch.Tensor
+    """int64 `[R]`: the newest token, whose keys and values the next decode step computes."""
+    positions: torch.Tensor
+    """int64 `[R]`: its position in the sequence."""
+    block_tables: torch.Tensor
+    """int32 `[R, max_blocks_per_row]`. Columns past a row's blocks may name blocks it had once;
+    they are never read, because reads end at the row's position."""
+    sampling: SamplingState
+
+    @classmethod
+    def allocate(
+        cls, max_rows: int, max_blocks_per_row: int, vocab_size: int, device: torch.device
+    ) -> RowState:
+        """Allocate the state of `max_rows` rows and the null row."""
+        rows = max_rows + 1
+        state = cls(
+            token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(rows, max_blocks_per_row, dtype=torch.int32, device=device),
+            sampling=SamplingState.allocate(max_rows, vocab_size, device),
+        )
+        for tensor in (state.token_ids, state.positions, state.block_tables):
+            torch._dynamo.mark_static_address(tensor)
+        return state
+
+    @property
+    def null_row(self) -> int:
+        """Index of the row that belongs to nobody."""
+        return self.token_ids.shape[0] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        own = self.token_ids.nbytes + self.positions.nbytes + self.block_tables.nbytes
+        return own + self.sampling.nbytes
+
+    @staticmethod
+    def bytes_for(max_rows: int, max_blocks_per_row: int, vocab_size: int) -> int:
+        """Bytes that `allocate` takes."""
+        own = (max_rows + 1) * (8 + 8 + 4 * max_blocks_per_row)
+        return own + SamplingState.bytes_for(max_rows, vocab_size)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each tensor; it may never change."""
+        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
+        sampling = {
+            f"sampling.{name}": getattr(self.sampling, name)
+            for name in type(self.sampling).__dataclass_fields__
+        }
+        return {name: tensor.data_ptr() for name, tensor in (own | sampling).items()}
+
+    def update_tables(self, updates_U3: torch.Tensor) -> None:
+        """Write (row, column, block) triples into the block tables."""
+        row, column, block = updates_U3.unbind(1)
+        self.block_tables.index_put_((row, column), block.to(torch.int32))

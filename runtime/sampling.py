@@ -1,0 +1,278 @@
+"""Sampling that can be compiled and captured: what rows ask for is device state, read by row index.
+
+Shapes are static and nothing waits for the device. Dimensions, as suffixes of names:
+
+    B  lanes of a step          R  rows of the state, max_rows + 1; the last one is the null row
+    V  vocabulary
+
+`sample_full` works in this order, which is that of Hugging Face transformers and of vLLM:
+
+    log-probabilities of the model's own logits, before anything below changes them
+    logit bias -> min_tokens -> repetition penalty -> presence and frequency penalty
+    temperature 0: argmax
+    otherwise: temperature -> top-k -> top-p -> min-p -> draw
+
+Top-k, top-p and min-p become one threshold: a token is kept if it is at least that probable. So
+tokens of equal probability are kept or dropped together, and a top-k may keep more than k of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from .errors import RequestError
+from .kernels.selection import draw, largest, uniform
+from .kernels.thresholds import bisect_thresholds
+from .sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
+
+__all__ = [
+    "SampleOutput",
+    "SamplingState",
+    "sample_full",
+    "sample_greedy",
+]
+
+MAX_ROW_STOP_IDS = 32
+"""Stop ids that `min_tokens` can forbid in a row: the request's own and those of its model."""
+
+# Columns of `SamplingState.reals` and `.integers` before the bias values and the token ids.
+_NUM_REALS = 6
+_NUM_INTEGERS = 3
+
+# Temperatures and repetition penalties below this are raised to it. It is a normal float32 (the
+# device may flush others to zero), and logits divided by it stay finite.
+_MIN_DIVISOR = 1e-30
+
+# An element of `token_counts`: occurrences in the output, and a bit for tokens of the prompt.
+_IN_PROMPT = 1 << 30
+_COUNT_MASK = _IN_PROMPT - 1
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What a step drew, on the device.
+
+    Log-probabilities are those of the model's own distribution, the log-softmax of its logits in
+    float32. Logits with NaN or +inf, or of nothing but -inf, are no distribution: `logprob` of
+    their lane is not finite, and its token is some id of the vocabulary.
+    """
+
+    tokens: torch.Tensor
+    """int64 `[B]`."""
+    logprob: torch.Tensor
+    """float32 `[B]`: log-probability of `tokens`."""
+    top_logprobs: torch.Tensor
+    """float32 `[B, min(20, V)]`: the highest log-probabilities, highest first."""
+    top_ids: torch.Tensor
+    """int64 `[B, min(20, V)]`: their tokens."""
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """Sampling parameters and token counts of every row, at addresses that never change.
+
+    The null row is greedy and stays as `allocate` made it.
+    """
+
+    reals: torch.Tensor
+    """float32 `[R, 6 + 300]`: temperature, top_p, min_p, repetition, presence and frequency
+    penalty; then what is added to the logits of the 300 ids below."""
+    integers: torch.Tensor
+    """int64 `[R, 3 + 300 + 32]`: top_k (V if off), seed, first position at which stop ids may be
+    drawn; then 300 ids with a logit bias (unused: token 0, bias 0) and 32 stop ids (unused: a
+    repetition of another one)."""
+    token_counts: torch.Tensor
+    """int32 `[R, V]`: occurrences in the output, plus 2^30 for tokens of the prompt. A row without
+    penalties neither heeds nor changes its counts: they are of whoever needed them last."""
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplingState:
+        """Allocate the state of `max_rows` rows and the null row, all of them greedy."""
+        rows = max_rows + 1
+        greedy = SamplingParams(temperature=0.0)
+        reals = torch.tensor(_row_reals(greedy), dtype=torch.float32, device=device)
+        integers = _row_integers(greedy, seed=0, ban_until=0, stop_ids=(), vocab_size=vocab_size)
+        return cls(
+            reals=reals.repeat(rows, 1),
+            integers=torch.tensor(integers, dtype=torch.int64, device=device).repeat(rows, 1),
+            token_counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def bytes_for(max_rows: int, vocab_size: int) -> int:
+        """Bytes that `allocate` takes."""
+        reals = 4 * (_NUM_REALS + MAX_LOGIT_BIAS_ENTRIES)
+        integers = 8 * (_NUM_INTEGERS + MAX_LOGIT_BIAS_ENTRIES + MAX_ROW_STOP_IDS)
+        return (max_rows + 1) * (reals + integers + 4 * vocab_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+    def write_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Give a row to a request: two copies to the device, three if the request uses penalties.
+
+        Nothing of the row's last owner has an influence afterwards. The copies are ordered on the
+        current stream, so they take effect between the steps launched before and after this call.
+
+        Args:
+            row: 0 to max_rows - 1.
+            params: what the request asks for.
+            seed: names the request's stream of random numbers, 0 to 2^63 - 1.
+            prompt_ids: its prompt.
+            output_ids: what it generated so far; not empty if it comes back after a preemption.
+            stop_token_ids: every id that ends it, at most 32 of them if it has `min_tokens`.
+
+        Raises:
+            RequestError: too many stop ids, or an id outside the vocabulary. The row is unchanged.
+        """
+        num_rows, vocab_size = self.token_counts.shape
+        assert 0 <= row < num_rows - 1, "the null row has no owner"
+        params.check_vocabulary(vocab_size)
+        stop_ids = tuple(stop_token_ids) if params.min_tokens else ()
+        if len(stop_ids) > MAX_ROW_STOP_IDS:
+            raise RequestError(
+                f"min_tokens holds back {len(stop_ids)} stop token ids; allowed is at most "
+                f"{MAX_ROW_STOP_IDS}, those of the model included: name fewer in stop_token_ids"
+            )
+        ban_until = len(prompt_ids) + params.min_tokens if stop_ids else 0
+        integers = _row_integers(params, seed, ban_until, stop_ids, vocab_size)
+        if params.uses_penalties:
+            counts = torch.bincount(
+                torch.tensor(output_ids, dtype=torch.int64), minlength=vocab_size
+            )
+            counts[torch.tensor(prompt_ids, dtype=torch.int64)] |= _IN_PROMPT
+            _copy(counts.to(torch.int32), self.token_counts[row])
+        _copy(torch.tensor(_row_reals(params), dtype=torch.float32), self.reals[row])
+        _copy(torch.tensor(integers, dtype=torch.int64), self.integers[row])
+
+
+def _row_reals(params: SamplingParams) -> list[float]:
+    bias = list(params.logit_bias.values())
+    return [
+        max(params.temperature, _MIN_DIVISOR) if params.temperature > 0.0 else 0.0,
+        params.top_p,
+        params.min_p,
+        max(params.repetition_penalty, _MIN_DIVISOR),
+        params.presence_penalty,
+        params.frequency_penalty,
+        *bias,
+        *[0.0] * (MAX_LOGIT_BIAS_ENTRIES - len(bias)),
+    ]
+
+
+def _row_integers(
+    params: SamplingParams, seed: int, ban_until: int, stop_ids: Sequence[int], vocab_size: int
+) -> list[int]:
+    bias = list(params.logit_bias)
+    spare = stop_ids[0] if stop_ids else 0
+    return [
+        min(params.top_k or vocab_size, vocab_size),
+        seed,
+        ban_until,
+        *bias,
+        *[0] * (MAX_LOGIT_BIAS_ENTRIES - len(bias)),
+        *stop_ids,
+        *[spare] * (MAX_ROW_STOP_IDS - len(stop_ids)),
+    ]
+
+
+def _copy(host: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy without waiting: the caching allocator keeps pinned memory until the copy is done."""
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:
+    """Return the most probable token of each lane, int64 `[B]`; of equal ones the lowest id."""
+    return logits_BV.argmax(-1)
+
+
+def sample_full(
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+) -> SampleOutput:
+    """Draw a token for each lane as its row asks for, and count it in the row.
+
+    A lane's token depends on nothing but its own logits, row and position.
+
+    Args:
+        logits_BV: the model's logits, of any floating dtype.
+        state: parameters and counts of all rows; `token_counts` is updated in place.
+        rows_B: int64, row of each lane. A row with penalties may be named only once.
+        positions_B: int64, the position that the drawn token takes in its sequence: the length of
+            the prompt for the first one.
+    """
+    raw_BV = logits_BV.float()
+    log_mass_B = raw_BV.logsumexp(-1)
+    top_logits, top_ids = largest(raw_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+
+    reals, integers = state.reals[rows_B], state.integers[rows_B]
+    temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = reals[
+        :, :_NUM_REALS
+    ].unbind(1)
+    top_k_B, seed_B, ban_until_B = integers[:, :_NUM_INTEGERS].unbind(1)
+
+    ban_B = torch.where(positions_B < ban_until_B, float("-inf"), 0.0)
+    added = torch.cat((reals[:, _NUM_REALS:], ban_B[:, None].expand(-1, MAX_ROW_STOP_IDS)), dim=1)
+    wanted_BV = raw_BV.scatter_add(1, integers[:, _NUM_INTEGERS:], added)
+
+    penalised_B = (repetition_B != 1.0) | (presence_B != 0.0) | (frequency_B != 0.0)
+    wanted_BV = torch.where(
+        penalised_B[:, None],
+        _penalise(wanted_BV, state.token_counts[rows_B], repetition_B, presence_B, frequency_B),
+        wanted_BV,
+    )
+
+    # Relative to the best token, which has weight exactly 1, and subtracted before the division, so
+    # that no temperature overflows.
+    greedy_B = temperature_B == 0.0
+    divisor_B = torch.where(greedy_B, 1.0, temperature_B)
+    weights_BV = ((wanted_BV - wanted_BV.amax(-1, keepdim=True)) / divisor_B[:, None]).exp()
+    threshold_B = torch.maximum(bisect_thresholds(weights_BV, top_k_B, top_p_B), min_p_B)
+    kept_BV = torch.where(weights_BV >= threshold_B[:, None], weights_BV, 0.0)
+    drawn_B = draw(kept_BV, uniform(seed_B, positions_B))
+    tokens_B = torch.where(greedy_B, sample_greedy(wanted_BV), drawn_B)
+
+    state.token_counts.index_put_((rows_B, tokens_B), penalised_B.to(torch.int32), accumulate=True)
+    return SampleOutput(
+        tokens=tokens_B,
+        logprob=raw_BV.gather(1, tokens_B[:, None])[:, 0] - log_mass_B,
+        top_logprobs=top_logits - log_mass_B[:, None],
+        top_ids=top_ids,
+    )
+
+
+def _penalise(
+    logits_BV: torch.Tensor,
+    counts_BV: torch.Tensor,
+    repetition_B: torch.Tensor,
+    presence_B: torch.Tensor,
+    frequency_B: torch.Tensor,
+) -> torch.Tensor:
+    """Apply the penalties to `[B, V]`.
+
+    Repetition: Keskar et al. 2019 (arXiv 1909.05858, section 4.1), with the case of negative logits
+    that transformers adds in `RepetitionPenaltyLogitsProcessor`. Presence and frequency: as the
+    OpenAI interface defines them, over the output alone.
+    """
+    repetition = repetition_B[:, None]
+    divided = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+    logits_BV = torch.where(counts_BV != 0, divided, logits_BV)
+    outputs_BV = counts_BV & _COUNT_MASK
+    present_BV = (outputs_BV > 0).float()
+    return logits_BV - presence_B[:, None] * present_BV - frequency_B[:, None] * outputs_BV.float()

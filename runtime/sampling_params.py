@@ -1,0 +1,244 @@
+"""How the tokens of one request are chosen: `SamplingParams`, checked at construction. No torch.
+
+The bounds below are part of the interface: a parameter without one is a way to exhaust an engine
+that serves others. So every field has a range, and the tensors of `sampling.py` are sized by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import RequestError
+
+__all__ = ["LogitBias", "SamplingParams"]
+
+MAX_TOKENS_LIMIT = 1 << 20
+MAX_TEMPERATURE = 100.0
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_REPETITION_PENALTY = 10.0
+MAX_ADDITIVE_PENALTY = 2.0
+MAX_LOGIT_BIAS_ENTRIES = 300
+MAX_LOGIT_BIAS = 100.0
+MAX_SEED = (1 << 63) - 1
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 16
+MAX_LOGPROBS = 20
+
+_MAX_SHOWN_CHARS = 80
+
+
+class LogitBias(Mapping[int, float]):
+    """Token id → number added to its logit: immutable and hashable, and it can be copied."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._values[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """What a request asks of the sampler; the defaults draw from the model's own distribution.
+
+    The names are those of the OpenAI interface and of vLLM. Mappings and sequences are copied into
+    immutable ones, integers given for real numbers become floats.
+
+    Attributes:
+        max_tokens: most tokens to generate, 1 to 2^20.
+        min_tokens: tokens before which neither an end-of-sequence token nor one of `stop_token_ids`
+            can be drawn, 0 to `max_tokens`.
+        temperature: divisor of the logits, 0 to 100; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens; 0 is off.
+        top_p: draw from the most probable tokens that together reach this probability, above 0 to
+            1; 1 is off.
+        min_p: draw from tokens at least this fraction as probable as the best one, 0 to 1; 0 is
+            off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred
+            in prompt or output, above 0 to 10; 1 is off.
+        presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
+        frequency_penalty: subtracted once for each occurrence in the output, -2 to 2.
+        logit_bias: added to the logits of these token ids, at most 300 of them, -100 to 100.
+        seed: makes the draws repeatable, 0 to 2^63 - 1; `None` leaves the choice to the engine.
+        n: how many continuations of the prompt, 1 to 128.
+        stop: a string, or up to 16, of 1 to 1024 characters each, that end the output.
+        stop_token_ids: up to 16 token ids that end the output, besides the model's own.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        logprobs: report the log-probability of each token and of this many of the most probable
+            ones, 0 to 20; `None` reports none.
+
+    Raises:
+        RequestError: a value of another type or out of its range; it names field, value and range.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = LogitBias({})
+    seed: int | None = None
+    n: int = 1
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        _check_int("n", self.n, 1, MAX_N)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise _refusal("ignore_eos", self.ignore_eos, "True or False")
+
+        self._set_real("temperature", 0.0, MAX_TEMPERATURE)
+        self._set_real("top_p", 0.0, 1.0, above=True)
+        self._set_real("min_p", 0.0, 1.0)
+        self._set_real("repetition_penalty", 0.0, MAX_REPETITION_PENALTY, above=True)
+        self._set_real("presence_penalty", -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY)
+        self._set_real("frequency_penalty", -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY)
+
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+
+    def _set_real(self, field: str, low: float, high: float, *, above: bool = False) -> None:
+        """Checks a real field and stores it as a float; `above` leaves `low` itself out."""
+        value = _checked_real(field, getattr(self, field), low, high, above=above)
+        object.__setattr__(self, field, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether the tokens that occurred so far change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def needs_full_sampler(self) -> bool:
+        """Whether the argmax of the model's own logits is not all that the request asks for."""
+        return (
+            not self.is_greedy
+            or self.uses_penalties
+            or len(self.logit_bias) > 0
+            or self.min_tokens > 0
+            or self.logprobs is not None
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks the token ids named by this request against the model's vocabulary.
+
+        Raises:
+            RequestError: `logit_bias` or `stop_token_ids` names an id that is not in it.
+        """
+        for field, token_ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise _refusal(field, token_id, f"a token id from 0 to {vocab_size - 1}")
+
+
+def _checked_bias(value: Mapping[int, float]) -> LogitBias:
+    entries = f"a mapping of at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers"
+    if not isinstance(value, Mapping):
+        raise _refusal("logit_bias", value, entries)
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise _refusal("len(logit_bias)", len(value), f"at most {MAX_LOGIT_BIAS_ENTRIES}")
+    checked = {}
+    for token_id, bias in value.items():
+        _check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
+        checked[token_id] = _checked_real(
+            f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+        )
+    return LogitBias(checked)
+
+
+def _checked_stop(value: Sequence[str]) -> tuple[str, ...]:
+    allowed = f"a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a sequence of them"
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence):
+        raise _refusal("stop", value, allowed)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _refusal("len(stop)", len(strings), f"at most {MAX_STOP_STRINGS}")
+    for string in strings:
+        if not isinstance(string, str):
+            raise _refusal("stop", string, allowed)
+        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
+            raise _refusal("stop", string, allowed)
+    return tuple(strings)
+
+
+def _checked_stop_ids(value: Sequence[int]) -> tuple[int, ...]:
+    allowed = f"a sequence of at most {MAX_STOP_TOKEN_IDS} token ids"
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+        raise _refusal("stop_token_ids", value, allowed)
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise _refusal("len(stop_token_ids)", len(value), f"at most {MAX_STOP_TOKEN_IDS}")
+    for token_id in value:
+        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+    return tuple(value)
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    # bool is a subclass of int, but `top_k=True` is a mistake and not a 1.
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _refusal(field, value, f"an integer from {low} to {high}")
+
+
+def _checked_real(
+    field: str, value: object, low: float, high: float, *, above: bool = False
+) -> float:
+    allowed = f"a number {f'above {low:g} and up' if above else f'from {low:g}'} to {high:g}"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _refusal(field, value, allowed)
+    # NaN compares false with everything, so it fails here; an int too large for a float does too.
+    if not low <= value <= high or (above and value == low):
+        raise _refusal(field, value, allowed)
+    return float(value)
+
+
+def _refusal(field: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"SamplingParams: {field} is {_shown(value)}; allowed is {allowed}")
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print an integer of thousands of digits
+        return "an enormous integer"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."

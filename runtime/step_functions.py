@@ -1,0 +1,168 @@
+"""What a step computes, as callables over tensors whose addresses never change.
+
+The decode step takes nothing from the host but the list of its rows: newest tokens, positions and
+block tables are state on the device, the write index is derived from them, and the sampled tokens
+go back into the state.
+
+    decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
+    prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
+
+Compiled, a step is two parts, the forward pass and the sampler. Decode and prefill share them, so
+every bucket of every phase runs the same two pieces of code, compiled once for any number of
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .batch import StepInputs
+from .models.decoder import AttentionInputs, Decoder
+from .rows import RowState
+from .sampling import SampleOutput, sample_full, sample_greedy
+
+__all__ = ["StepFunctions", "StepKey", "StepOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Every host scalar that a captured step froze."""
+
+    phase: Literal["decode", "prefill"]
+    size: int
+    """The bucket: rows of a decode step, tokens of a prefill step."""
+    read_blocks: int
+    """Columns of the block tables that attention may read."""
+    full_sampler: bool
+    """Whether more than the greedy token is asked for by anybody in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step."""
+
+    tokens: torch.Tensor
+    """int64 `[B]`: sampled tokens; those of padded lanes mean nothing."""
+    logits: torch.Tensor
+    """`[B, vocab_size]` in the model's dtype: what they were sampled from."""
+    details: SampleOutput | None
+    """Log-probabilities, from the full sampler only."""
+
+
+class StepFunctions:
+    """The steps of one model over one arena and one set of buffers."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        arena: torch.Tensor,
+        block_size: int,
+        state: RowState,
+        inputs: StepInputs[torch.Tensor],
+        compiled: bool,
+    ) -> None:
+        """Bind the tensors; with `compiled`, what runs over them is compiled at its first call."""
+        self.model = model
+        self.arena = arena
+        self.block_size = block_size
+        self.state = state
+        self.inputs = inputs
+        self._forward = _compile(self._forward_pass) if compiled else self._forward_pass
+        self._sample_greedy = _compile(self._greedy) if compiled else self._greedy
+        self._sample_full = _compile(self._full) if compiled else self._full
+
+    def bind(self, key: StepKey) -> Callable[[], StepOutput]:
+        """Return the step of a key as a callable without arguments."""
+        step = self.decode if key.phase == "decode" else self.prefill
+
+        def run() -> StepOutput:
+            with torch.inference_mode(False), torch.no_grad():
+                return step(key)
+
+        return run
+
+    def decode(self, key: StepKey) -> StepOutput:
+        """One token for each of `decode_rows`."""
+        rows = self.inputs.decode_rows[: key.size]
+        positions = self.state.positions[rows]
+        hidden = self._forward(self.state.token_ids[rows], positions, rows, rows, key.read_blocks)
+        return self._sample(key, hidden, rows, positions)
+
+    def prefill(self, key: StepKey) -> StepOutput:
+        """The keys and values of the chunks, and a token for each chunk that samples."""
+        inputs, size = self.inputs, key.size
+        positions = inputs.positions[:size]
+        hidden = self._forward(
+            inputs.token_ids[:size],
+            positions,
+            inputs.token_rows[:size],
+            inputs.prefill_rows,
+            key.read_blocks,
+        )
+        last = inputs.sample_index
+        return self._sample(key, hidden[last], inputs.sample_rows, positions[last])
+
+    def _forward_pass(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_rows_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        read_blocks: int,
+    ) -> torch.Tensor:
+        """Return the final hidden states `[T, hidden_size]`.
+
+        Token at position 37 of row 2, blocks of 16: it is written to slot
+        `block_tables[2, 37 // 16] * 16 + 37 % 16`.
+        """
+        block_tables = self.state.block_tables
+        blocks_T = block_tables[token_rows_T, positions_T // self.block_size]
+        slots_T = blocks_T.to(torch.int64) * self.block_size + positions_T % self.block_size
+        inputs = AttentionInputs(
+            positions_T, slots_T, token_rows_T, rows_R, block_tables, read_blocks
+        )
+        hidden: torch.Tensor = self.model(token_ids_T, self.arena, inputs)
+        return hidden
+
+    def _sample(
+        self,
+        key: StepKey,
+        hidden_BD: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+    ) -> StepOutput:
+        sampler = self._sample_full if key.full_sampler else self._sample_greedy
+        return sampler(hidden_BD, rows_B, positions_B)
+
+    def _greedy(
+        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> StepOutput:
+        logits = self.model.logits(hidden_BD)
+        tokens = sample_greedy(logits)
+        self._feed_back(tokens, rows_B, positions_B + 1)
+        return StepOutput(tokens, logits, None)
+
+    def _full(
+        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> StepOutput:
+        logits = self.model.logits(hidden_BD)
+        details = sample_full(logits, self.state.sampling, rows_B, positions_B + 1)
+        self._feed_back(details.tokens, rows_B, positions_B + 1)
+        return StepOutput(details.tokens, logits, details)
+
+    def _feed_back(
+        self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> None:
+        """Make the sampled tokens the rows' newest. The null row stays at position 0 for ever."""
+        state = self.state
+        positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
+        state.token_ids.index_put_((rows_B,), tokens_B)
+        state.positions.index_put_((rows_B,), positions_B)
+
+
+def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, fullgraph=True, dynamic=True, recompile_limit=64)

@@ -1,0 +1,261 @@
+"""Model descriptions: read from both layouts of config.json, refused when they cannot be served."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.models.config import ModelConfig, RopeScaling, rope_inverse_frequencies
+from stepgraph.runtime.models.presets import PRESETS, preset
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+# As transformers 4 wrote it, values of a published 1B model.
+OLD_LAYOUT: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def old(**changes: Any) -> dict[str, Any]:
+    return copy.deepcopy({**OLD_LAYOUT, **changes})  # transformers writes into nested objects
+
+
+def new_layout(**changes: Any) -> dict[str, Any]:
+    """What transformers 5 makes of the same values."""
+    config = LlamaConfig(**old(**changes)).to_dict()
+    assert "rope_parameters" in config
+    assert "rope_theta" not in config
+    return config
+
+
+class TestReading:
+    def test_old_layout(self) -> None:
+        config = ModelConfig.from_hf(OLD_LAYOUT)
+        expected = dataclasses.replace(preset("llama-3.2-1b"), eos_token_ids=(128001, 128008))
+        assert config == expected
+
+    def test_new_layout_means_the_same(self) -> None:
+        assert ModelConfig.from_hf(new_layout()) == ModelConfig.from_hf(OLD_LAYOUT)
+
+    def test_minimal_config_gets_the_architecture_s_defaults(self) -> None:
+        minimal = {
+            "model_type": "llama",
+            "vocab_size": 100,
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "rope_scaling": None,
+            "num_key_value_heads": None,
+        }
+        config = ModelConfig.from_hf(minimal)
+        reference = LlamaConfig(**minimal)
+        assert config.num_kv_heads == reference.num_key_value_heads == 4
+        assert config.head_dim == reference.head_dim == 12
+        assert config.rms_norm_eps == reference.rms_norm_eps
+        assert config.rope_theta == reference.rope_parameters["rope_theta"]
+        assert config.tie_word_embeddings is reference.tie_word_embeddings
+        assert config.rope_scaling == RopeScaling()
+        assert (config.query_size, config.kv_size) == (48, 48)
+        assert config.eos_token_ids == ()
+
+    def test_integers_where_numbers_are_meant(self) -> None:
+        assert ModelConfig.from_hf(old(rope_theta=10000)).rope_theta == 10000.0
+
+    def test_head_dim_need_not_divide_the_hidden_size(self) -> None:
+        config = ModelConfig.from_hf(old(head_dim=80, hidden_size=2000))
+        assert config.query_size == 2560
+
+    @pytest.mark.parametrize(
+        ("own", "generation", "expected"),
+        [
+            (2, None, (2,)),
+            ([2, 3], {}, (2, 3)),
+            (2, {"eos_token_id": [5, 2]}, (2, 5)),
+            (None, {"eos_token_id": 7}, (7,)),
+            (None, {"eos_token_id": None}, ()),
+        ],
+    )
+    def test_eos_tokens_are_merged(self, own: Any, generation: Any, expected: Any) -> None:
+        assert ModelConfig.from_hf(old(eos_token_id=own), generation).eos_token_ids == expected
+
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+    def test_dtype(self, key: str) -> None:
+        config = {k: v for k, v in OLD_LAYOUT.items() if k != "torch_dtype"}
+        assert ModelConfig.from_hf(config).torch_dtype == "float32"
+        assert ModelConfig.from_hf({**config, key: "float16"}).torch_dtype == "float16"
+
+    @pytest.mark.parametrize("key", ["rope_type", "type"])
+    def test_linear_scaling(self, key: str) -> None:
+        config = ModelConfig.from_hf(old(rope_scaling={key: "linear", "factor": 2}))
+        assert config.rope_scaling == RopeScaling(type="linear", factor=2.0)
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+            ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
+            ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "LlamaForCausalLM"),
+            ({"architectures": None, "model_type": "mamba"}, "mamba"),
+            ({"architectures": None, "model_type": None}, "LlamaForCausalLM"),
+            ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
+            ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'llama3'"),
+            ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+            ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
+            ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor = nan"),
+            (
+                {"rope_scaling": {**OLD_LAYOUT["rope_scaling"], "low_freq_factor": 4.0}},
+                "low_freq_factor = 4.0.*high_freq_factor = 4.0",
+            ),
+            (
+                {
+                    "rope_scaling": {
+                        **OLD_LAYOUT["rope_scaling"],
+                        "original_max_position_embeddings": 0,
+                    }
+                },
+                "original_max_position_embeddings = 0",
+            ),
+            ({"rope_scaling": [1]}, "rope_parameters"),
+            ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+            ({"num_key_value_heads": 5}, "num_attention_heads = 32.*num_key_value_heads = 5"),
+            ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+            ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0"),
+            ({"num_attention_heads": -32}, "num_attention_heads = -32"),
+            ({"head_dim": None, "hidden_size": 2050}, "hidden_size = 2050.*num_attention_heads"),
+            ({"head_dim": 63}, "head_dim = 63 must be even"),
+            ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+            ({"vocab_size": -1}, "vocab_size = -1"),
+            ({"vocab_size": None}, "no vocab_size"),
+            ({"hidden_size": "2048"}, "hidden_size must be of type int, not '2048'"),
+            ({"num_hidden_layers": True}, "num_hidden_layers must be of type int"),
+            ({"tie_word_embeddings": 1}, "tie_word_embeddings must be of type bool"),
+            ({"rms_norm_eps": 0}, r"rms_norm_eps = 0\.0"),
+            ({"rope_theta": float("inf")}, "rope_theta = inf"),
+            ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn'"),
+            ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+            ({"eos_token_id": [1, 128256]}, r"eos_token_id = .*128256"),
+            ({"bos_token_id": -1}, "bos_token_id = -1"),
+        ],
+    )
+    def test_message_names_the_field(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            ModelConfig.from_hf(old(**changes))
+
+    def test_contradictions_of_the_constructor(self) -> None:
+        with pytest.raises(ConfigError, match="num_heads = 9 must be a multiple of num_kv_heads"):
+            dataclasses.replace(preset("smollm2-135m"), num_kv_heads=4)
+
+    def test_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            preset("smollm2-135m").num_layers = 2  # type: ignore[misc]
+
+
+class TestFrequencies:
+    @given(
+        head_dim=st.integers(1, 64).map(lambda n: 2 * n),
+        theta=st.floats(1e3, 1e7),
+        kind=st.sampled_from(["default", "linear", "llama3"]),
+        factor=st.floats(1.0, 64.0),
+        low=st.floats(0.5, 2.0),
+        span=st.floats(0.5, 8.0),
+        original=st.integers(64, 16384),
+    )
+    @settings(deadline=None)
+    def test_equal_to_transformers(
+        self,
+        head_dim: int,
+        theta: float,
+        kind: str,
+        factor: float,
+        low: float,
+        span: float,
+        original: int,
+    ) -> None:
+        rope: dict[str, Any] = {"rope_type": kind}
+        if kind != "default":
+            rope["factor"] = factor
+        if kind == "llama3":
+            rope |= {"low_freq_factor": low, "high_freq_factor": low + span}
+            rope["original_max_position_embeddings"] = original
+        hf = LlamaConfig(**old(head_dim=head_dim, rope_scaling=rope, rope_theta=theta))
+        expected = LlamaRotaryEmbedding(hf).inv_freq
+        actual = rope_inverse_frequencies(ModelConfig.from_hf(hf.to_dict()))
+        assert actual.dtype == torch.float32
+        assert actual.shape == (head_dim // 2,)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_presets_to_the_last_bits(self, name: str) -> None:
+        config = preset(name)
+        hf = LlamaConfig(
+            head_dim=config.head_dim,
+            rope_parameters={
+                "rope_theta": config.rope_theta,
+                "rope_type": config.rope_scaling.type,
+                "factor": config.rope_scaling.factor,
+                "low_freq_factor": config.rope_scaling.low_freq_factor,
+                "high_freq_factor": config.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": 8192,
+            },
+        )
+        expected = LlamaRotaryEmbedding(hf).inv_freq
+        torch.testing.assert_close(rope_inverse_frequencies(config), expected, rtol=3e-7, atol=0.0)
+
+
+class TestPresets:
+    @pytest.mark.parametrize(
+        ("name", "parameters"),
+        [
+            ("smollm2-135m", 134_515_008),
+            ("llama-3.2-1b", 1_235_814_400),
+            ("llama-3.1-8b", 8_030_261_248),
+        ],
+    )
+    def test_number_of_parameters_is_the_published_one(self, name: str, parameters: int) -> None:
+        c = preset(name)
+        attention = c.hidden_size * (2 * c.query_size + 2 * c.kv_size)
+        layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+        embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        assert embeddings + c.num_layers * layer + c.hidden_size == parameters
+
+    def test_unknown_name_lists_the_known(self) -> None:
+        with pytest.raises(ConfigError, match=r"'llama-9'.*smollm2-135m, llama-3\.2-1b"):
+            preset("llama-9")

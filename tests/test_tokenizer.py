@@ -1,0 +1,298 @@
+"""Text in and out: pieces of tokens, growing text, stop strings."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime.errors import CheckpointError, RequestError
+from stepgraph.runtime.tokenizer import IncrementalDetokenizer, TextTokenizer, load_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+
+CORPUS = ["def main(): return '漢字 かな' # 😀👩‍👩‍👧 naïve café", "stop STOP stopping here\n\n"] * 8
+TEXT = st.text(alphabet="abest op\n漢字😀👧\u200dé\ufffd", max_size=20)
+
+
+@cache
+def byte_level_backend() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool 😀>", special=False)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def sentencepiece_backend(decoder: decoders.Decoder) -> Tokenizer:
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    ascii_corpus = [text.encode("ascii", "ignore").decode() for text in CORPUS]
+    trainer = BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False)
+    trained.train_from_iterator(ascii_corpus, trainer)
+    model = json.loads(trained.to_str())["model"]
+    vocab = dict(model["vocab"])
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    vocab.setdefault("▁", len(vocab))
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    return tokenizer
+
+
+SENTENCEPIECE_DECODERS = {
+    "strip": lambda: decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    ),
+    "metaspace": lambda: decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+    ),
+}
+
+
+@cache
+def byte_level() -> TextTokenizer:
+    return TextTokenizer(byte_level_backend())
+
+
+@cache
+def sentencepiece(decoder: str) -> TextTokenizer:
+    return TextTokenizer(sentencepiece_backend(SENTENCEPIECE_DECODERS[decoder]()))
+
+
+BYTE_LEVEL_IDS = st.lists(st.integers(0, 345), max_size=24)  # includes ids without a token
+
+
+def cut(ids: list[int], borders: list[int]) -> list[list[int]]:
+    places = [0, *sorted(border % (len(ids) + 1) for border in borders), len(ids)]
+    return [ids[a:b] for a, b in pairwise(places)]
+
+
+def unfinished(raw: bytes) -> int:
+    """How many bytes at the end are the beginning of a character."""
+    for count in range(min(3, len(raw)), 0, -1):
+        try:
+            raw[-count:].decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return count
+    return 0
+
+
+def settled(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    """The decoded text without an unfinished character at its end."""
+    tail = unfinished(b"".join(map(tokenizer.piece, ids)))
+    return tokenizer.decode(ids)[: -1 if tail else None]
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """The text before the match that ends first, the longest of several; brute force."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+class TestTextTokenizer:
+    def test_loads_and_reads_back(self, tmp_path: Path) -> None:
+        backend = Tokenizer.from_str(byte_level_backend().to_str())
+        backend.enable_truncation(4)
+        backend.enable_padding(length=64)
+        backend.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        text = "def main(): 漢字😀 stop " * 4
+        ids = tokenizer.encode(text)
+        assert ids[0] == 0, "the post-processor's token"
+        assert tokenizer.encode(text, special=False) == ids[1:]
+        assert tokenizer.decode(ids) == text, "neither truncated nor padded"
+        assert tokenizer.vocab_size == backend.get_vocab_size()
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        assert load_tokenizer(tmp_path) is None
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'{"model": 3}', b"\xff\xfe"])
+    def test_corrupt_file(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+            load_tokenizer(tmp_path)
+
+    def test_invalid_unicode_is_the_request_s_error(self) -> None:
+        with pytest.raises(RequestError, match="Unicode"):
+            byte_level().encode("a\ud800b")
+
+    @given(BYTE_LEVEL_IDS)
+    @settings(deadline=None)
+    def test_pieces_are_what_decode_joins(self, ids: list[int]) -> None:
+        raw = b"".join(map(byte_level().piece, ids))
+        assert raw.decode(errors="replace") == byte_level().decode(ids)
+
+
+class TestGrowingText:
+    @given(BYTE_LEVEL_IDS, BYTE_LEVEL_IDS, st.lists(st.integers(0, 30), max_size=6))
+    @settings(deadline=None)
+    def test_byte_level_equals_decode(
+        self, prompt: list[int], output: list[int], borders: list[int]
+    ) -> None:
+        tokenizer = byte_level()
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        parts = [detokenizer.push(tokens) for tokens in cut(output, borders)]
+        assert detokenizer.finish() == ""
+        expected = settled(tokenizer, prompt + output)[len(settled(tokenizer, prompt)) :]
+        assert "".join(parts) == expected == detokenizer.text
+
+    @given(TEXT, st.text(max_size=12))
+    @settings(max_examples=60, deadline=None)
+    def test_all_whole_characters_are_out_at_once(self, first: str, second: str) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode(first + second)
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        for count, token_id in enumerate(ids, start=1):
+            detokenizer.push([token_id])
+            assert detokenizer.text == settled(tokenizer, ids[:count])
+
+    @pytest.mark.parametrize("decoder", SENTENCEPIECE_DECODERS)
+    @given(prompt=TEXT, output=st.text(max_size=12) | TEXT, with_bos=st.booleans())
+    @settings(max_examples=60, deadline=None)
+    def test_sentencepiece_equals_decode(
+        self, decoder: str, prompt: str, output: str, with_bos: bool
+    ) -> None:
+        tokenizer = sentencepiece(decoder)
+        bos = tokenizer.encode("<s>", special=False)[-1:] if with_bos else []
+        prompt_ids = bos + (tokenizer.encode(prompt) if prompt else [])
+        # The first token of a text drops its space, every other keeps it.
+        output_ids = tokenizer.encode(output)
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        text = "".join(detokenizer.push([token_id]) for token_id in output_ids)
+        text += detokenizer.finish()
+        whole, before = (tokenizer.decode(ids) for ids in (prompt_ids + output_ids, prompt_ids))
+        assert text == whole[len(before) :]
+
+    @pytest.mark.parametrize("decoder", SENTENCEPIECE_DECODERS)
+    def test_space_of_the_first_word(self, decoder: str) -> None:
+        tokenizer = sentencepiece(decoder)
+        bos = tokenizer.encode("<s>", special=False)[-1]
+        ids = tokenizer.encode("stop here")
+        alone = IncrementalDetokenizer(tokenizer, [bos])
+        assert alone.push(ids) == "stop here"
+        behind_prompt = IncrementalDetokenizer(tokenizer, [bos, *tokenizer.encode("main"), bos])
+        assert behind_prompt.push(ids) == " stop here"
+
+    def test_byte_fallback_waits_for_the_character(self) -> None:
+        tokenizer = sentencepiece("strip")
+        ids = tokenizer.encode("a😀€")
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        assert [part for i in ids if (part := detokenizer.push([i]))] == ["a", "😀", "€"]
+
+    def test_character_begun_by_the_prompt(self) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode("\u20ad", special=False)
+        assert len(ids) == 3
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
+        assert detokenizer.push(ids[2:]) == "\u20ad"
+
+    def test_half_a_character_is_never_shown(self) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode("\u20ad", special=False)
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        assert detokenizer.push(ids[:2]) == ""
+        assert detokenizer.finish() == ""
+        assert detokenizer.text == ""
+
+    def test_stray_bytes_come_out_at_once(self) -> None:
+        tokenizer = byte_level()
+        lead, middle = tokenizer.encode("\u20ad", special=False)[:2]
+        ids = [middle] * 300 + [lead] * 300
+        detokenizer = IncrementalDetokenizer(tokenizer, [], stop=("never",))
+        for count, token_id in enumerate(ids, start=1):
+            detokenizer.push([token_id])
+            undecoded, _ = detokenizer._utf8.getstate()
+            assert len(undecoded) <= 3, "what is kept, and so the cost of a token, does not grow"
+            assert len(detokenizer.text) == (count if token_id == middle else count - 1)
+        assert detokenizer.text == settled(tokenizer, ids)
+
+
+class TestStop:
+    STOPS = st.lists(
+        st.text(alphabet="stop \n漢😀", min_size=1, max_size=5), min_size=1, max_size=4
+    ).map(tuple)
+
+    @given(
+        st.text(alphabet="stop \n漢😀", max_size=30),
+        STOPS,
+        st.lists(st.integers(0, 60), max_size=10),
+    )
+    @settings(deadline=None)
+    def test_equals_the_search_in_the_whole_text(
+        self, text: str, stop: tuple[str, ...], borders: list[int]
+    ) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode(text)
+        detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("stop"), stop)
+        expected, found = first_stop(text, stop)
+        emitted = ""
+        for tokens in cut(ids, borders):
+            emitted += detokenizer.push(tokens)
+            assert expected.startswith(emitted), "text was shown that a stop string took back"
+        assert emitted + detokenizer.finish() == expected == detokenizer.text
+        assert detokenizer.stopped == found
+        assert detokenizer.finish() == "", "finish may be called again"
+
+    @given(BYTE_LEVEL_IDS, st.lists(st.integers(0, 30), max_size=6), st.data())
+    @settings(deadline=None)
+    def test_stop_strings_taken_from_random_tokens(
+        self, ids: list[int], borders: list[int], data: st.DataObject
+    ) -> None:
+        tokenizer = byte_level()
+        whole = settled(tokenizer, ids)
+        start = data.draw(st.integers(0, len(whole)))
+        stop = tuple(s for s in (whole[start : start + 4], whole[start : start + 2]) if s)
+        detokenizer = IncrementalDetokenizer(tokenizer, [], stop)
+        text = "".join(detokenizer.push(tokens) for tokens in cut(ids, borders))
+        text += detokenizer.finish()
+        assert (text, detokenizer.stopped) == first_stop(whole, stop)
+
+    @pytest.mark.parametrize("place", range(1, 10))
+    def test_found_at_every_split(self, place: int) -> None:
+        tokenizer = byte_level()
+        one_by_one = [tokenizer.encode(c, special=False) for c in "xx stop yy"]
+        flat = [token_id for ids in one_by_one for token_id in ids]
+        detokenizer = IncrementalDetokenizer(tokenizer, [], ("stop",))
+        assert detokenizer.push(flat[:place]) + detokenizer.push(flat[place:]) == "xx "
+        assert detokenizer.stopped == "stop"
+        assert detokenizer.push(flat) == "", "tokens behind a stop string are ignored"
+        assert detokenizer.text == "xx "
+
+    def test_only_what_may_begin_a_stop_string_is_held(self) -> None:
+        tokenizer = byte_level()
+        detokenizer = IncrementalDetokenizer(tokenizer, [], ("\n\nabab!", "aba?"))
+        seen = [detokenizer.push(tokenizer.encode(c, special=False)) for c in "x\n\nababab"]
+        assert seen == ["x", "", "", "", "", "", "", "\n\nab", "ab"]
+        assert detokenizer.finish() == "ab"
