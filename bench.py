@@ -7,30 +7,34 @@ python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 102
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-
 from stepgraph.profiling.bandwidth import measure_read_bandwidth
 from stepgraph.runtime import (
     Engine,
     EngineConfig,
+    KernelBuildError,
     MemoryBudgetError,
     StepgraphError,
     StepPreparationError,
 )
 from stepgraph.runtime.benchmark import BenchmarkCase, Measurement, measure, to_json
 from stepgraph.runtime.benchmark_report import markdown_table, rich_table
+from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
+from stepgraph.runtime.kernels import have_compiler
 
 SCHEMA_VERSION = 1
+MODES = ("eager", "compile", "graph")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,7 +59,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--mode",
         nargs="+",
-        choices=("eager", "compile", "graph"),
+        choices=MODES,
         help="how steps run (default: every mode that the device has)",
     )
     parser.add_argument("--batch-size", nargs="+", type=_positive, default=[1, 8])
@@ -99,81 +103,104 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every case; return the document that `--output-json` writes."""
-    console = Console(stderr=True)
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    modes = options.mode or (["eager", "compile"] + (["graph"] if name != "cpu" else []))
-    # Eager first: it is what the other modes' tokens and logits are compared with.
-    modes = sorted(set(modes), key=["eager", "compile", "graph"].index)
-    console.print("measuring the read bandwidth of the device", style="dim")
-    bandwidth = measure_read_bandwidth(name)
-    cases: list[dict[str, Any]] = []
-    grid = [
-        (b, i, o) for o in options.output_len for i in options.input_len for b in options.batch_size
-    ]
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(
-            "", total=len(options.model) * len(options.dtype) * len(modes) * len(grid)
-        )
-        for model in options.model:
-            for dtype in options.dtype:
+def modes_of(device: torch.device) -> tuple[str, ...]:
+    """Return the modes that a device has."""
+    if device.type != "cpu":
+        return MODES
+    return ("eager", "compile") if have_compiler() else ("eager",)
+
+
+class Bench:
+    """One run of the command line: which engines to start, what to measure on each."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and measure its bandwidth."""
+        self.options = options
+        self.console = Console(stderr=True)
+        self.device = resolve_device(options.device)
+        # Eager first: it is what the other modes' tokens and logits are compared with.
+        self.modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
+        self.grid = [
+            (batch_size, input_len, output_len)
+            for output_len in options.output_len
+            for input_len in options.input_len
+            for batch_size in options.batch_size
+        ]
+        self.say("measuring the read bandwidth of the device")
+        self.bandwidth = measure_read_bandwidth(self.device)
+
+    def say(self, text: str) -> None:
+        """Tell on stderr what is going on."""
+        self.console.print(text, style="dim", highlight=False)
+
+    def run(self) -> dict[str, Any]:
+        """Measure every case; return the document that `--output-json` writes."""
+        options = self.options
+        cases: list[dict[str, Any]] = []
+        with Progress(
+            console=self.console, transient=True, disable=not self.console.is_terminal
+        ) as progress:
+            engines = len(options.model) * len(options.dtype) * len(self.modes)
+            task = progress.add_task("starting", total=engines * len(self.grid))
+            for model, dtype in itertools.product(options.model, options.dtype):
                 eager: dict[BenchmarkCase, Measurement] = {}
-                for mode in modes:
-                    label = f"{model} {dtype} {mode}"
-                    progress.update(task, description=f"{label}: starting")
-                    config = EngineConfig(
-                        device=name,
-                        dtype=dtype,
-                        mode=mode,
-                        max_rows=max(options.batch_size),
-                        buckets=tuple(sorted(set(options.batch_size))),
-                        max_model_len=max(options.input_len) + max(options.output_len) + 1,
-                        seed=options.seed,
-                    )
-                    began = time.perf_counter()
-                    with Engine.from_pretrained(model, config) as engine:
-                        prepared = engine.stats()["prepared"]
-                        console.print(
-                            f"{label}: started in {time.perf_counter() - began:.1f} s, of which"
-                            f" {prepared['seconds']:.1f} s for {prepared['steps']} steps",
-                            style="dim",
-                        )
-                        for batch_size, input_len, output_len in grid:
-                            case = BenchmarkCase(model, batch_size, input_len, output_len)
-                            progress.update(
-                                task, description=f"{label}: batch {batch_size}, input {input_len}"
-                            )
-                            measured = measure(
-                                engine,
-                                case,
-                                num_warmup=options.num_warmup,
-                                num_iters=options.num_iters,
-                                seed=options.seed,
-                            )
-                            if mode == "eager":
-                                eager[case] = measured
-                            cases.append(
-                                to_json(
-                                    engine, measured, bandwidth=bandwidth, eager=eager.get(case)
-                                )
-                            )
-                            progress.advance(task)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "environment": describe_environment(torch.device(name), bandwidth),
-        "cases": cases,
-    }
+                for mode in self.modes:
+                    for case, measured, document in self.run_engine(model, dtype, mode, eager):
+                        if mode == "eager":
+                            eager[case] = measured
+                        cases.append(document)
+                        progress.update(task, advance=1, description=f"{model} {dtype} {mode}")
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "environment": describe_environment(self.device, self.bandwidth),
+            "cases": cases,
+        }
+
+    def run_engine(
+        self, model: str, dtype: str, mode: str, eager: Mapping[BenchmarkCase, Measurement]
+    ) -> Iterator[tuple[BenchmarkCase, Measurement, dict[str, Any]]]:
+        """Start an engine and yield each of its cases as it is measured."""
+        options = self.options
+        config = EngineConfig(
+            device=str(self.device),
+            dtype=dtype,
+            mode=mode,
+            max_rows=max(options.batch_size),
+            buckets=tuple(options.batch_size),
+            max_model_len=max(options.input_len) + max(options.output_len) + 1,
+            seed=options.seed,
+        )
+        began = time.perf_counter()
+        with Engine.from_pretrained(model, config, progress=False) as engine:
+            seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
+            self.say(f"{model} {dtype} {mode}\n{engine.memory_plan.format()}")
+            self.say(
+                f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
+                f" {prepared['steps']} steps ready"
+            )
+            for batch_size, input_len, output_len in self.grid:
+                case = BenchmarkCase(model, batch_size, input_len, output_len)
+                measured = measure(
+                    engine,
+                    case,
+                    num_warmup=options.num_warmup,
+                    num_iters=options.num_iters,
+                    seed=options.seed,
+                )
+                reference = measured if mode == "eager" else eager.get(case)
+                yield (
+                    case,
+                    measured,
+                    to_json(engine, measured, bandwidth=self.bandwidth, eager=reference),
+                )
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
     options = parse_arguments()
     try:
-        document = run(options)
-    except (StepgraphError, MemoryBudgetError, StepPreparationError) as error:
+        document = Bench(options).run()
+    except (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 1
     stdout = Console(soft_wrap=True)

@@ -90,7 +90,7 @@ class StaticBuffers(Generic[T]):
         self._host_bytes = host_bytes
         self._copied: torch.cuda.Event | None = None
         if device_bytes.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
         self.device: T = layout(**self._views(device_bytes))
         self.host: T = layout(**self._views(host_bytes))
         self.copies = 0

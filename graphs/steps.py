@@ -206,7 +206,7 @@ class CudaGraphCapturer:
                 f"steps can be captured as graphs on CUDA devices only, got device {self.device}; "
                 "run them eagerly or compiled"
             )
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):
             self._pool = torch.cuda.graph_pool_handle()
 

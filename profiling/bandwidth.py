@@ -80,8 +80,8 @@ def _seconds_on_cuda(read: "Callable[[], torch.Tensor]", device: "torch.device")
     import torch
 
     with torch.cuda.device(device):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(_PASSES_PER_EVENT):
             read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -46,7 +47,7 @@ def markdown_table(document: dict[str, Any]) -> str:
     cells = [COLUMNS, *rows(document)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
 
-    def line(row: tuple[str, ...] | list[str]) -> str:
+    def line(row: Sequence[str]) -> str:
         padded = [
             cell.ljust(width) if i < TEXT_COLUMNS else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))

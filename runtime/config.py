@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .kernels import have_compiler
 from .models.config import ModelConfig
 
-__all__ = ["EngineConfig", "Mode", "ResolvedConfig"]
+__all__ = ["EngineConfig", "Mode", "ResolvedConfig", "max_prefill_rows", "resolve_device"]
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -146,7 +146,7 @@ class ResolvedConfig:
             ConfigError: the device does not exist, the mode cannot run on it, or `max_model_len`
                 exceeds what the model was made for.
         """
-        device = _resolve_device(config.device)
+        device = resolve_device(config.device)
         longest = model.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ConfigError(
@@ -161,7 +161,12 @@ class ResolvedConfig:
         )
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device, or none that stepgraph runs on.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -199,8 +204,7 @@ def _resolve_mode(mode: str, device: torch.device) -> Mode:
 
 
 def _as_mode(mode: str) -> Mode:
-    assert mode in ("eager", "compile", "graph")
-    return mode
+    return cast(Mode, mode)  # one of `EngineConfig`'s checked choices
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

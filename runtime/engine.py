@@ -174,7 +174,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Decode prompts to their end and return their outputs, in order.
@@ -191,16 +191,16 @@ class Engine:
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-        ids = [self._fresh_id() for _ in prompts]
+            params = [params or SamplingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
+        ids = [self._fresh_id() for _ in batch]
         done: dict[str, RequestOutput] = {}
         others: list[RequestOutput] = []
         try:
-            for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+            for request_id, prompt, own in zip(ids, batch, params, strict=True):
                 try:
                     self.add_request(prompt, own, request_id)
                 except RequestError as error:
@@ -301,7 +301,10 @@ class Engine:
             "load_seconds": parts.load_seconds,
             "fallbacks": counters.misses,
             "padding": counters.padding_fraction,
-            "memory": parts.memory(),
+            "memory": {
+                term.name: {"planned": term.planned, "measured": term.measured}
+                for term in parts.reconcile().terms
+            },
         }
 
     def check_integrity(self) -> None:

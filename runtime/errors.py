@@ -1,14 +1,15 @@
 """Every error a user can get.
 
-All derive from `StepgraphError`, except two that come from packages which do not know this one:
-`MemoryBudgetError` (a `ValueError`) and `StepPreparationError` (a `RuntimeError`). They are named
-here so that there is one place to import errors from.
+All derive from `StepgraphError`, except those of rooms that do not know this one:
+`MemoryBudgetError` (a `ValueError`), `StepPreparationError` and `KernelBuildError` (both
+`RuntimeError`). They are named here so that there is one place to import errors from.
 """
 
 from __future__ import annotations
 
 from ..cache.memory import MemoryBudgetError
 from ..graphs.steps import StepPreparationError
+from .kernels import KernelBuildError
 
 __all__ = [
     "StepgraphError",
@@ -16,6 +17,7 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineFailedError",
+    "KernelBuildError",
     "MemoryBudgetError",
     "RequestError",
     "StepPreparationError",

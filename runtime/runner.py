@@ -87,12 +87,10 @@ class StepSizes:
 
     def keys(self) -> list[StepKey]:
         """Return the key of every step there will be."""
+        variants = [(width, full) for width in self.read_blocks for full in (False, True)]
         return [
-            StepKey(phase, size, read_blocks, full_sampler)
-            for phase, sizes in (("prefill", self.tokens), ("decode", self.rows))
-            for size in sizes
-            for read_blocks in self.read_blocks
-            for full_sampler in (False, True)
+            *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
+            *(StepKey("decode", size, *variant) for size in self.rows for variant in variants),
         ]
 
     def decode_key(self, rows: int, read_blocks: int, full_sampler: bool) -> StepKey:

@@ -173,18 +173,18 @@ class Scheduler:
         if plan.preempted:  # they would be admitted again with the blocks they just lost
             return
         while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
-            request = self._head()
-            if request is None or not self._has_room_for(request):
+            head = self._head()
+            if head is None or not self._has_room_for(head):
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             row = heapq.heappop(self._free_rows)
-            self._rows[request] = row
-            insort(self._running, request, key=_order)
-            grown = self._grow(plan, request, request.num_tokens)
+            self._rows[head] = row
+            insort(self._running, head, key=_order)
+            grown = self._grow(plan, head, head.num_tokens)
             assert grown, "room was checked before admission"
-            plan.admitted.append(Admission(request, row))
-            budget = self._add_chunk(plan, request, 0, budget)
+            plan.admitted.append(Admission(head, row))
+            budget = self._add_chunk(plan, head, 0, budget)
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan as much of a prompt as the budget allows; return what is left of the budget."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..cache.arena import Arena
 from ..cache.device_memory import available_bytes, is_shared_with_os
-from ..cache.memory import MemoryPlan, ModelFootprint, plan_memory
+from ..cache.memory import MemoryPlan, ModelFootprint, Reconciliation, plan_memory
 from ..cache.spec import LayerGroup, group_layers
 from ..profiling import ranges
 from .checkpoint import CheckpointReader
@@ -54,21 +54,19 @@ class EngineParts:
     load_seconds: float
     """What reading (and packing) the weights took."""
 
-    def memory(self) -> dict[str, dict[str, int | None]]:
-        """Return planned and measured bytes of each term; None where it cannot be measured.
+    def reconcile(self) -> Reconciliation:
+        """Set what is held now against the plan.
 
-        Activations and logits come and go within a step; only CUDA's allocator tells their peak.
+        Activations and logits come and go within a step and are not among the measured terms.
         """
-        measured: dict[str, int | None] = {
-            "weights": self.model.weight_bytes,
-            "cache": self.arena.nbytes,
-            "static_buffers": self.runner.nbytes,
-            "captured_graphs": sum(report.bytes for report in self.runner.library.reports()),
-        }
-        return {
-            name: {"planned": planned, "measured": measured.get(name)}
-            for name, planned in self.plan.terms().items()
-        }
+        return self.plan.reconcile(
+            {
+                "weights": self.model.weight_bytes,
+                "cache": self.arena.nbytes,
+                "static_buffers": self.runner.nbytes,
+                "captured_graphs": sum(report.bytes for report in self.runner.library.reports()),
+            }
+        )
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
@@ -89,7 +87,9 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     with _preparation_bar(shown=progress) as report:
         runner.prepare(report)
     tokenizer = None if found.directory is None else load_tokenizer(found.directory)
-    return EngineParts(resolved, model, tokenizer, groups, plan, arena, runner, load_seconds)
+    parts = EngineParts(resolved, model, tokenizer, groups, plan, arena, runner, load_seconds)
+    logger.info("memory as measured\n%s", parts.reconcile().format())
+    return parts
 
 
 def plan_engine(
@@ -120,7 +120,10 @@ def plan_engine(
 
 
 def _solve(footprint: ModelFootprint, config: ResolvedConfig) -> MemoryPlan:
-    """Solve for blocks and batch tokens, but for no more batch tokens than a step can use."""
+    """Solve for blocks and batch tokens.
+
+    Neither given, there are as many batch tokens as slots, but no more than a step can use.
+    """
     user = config.user
     solve = partial(
         plan_memory,
@@ -129,7 +132,7 @@ def _solve(footprint: ModelFootprint, config: ResolvedConfig) -> MemoryPlan:
         available_bytes=available_bytes(config.device),
         block_size=user.block_size,
         num_blocks=user.fixed_blocks,
-        batch_tokens_per_block=1,
+        batch_tokens_per_block=user.block_size,
         cap_blocks=footprint.most_blocks(user.block_size)
         if is_shared_with_os(config.device)
         else None,

@@ -8,8 +8,10 @@ go back into the state.
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 Compiled, a step is two parts, the forward pass and the sampler. Decode and prefill share them, so
-every bucket of every phase runs the same two pieces of code, compiled once for any number of
-tokens.
+all buckets run the same two pieces of code: compiled once for any number of tokens, and once more
+for a single one, which torch specialises. For that, what they get must differ in nothing but its
+length: inputs are small copies, since torch compiles anew for a view of another buffer, and for two
+arguments that are the same tensor.
 """
 
 from __future__ import annotations
@@ -71,9 +73,15 @@ class StepFunctions:
         self.block_size = block_size
         self.state = state
         self.inputs = inputs
-        self._forward = _compile(self._forward_pass) if compiled else self._forward_pass
-        self._sample_greedy = _compile(self._greedy) if compiled else self._greedy
-        self._sample_full = _compile(self._full) if compiled else self._full
+        self._forward, self._sample_greedy, self._sample_full = (
+            self._forward_pass,
+            self._greedy,
+            self._full,
+        )
+        if compiled:
+            self._forward = torch.compile(self._forward, fullgraph=True, dynamic=True)
+            self._sample_greedy = torch.compile(self._sample_greedy, fullgraph=True, dynamic=True)
+            self._sample_full = torch.compile(self._sample_full, fullgraph=True, dynamic=True)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -87,24 +95,26 @@ class StepFunctions:
 
     def decode(self, key: StepKey) -> StepOutput:
         """One token for each of `decode_rows`."""
-        rows = self.inputs.decode_rows[: key.size]
+        rows = self.inputs.decode_rows[: key.size].clone()
         positions = self.state.positions[rows]
-        hidden = self._forward(self.state.token_ids[rows], positions, rows, rows, key.read_blocks)
+        hidden = self._forward(
+            self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
+        )
         return self._sample(key, hidden, rows, positions)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
-        positions = inputs.positions[:size]
+        positions = inputs.positions[:size].clone()
         hidden = self._forward(
-            inputs.token_ids[:size],
+            inputs.token_ids[:size].clone(),
             positions,
-            inputs.token_rows[:size],
-            inputs.prefill_rows,
+            inputs.token_rows[:size].clone(),
+            inputs.prefill_rows.clone(),
             key.read_blocks,
         )
         last = inputs.sample_index
-        return self._sample(key, hidden[last], inputs.sample_rows, positions[last])
+        return self._sample(key, hidden[last], inputs.sample_rows.clone(), positions[last])
 
     def _forward_pass(
         self,
@@ -162,7 +172,3 @@ class StepFunctions:
         positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
         state.token_ids.index_put_((rows_B,), tokens_B)
         state.positions.index_put_((rows_B,), positions_B)
-
-
-def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(function, fullgraph=True, dynamic=True, recompile_limit=64)

@@ -12,7 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from stepgraph.graphs.library import StepLibrary, StepReport
-from stepgraph.graphs.steps import Capture, CapturedStep, CompiledStep, EagerStep, StepPreparationError
+from stepgraph.graphs.steps import (
+    Capture,
+    CapturedStep,
+    CompiledStep,
+    EagerStep,
+    StepPreparationError,
+)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ def source_files(root: Path) -> tuple[list[Path], list[Path]]:
     Left out are installed packages, the test suite (more than half of all text, and much of it
     tables of test data) and generated tables.
     """
-    train, held_out = [], []
+    train: list[Path] = []
+    held_out: list[Path] = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if EXCLUDED & set(relative.parts):
@@ -104,7 +106,7 @@ def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterat
 
 
 @torch.no_grad()
-def perplexity(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
+def perplexity(model: Any, stream: np.ndarray, length: int) -> float:
     """Return exp(mean negative log-likelihood) over the stream, windows of `length` tokens."""
     total, count = 0.0, 0
     for start in range(0, len(stream) - 1, length):
@@ -118,7 +120,7 @@ def perplexity(model: torch.nn.Module, stream: np.ndarray, length: int) -> float
     return math.exp(total / count)
 
 
-def build_model() -> torch.nn.Module:
+def build_model() -> Any:
     """Return the untrained decoder: Llama with 8 query heads over 2 key/value heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,7 +143,7 @@ def build_model() -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-def next_token_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of `batch` [windows, length + 1] under bf16 autocast."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(batch[:, :-1], use_cache=False).logits
@@ -159,9 +161,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(
-    model: torch.nn.Module, stream: np.ndarray, steps: int, batch_tokens: int, peak: float
-) -> float:
+def train(model: Any, stream: np.ndarray, steps: int, batch_tokens: int, peak: float) -> float:
     """Train in place and return the seconds it took.
 
     The last sixth of the steps runs on windows of `MAX_POSITIONS` tokens, the others on a
@@ -207,7 +207,7 @@ def train(
     return time.monotonic() - began
 
 
-def save(model: torch.nn.Module, tokenizer: Tokenizer, output: Path) -> None:
+def save(model: Any, tokenizer: Tokenizer, output: Path) -> None:
     """Write the checkpoint (bf16) and its tokenizer in the Hugging Face layout."""
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 

@@ -139,7 +139,8 @@ class Layer(nn.Module):
         )
         x_TD = x_TD + self.output(attended_THE.reshape(tokens, -1))
         gate_TF, up_TF = self.gate_up(self.post_attention_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(F.silu(gate_TF) * up_TF)
+        out_TD: torch.Tensor = x_TD + self.down(F.silu(gate_TF) * up_TF)
+        return out_TD
 
 
 class Decoder(nn.Module):

@@ -1,0 +1,182 @@
+"""Plans become arrays: against a plain list of what every token is, over poisoned arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.runtime.batch import (
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_prefill,
+    write_table_updates,
+)
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.scheduler import PrefillChunk, TableUpdate
+
+POISON = -(2**40) - 7
+
+
+def poisoned(*, rows: int = 9, tokens: int = 16, prompts: int = 4, updates: int = 5):
+    layout = StepInputs.layout(
+        max_rows=rows, prefill_tokens=tokens, prefill_rows=prompts, table_updates=updates
+    )
+    arrays = {name: np.full(spec.shape, POISON, np.int64) for name, spec in layout.items()}
+    return StepInputs[Int64Array](**arrays)
+
+
+def untouched(host: StepInputs[Int64Array], *written: str) -> bool:
+    """Whether every field but those `written` is as it was."""
+    others = [field.name for field in fields(host) if field.name not in written]
+    return all((getattr(host, name) == POISON).all() for name in others)
+
+
+def make_request(tokens: list[int], prompt_len: int) -> Request:
+    return Request(
+        id="r",
+        prompt_ids=tokens[:prompt_len],
+        params=SamplingParams(),
+        seed=0,
+        order=(0, 0),
+        max_tokens=64,
+        stop_token_ids=frozenset(),
+        detokenizer=None,
+        arrival_ns=0,
+        output_ids=tokens[prompt_len:],
+    )
+
+
+def test_the_example_of_the_module() -> None:
+    a, b, c, x, y = 101, 102, 103, 201, 202
+    more_to_come = make_request([a, b, c, 104], prompt_len=4)
+    last_known = make_request([*range(50, 57), x, y], prompt_len=6)
+    host = poisoned()
+    chunks = [PrefillChunk(more_to_come, 4, 0, 3), PrefillChunk(last_known, 1, 7, 2)]
+    write_prefill(chunks, null_row=9, bucket=8, host=host)
+    assert host.token_ids[:5].tolist() == [a, b, c, x, y]
+    assert host.positions[:8].tolist() == [0, 1, 2, 7, 8, 0, 0, 0]
+    assert host.token_rows[:8].tolist() == [4, 4, 4, 1, 1, 9, 9, 9]
+    assert host.prefill_rows.tolist() == [4, 1, 9, 9]
+    assert host.sample_rows.tolist() == [9, 1, 9, 9]
+    assert host.sample_index[:2].tolist() == [2, 4]
+    assert host.token_ids[5:8].min() >= 0
+
+
+@st.composite
+def prefills(draw: st.DrawFn) -> tuple[list[PrefillChunk], int]:
+    """Chunks of several rows in any order, and a bucket that they fit in."""
+    rows = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True))
+    chunks = []
+    for row in rows:
+        tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=12))
+        prompt_len = draw(st.integers(1, len(tokens)))
+        start = draw(st.integers(0, len(tokens) - 1))
+        count = draw(st.integers(1, min(len(tokens) - start, 4)))
+        chunks.append(PrefillChunk(make_request(tokens, prompt_len), row, start, count))
+    bucket = draw(st.integers(sum(chunk.count for chunk in chunks), 16))
+    return chunks, bucket
+
+
+def tokens_of(chunks: list[PrefillChunk]) -> Iterator[tuple[int, int, int]]:
+    """(row, position, token) of every token."""
+    for chunk in chunks:
+        known = chunk.request.prompt_ids + chunk.request.output_ids
+        for position in range(chunk.start, chunk.start + chunk.count):
+            yield chunk.row, position, known[position]
+
+
+@given(prefills())
+def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
+    chunks, bucket = prefill
+    null_row = 9
+    host = poisoned()
+    write_prefill(chunks, null_row, bucket, host)
+
+    expected = list(tokens_of(chunks))
+    lanes = np.stack([host.token_rows, host.positions, host.token_ids], axis=1)
+    assert [tuple(lane) for lane in lanes[: len(expected)].tolist()] == expected
+    padding = lanes[len(expected) : bucket]
+    assert (padding == (null_row, 0, 0)).all()
+    assert (lanes[bucket:] == POISON).all()  # no step of this bucket reads there
+
+    assert host.prefill_rows[: len(chunks)].tolist() == [chunk.row for chunk in chunks]
+    assert (host.prefill_rows[len(chunks) :] == null_row).all()
+    for lane in range(len(host.sample_rows)):
+        index = host.sample_index[lane]
+        assert 0 <= index < bucket  # padded lanes too: they are gathered all the same
+        if lane >= len(chunks):
+            assert host.sample_rows[lane] == null_row
+            continue
+        chunk = chunks[lane]
+        end = chunk.start + chunk.count
+        assert expected[index][:2] == (chunk.row, end - 1)
+        reaches_the_end = end == len(chunk.request.prompt_ids) + len(chunk.request.output_ids)
+        assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
+    assert untouched(
+        host,
+        *("token_ids", "positions", "token_rows", "prefill_rows", "sample_rows", "sample_index"),
+    )
+
+
+def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
+    host, fresh = poisoned(), poisoned()
+    long = [PrefillChunk(make_request([*range(70, 76)], 6), row, 0, 4) for row in (2, 5, 7)]
+    short = [PrefillChunk(make_request([5, 6], 2), 3, 0, 2)]
+    write_prefill(long, 9, 16, host)
+    write_prefill(short, 9, 4, host)
+    write_prefill(short, 9, 4, fresh)
+    for name in ("prefill_rows", "sample_rows", "sample_index"):
+        assert (getattr(host, name) == getattr(fresh, name)).all()
+    for name in ("token_ids", "positions", "token_rows"):
+        assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
+
+
+def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
+    chunk = PrefillChunk(make_request([1, 2, 3, 4, 5], 5), 0, 0, 5)
+    with pytest.raises(AssertionError):
+        write_prefill([chunk], 9, 4, poisoned())
+
+
+@given(st.permutations(range(9)), st.integers(0, 9))
+def test_decode_rows(order: list[int], count: int) -> None:
+    host = poisoned()
+    write_decode_rows(order[:count], 9, host)
+    assert host.decode_rows.tolist() == order[:count] + [9] * (9 - count)
+    assert untouched(host, "decode_rows")
+
+
+@given(st.lists(st.builds(TableUpdate, *[st.integers(0, 99)] * 3), max_size=5))
+def test_table_updates(updates: list[TableUpdate]) -> None:
+    host = poisoned()
+    write_table_updates(updates, 9, host)
+    expected = [(u.row, u.column, u.block) for u in updates] + [(9, 0, 0)] * (5 - len(updates))
+    assert [tuple(line) for line in host.table_updates.tolist()] == expected
+    assert untouched(host, "table_updates")
+
+
+def test_fresh_buffers_point_at_the_null_row() -> None:
+    layout = StepInputs.layout(max_rows=3, prefill_tokens=4, prefill_rows=2, table_updates=5)
+    inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, "cpu").device
+    shapes = {field.name: tuple(getattr(inputs, field.name).shape) for field in fields(inputs)}
+    assert shapes == {
+        "decode_rows": (3,),
+        "token_ids": (4,),
+        "positions": (4,),
+        "token_rows": (4,),
+        "prefill_rows": (2,),
+        "sample_rows": (2,),
+        "sample_index": (2,),
+        "table_updates": (5, 3),
+    }
+    for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
+        assert (getattr(inputs, name) == 3).all(), name
+    for name in ("token_ids", "positions", "sample_index"):
+        assert not getattr(inputs, name).any(), name

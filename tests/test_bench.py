@@ -1,0 +1,121 @@
+"""bench.py from its command line to its JSON and its table."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from stepgraph.runtime.benchmark_report import COLUMNS, markdown_table, rows
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
+SUMMARY = {"n", "mean", "std", "min", "p50", "p90", "p99", "max"}
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def document(bench, tmp_path_factory):
+    """A real run of the demo model, eager, as `--output-json` leaves it."""
+    folder = tmp_path_factory.mktemp("bench")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    arguments = f"{SMALL} --mode eager --output-json {folder}/a.json --output-md {folder}/a.md"
+    patch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 0
+    patch.undo()
+    document = json.loads((folder / "a.json").read_text())
+    assert (folder / "a.md").read_text() == markdown_table(document) + "\n"
+    return document
+
+
+def test_json_has_the_documented_fields(document):
+    assert document["schema_version"] == 1
+    environment = document["environment"]
+    assert environment["bandwidth_gb_s"] == 30.0
+    assert environment["threads"] >= 1
+    assert environment["command"].startswith("python bench.py --batch-size 1 2")
+    assert [(c["batch_size"], c["input_len"], c["mode"]) for c in document["cases"]] == [
+        (1, 24, "eager"),
+        (2, 24, "eager"),
+    ]
+    for case in document["cases"]:
+        for name in ("ttft_ms", "itl_ms", "step_ms", "host_us"):
+            assert set(case[name]) == SUMMARY, name
+        assert set(case["roofline"]) == {"bytes_per_step", "bandwidth_gb_s", "floor_ms", "fraction"}
+        assert set(case["captured"]) == {"steps", "seconds", "bytes"}
+        assert case["correct"] == {"tokens_equal_eager": 1.0, "max_abs_logit_error": 0.0}
+        assert len(case["samples"]["step_ms"]) == case["step_ms"]["n"]
+        assert case["fallbacks"] == 0
+
+
+def test_only_whole_decode_steps_are_counted(document):
+    for case in document["cases"]:
+        # The prefill step makes token 0, the last decode step ends the requests.
+        assert case["step_ms"]["n"] == case["output_len"] - 1
+        assert case["ttft_ms"]["n"] == case["batch_size"]
+        assert case["itl_ms"]["n"] == case["batch_size"] * (case["output_len"] - 1)
+        assert case["padding"] == 0.0
+
+
+def test_percentiles_appear_only_where_n_supports_them(document):
+    case = document["cases"][0]
+    assert case["step_ms"]["p90"] is not None  # 11 samples
+    assert case["step_ms"]["p99"] is None
+    cell = rows(document)[0][COLUMNS.index("step ms p50 / p90 / p99")]
+    assert cell.endswith(" / -")
+
+
+def test_bytes_of_a_step(document):
+    one, two = document["cases"]
+    kv_bytes_per_token = 2 * 6 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bf16
+    context = 24 + 12 // 2
+    assert one["kv_bytes"] == context * kv_bytes_per_token
+    assert two["kv_bytes"] == 2 * one["kv_bytes"]
+    assert two["roofline"]["bytes_per_step"] - one["roofline"]["bytes_per_step"] == one["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 0", "'0' is not an integer of at least 1"),
+        ("--batch-size two", "'two' is not an integer of at least 1"),
+        ("--output-len 1", "'1' is not an integer of at least 2"),
+        ("--mode fast", "invalid choice: 'fast'"),
+        ("--plot x.png", "unrecognized arguments: --plot x.png"),
+        ("--output-json /no/such/folder/x.json", "/no/such/folder is not a directory"),
+        (f"--output-md {ROOT}", "it is a directory"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        bench.parse_arguments(arguments.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model /no/such/model", "no checkpoint at /no/such/model"),
+        ("--model preset:nothing", "nothing"),
+        ("--mode graph --device cpu", "mode='graph' needs a CUDA device"),
+        ("--device tpu", "device 'tpu'"),
+        ("--input-len 4000", "max_model_len"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_line(bench, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--mode", "eager", *arguments.split()])
+    assert bench.main() == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("bench.py: error: ")
+    assert message in captured.err

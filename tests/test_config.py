@@ -1,0 +1,258 @@
+"""What a user may choose, what each wrong choice is answered with, and how open ones are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.cache.memory import MemoryBudget
+from stepgraph.runtime import config as config_module
+from stepgraph.runtime.config import EngineConfig, ResolvedConfig
+from stepgraph.runtime.errors import ConfigError, StepgraphError
+from stepgraph.runtime.models.presets import preset
+
+MODEL = preset("smollm2-135m")  # bfloat16, 8192 positions
+INT_RANGES = {
+    "block_size": (1, 1024),
+    "max_rows": (1, 4096),
+    "prefill_chunk": (1, 2**20),
+    "seed": (0, 2**63 - 1),
+    "num_blocks": (2, 2**40),
+    "memory_bytes": (1, 2**60),
+    "memory_tokens": (1, 2**50),
+    "max_batch_tokens": (1, 2**20),
+    "max_model_len": (1, 2**40),
+}
+OPTIONAL = {"num_blocks", "memory_bytes", "memory_tokens", "max_batch_tokens", "max_model_len"}
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a compiler, whatever this machine has."""
+    monkeypatch.setattr(config_module, "have_compiler", lambda: True)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def two_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def resolve(**choices: Any) -> ResolvedConfig:
+    return ResolvedConfig.resolve(EngineConfig(**choices), MODEL)
+
+
+def test_defaults_serve(no_cuda: None) -> None:
+    resolved = resolve()
+    assert resolved.user == EngineConfig()
+    assert resolved.device == torch.device("cpu")
+    assert resolved.dtype == torch.bfloat16
+    assert resolved.mode == "compile"
+    assert resolved.max_model_len == 8192
+
+
+def test_it_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().max_rows = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("cpu")  # type: ignore[misc]
+
+
+def test_a_configuration_error_is_a_value_error_of_ours() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_rows=0)
+    assert isinstance(caught.value, StepgraphError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("field", INT_RANGES)
+def test_the_ends_of_each_range_are_allowed(field: str) -> None:
+    low, high = INT_RANGES[field]
+    beside = {"max_rows": 1} if field == "max_batch_tokens" else {}
+    least = 2 if field == "max_batch_tokens" else low  # one token beside the one row
+    for value in (least, high):
+        assert getattr(EngineConfig(**beside, **{field: value}), field) == value
+
+
+@pytest.mark.parametrize("field", INT_RANGES)
+@pytest.mark.parametrize("kind", ["below", "above", "bool", "float", "text", "None"])
+def test_what_is_outside_a_range_is_named(field: str, kind: str) -> None:
+    low, high = INT_RANGES[field]
+    value = {
+        "below": low - 1,
+        "above": high + 1,
+        "bool": True,
+        "float": float(low + 1),
+        "text": str(low + 1),
+        "None": None,
+    }[kind]
+    if value is None and field in OPTIONAL:
+        assert getattr(EngineConfig(**{field: None}), field) is None
+        return
+    message = f"{field} must be an integer from {low} to {high}, not {value!r}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.0001, math.nan, math.inf, "0.5"])
+def test_memory_fraction_out_of_range(fraction: Any) -> None:
+    with pytest.raises(ConfigError, match=r"memory_fraction must be in \(0, 1\], not"):
+        EngineConfig(memory_fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1, 1.0])
+def test_memory_fraction_in_range(fraction: float) -> None:
+    assert EngineConfig(memory_fraction=fraction).memory_fraction == fraction
+
+
+@pytest.mark.parametrize("field", ["dtype", "mode"])
+@pytest.mark.parametrize("value", ["float64", "GRAPH", "", None, 3])
+def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} must be one of auto, .*not {value!r}$"):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (
+            {"memory_fraction": 0.5, "memory_bytes": 100},
+            "at most one memory budget, not memory_fraction and memory_bytes",
+        ),
+        (
+            {"memory_fraction": 0.5, "memory_bytes": 100, "memory_tokens": 9},
+            "not memory_fraction and memory_bytes and memory_tokens",
+        ),
+        ({"memory_tokens": 100, "num_blocks": 10}, "memory_tokens and num_blocks both fix"),
+        (
+            {"max_batch_tokens": 16, "max_rows": 16},
+            "max_batch_tokens=16 leaves no room for a prompt beside max_rows=16",
+        ),
+        ({"buckets": ()}, "buckets must not be empty"),
+        ({"buckets": (1, 0)}, "buckets must be an integer from 1 to 16, not 0"),
+        ({"buckets": (17,)}, "buckets must be an integer from 1 to 16, not 17"),
+        ({"buckets": (2.0,)}, "buckets must be an integer from 1 to 16, not 2.0"),
+        ({"buckets": (None,)}, "buckets must be an integer from 1 to 16, not None"),
+    ],
+)
+def test_choices_that_contradict_each_other(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig(**choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "budget", "fixed_blocks"),
+    [
+        ({}, MemoryBudget(fraction=0.5), None),
+        ({"memory_fraction": 0.25}, MemoryBudget(fraction=0.25), None),
+        ({"memory_bytes": 10**9}, MemoryBudget(bytes=10**9), None),
+        ({"memory_tokens": 4096}, MemoryBudget(context_tokens=4096), None),
+        ({"num_blocks": 12}, MemoryBudget(num_blocks=12), None),
+        ({"num_blocks": 12, "memory_bytes": 10**9}, MemoryBudget(bytes=10**9), 12),
+        ({"num_blocks": 12, "memory_fraction": 0.25}, MemoryBudget(fraction=0.25), 12),
+    ],
+)
+def test_memory_budget(
+    choices: dict[str, Any], budget: MemoryBudget, fixed_blocks: int | None
+) -> None:
+    config = EngineConfig(**choices)
+    assert config.memory_budget(torch.device("cpu")) == budget
+    assert config.fixed_blocks == fixed_blocks
+
+
+def test_the_default_budget_leaves_more_of_memory_that_others_need_too() -> None:
+    config = EngineConfig()
+    shares = [config.memory_budget(torch.device(kind)).fraction for kind in ("cpu", "cuda")]
+    assert shares == [0.5, 0.9]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(dtype: str, no_cuda: None) -> None:
+    assert resolve(dtype=dtype).dtype == getattr(torch, dtype)
+    stored = dataclasses.replace(MODEL, torch_dtype=dtype)
+    assert ResolvedConfig.resolve(EngineConfig(), stored).dtype == getattr(torch, dtype)
+
+
+def test_max_model_len(no_cuda: None) -> None:
+    assert resolve(max_model_len=8192).max_model_len == 8192
+    assert resolve(max_model_len=100).max_model_len == 100
+    message = "max_model_len=8193 exceeds the 8192 positions of the model"
+    with pytest.raises(ConfigError, match=message):
+        resolve(max_model_len=8193)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("toaster", "device 'toaster' is not a device: use 'auto', 'cpu' or 'cuda'"),
+        ("", "device '' is not a device"),
+        ("meta", "device 'meta' is not supported: use 'cpu' or 'cuda'"),
+        ("cuda", "device 'cuda' does not exist: torch sees 0 CUDA devices"),
+        ("cuda:1", "device 'cuda:1' does not exist: torch sees 0 CUDA devices"),
+    ],
+)
+def test_a_device_that_cannot_be_used(device: str, message: str, no_cuda: None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(device=device)
+
+
+@pytest.mark.parametrize(
+    ("device", "resolved"), [("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1")]
+)
+def test_cuda_devices(device: str, resolved: str, two_cuda_devices: None) -> None:
+    assert resolve(device=device).device == torch.device(resolved)
+    assert resolve(device=device).mode == "graph"
+    assert resolve(device=device, mode="compile").mode == "compile"
+    with pytest.raises(ConfigError, match="torch sees 2 CUDA devices"):
+        resolve(device="cuda:2")
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_mode_on_a_cpu(mode: str, two_cuda_devices: None) -> None:
+    assert resolve(device="cpu", mode=mode).mode == mode
+
+
+def test_a_cpu_has_no_graphs(no_cuda: None) -> None:
+    with pytest.raises(ConfigError, match=r"mode='graph' needs a CUDA device.*'cpu'.*mode='eager'"):
+        resolve(mode="graph")
+
+
+def test_without_a_compiler_it_decodes_eagerly_and_says_so(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+        assert resolve(mode="eager").mode == "eager"
+        assert not caplog.records
+        assert resolve().mode == "eager"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no C++ compiler" in record.getMessage()
+    with pytest.raises(ConfigError, match=r"mode='compile' needs a C\+\+ compiler.*mode='eager'"):
+        resolve(mode="compile")
+
+
+def test_a_gpu_needs_no_compiler(
+    two_cuda_devices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
+    assert resolve().mode == "graph"
+    assert not caplog.records
+
+
+def test_resolving_changes_nothing(no_cuda: None) -> None:
+    config = EngineConfig(max_rows=3)
+    before = dataclasses.asdict(config)
+    ResolvedConfig.resolve(config, MODEL)
+    assert dataclasses.asdict(config) == before

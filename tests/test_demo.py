@@ -1,0 +1,72 @@
+"""The model that ships with the package: trained, small, and read by transformers unchanged."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DEMO = Path(__file__).resolve().parent.parent / "runtime" / "demo"
+PROMPTS = ["def ", "import ", "class Node:\n    def __init__(self", "for i in range(", "x"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("demo", EngineConfig(mode="eager", dtype="float32")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def test_it_is_what_the_model_card_says():
+    training = json.loads((DEMO / "training.json").read_text())
+    card = (DEMO / "README.md").read_text()
+    assert sum(path.stat().st_size for path in DEMO.iterdir() if path.is_file()) <= 20 << 20
+    assert 5e6 <= training["parameters"] <= 10e6
+    assert f"{training['parameters']:,}" in card
+    assert f"{training['held_out_perplexity_512']:.2f}" in card
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, reference):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = reference.generate(
+            ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, ids.shape[1] :]
+        assert output.prompt_token_ids == ids[0].tolist()
+        assert output.token_ids == expected.tolist()
+        assert output.text == tokenizer.decode(expected)
+
+
+@pytest.mark.parametrize("prompt", ["def ", "import "])
+def test_it_writes_python(engine, prompt):
+    """What follows the prompt starts like the statement that it opens."""
+    params = SamplingParams(max_tokens=48, temperature=0.0)
+    (output,) = engine.generate([prompt], params)
+    lines = (prompt + output.text).splitlines()
+    head = next(
+        "\n".join(lines[:count]) for count in range(1, len(lines) + 1) if lines[count - 1].strip()
+    )
+    statement = head + "\n    pass" if head.rstrip().endswith(":") else head
+    (node,) = ast.parse(statement).body
+    expected = ast.FunctionDef if prompt == "def " else ast.Import
+    assert isinstance(node, expected)
+
+
+def test_it_knows_python_better_than_noise(reference):
+    """Held-out code is far more probable to it than the same tokens in another order."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    source = Path(ast.__file__).read_text()[:6000]
+    ids = torch.tensor([tokenizer(source).input_ids[:1000]])
+    shuffled = ids[:, torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))]
+    with torch.no_grad():
+        losses = [reference(x, labels=x).loss.item() for x in (ids, shuffled)]
+    assert losses[0] < 4.0 < losses[1] - 1.0

@@ -1,0 +1,262 @@
+"""Who imports whom: the packages, their files, and what an import leaves behind.
+
+Read from the sources, so that an import inside a function counts too; then seen at work in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "profiling": frozenset[str](),
+    "cache": frozenset({"profiling"}),
+    "graphs": frozenset({"profiling"}),
+    "runtime": frozenset({"profiling", "cache", "graphs"}),
+}
+"""What each package may import, besides itself."""
+
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+)
+WITHOUT_TORCH = (
+    "runtime/scheduler.py",
+    "cache/blocks.py",
+    "cache/allocators.py",
+    "cache/kv_cache.py",
+    "cache/spec.py",
+    "cache/memory.py",
+    "cache/memory_plan.py",
+    "graphs/buckets.py",
+    "profiling/stats.py",
+    "profiling/roofline.py",
+    "profiling/timeline.py",
+)
+"""Readable without knowing a GPU, testable in microseconds."""
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    """A file of ours (`cache/blocks.py`), or the top-level name of somebody else's module."""
+    ours: bool
+    at_import: bool
+    """Done when the file is imported: not inside a function, not for type checkers only."""
+
+
+@cache
+def imports(file: str) -> tuple[Import, ...]:
+    """The imports of a file, as written in it."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, at_import: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(a.name.split(".")[0], False, at_import) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0:
+                found.append(Import((node.module or "").split(".")[0], False, at_import))
+            else:
+                found.extend(Import(t, True, at_import) for t in resolve(file, node))
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            lazy = True
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_import and not lazy)
+
+    visit(ast.parse((ROOT / file).read_text(encoding="utf-8")), True)
+    return tuple(found)
+
+
+def resolve(file: str, node: ast.ImportFrom) -> Iterator[str]:
+    """The files that a relative import loads: modules it names, or the package that has a name."""
+    folder = Path(file).parents[node.level - 1]
+    base = folder.joinpath(*(node.module or "").split("."))
+    for alias in node.names:
+        candidates = (base / f"{alias.name}.py", base / alias.name / "__init__.py")
+        candidates += (base.with_suffix(".py"), base / "__init__.py")
+        yield next(c.as_posix() for c in candidates if (ROOT / c).is_file())
+
+
+def reached_at_import(file: str) -> dict[str, tuple[str, ...]]:
+    """Everything that importing a file loads → the way there, in files of ours.
+
+    The `__init__` of each package on the way is loaded too; that of the runtime is left out,
+    because it offers the engine, which of course needs torch.
+    """
+    reached: dict[str, tuple[str, ...]] = {file: ()}
+    queue = [file]
+    for current in queue:
+        way = (*reached[current], current)
+        inits = [f"{parent.as_posix()}/__init__.py" for parent in Path(current).parents]
+        inits = [init for init in inits if init in FILES and init != "runtime/__init__.py"]
+        targets = [(i.target, i.ours) for i in imports(current) if i.at_import]
+        for target, ours in targets + [(init, True) for init in inits]:
+            if target not in reached:
+                reached[target] = way
+                if ours:
+                    queue.append(target)
+    return reached
+
+
+def run(program: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_packages_are_found() -> None:
+    assert {file.split("/")[0] for file in FILES} == set(PACKAGES)
+    assert set(WITHOUT_TORCH) <= set(FILES)
+    assert Import("cache/blocks.py", True, True) in imports("cache/kv_cache.py")
+    assert Import("profiling/ranges.py", True, True) in imports("runtime/loop.py")
+    assert Import("torch", False, False) in imports("profiling/bandwidth.py")
+    assert "torch" in reached_at_import("runtime/engine.py")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nobody_imports_leftwards(file: str) -> None:
+    package = file.split("/")[0]
+    allowed = PACKAGES[package] | {package}
+    for found in imports(file):
+        if found.ours:
+            assert found.target.split("/")[0] in allowed, f"{file} imports {found.target}"
+        else:
+            assert found.target not in {"stepgraph", *PACKAGES}, (
+                f"{file} imports {found.target} by its name: use a relative import"
+            )
+
+
+def test_no_circles() -> None:
+    graph = {file: {found.target for found in imports(file) if found.ours} for file in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(reversed(error.args[1])))
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = {file: {found.target for found in imports(file) if found.ours} for file in FILES}
+    graph["cache/blocks.py"].add("cache/kv_cache.py")
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
+
+
+def test_every_foreign_module_is_declared() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        project = tomllib.load(stream)["project"]
+    required = {_name(line) for line in project["dependencies"]}
+    optional = {
+        _name(line) for group in project["optional-dependencies"].values() for line in group
+    }
+    for file in FILES:
+        for found in imports(file):
+            if found.ours or found.target in sys.stdlib_module_names:
+                continue
+            allowed = required if found.at_import else required | optional
+            assert found.target in allowed, f"{file} imports {found.target}"
+
+
+def _name(requirement: str) -> str:
+    match = re.match(r"[\w-]+", requirement)
+    assert match
+    return match[0].replace("-", "_")
+
+
+@pytest.mark.parametrize("file", WITHOUT_TORCH)
+def test_host_logic_reaches_no_torch(file: str) -> None:
+    way = reached_at_import(file).get("torch")
+    assert way is None, " → ".join((*way, "torch"))
+
+
+BLOCK_TORCH = """
+import importlib.util, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise AssertionError("torch was imported")
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def test_host_logic_loads_without_torch() -> None:
+    modules = [
+        f"stepgraph.{file.removesuffix('.py').replace('/', '.')}"
+        for file in WITHOUT_TORCH
+        if not file.startswith("runtime/")
+    ]
+    run(BLOCK_TORCH + f"import {', '.join(modules)}\nassert 'torch' not in sys.modules")
+
+
+def test_the_scheduler_loads_without_torch() -> None:
+    """But for the `__init__` of its package, which is put in place without being run."""
+    run(
+        BLOCK_TORCH
+        + "spec = importlib.util.find_spec('stepgraph.runtime')\n"
+        + "sys.modules[spec.name] = importlib.util.module_from_spec(spec)\n"
+        + "import stepgraph.runtime.scheduler\n"
+        + "assert 'torch' not in sys.modules"
+    )
+
+
+def test_importing_profiling_loads_no_torch() -> None:
+    run(
+        BLOCK_TORCH
+        + "import stepgraph.profiling\n"
+        + "import stepgraph.profiling.ranges, stepgraph.profiling.bandwidth\n"
+        + "assert 'torch' not in sys.modules"
+    )
+
+
+def test_importing_the_runtime_leaves_the_process_alone() -> None:
+    run(
+        """
+import gc, logging, os, signal, sys, threading
+import psutil, torch
+
+def process():
+    return {
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "threads": threading.enumerate(),
+        "children": psutil.Process().children(),
+        "environment": dict(os.environ),
+        "root": (logging.root.handlers[:], logging.root.level, logging.root.disabled),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+                  torch.initial_seed()),
+    }
+
+before = process()
+import stepgraph.runtime
+after = process()
+for name in before:
+    assert before[name] == after[name], (name, before[name], after[name])
+assert not torch.cuda.is_initialized()
+
+loggers = {n: l for n, l in logging.root.manager.loggerDict.items() if n.startswith("stepgraph")}
+for name, logger in loggers.items():
+    for handler in getattr(logger, "handlers", []):
+        assert type(handler) is logging.NullHandler, (name, handler)
+    assert getattr(logger, "level", 0) == logging.NOTSET, name
+    assert getattr(logger, "propagate", True), name
+assert [type(h) for h in logging.getLogger("stepgraph").handlers] == [logging.NullHandler]
+assert "transformers" not in sys.modules
+"""
+    )
