@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..profiling.ranges import CAPTURE, WARMUP, span
-from .steps import Step, StepKind, StepPreparationError
+from .errors import StepPreparationError
+from .steps import Step, StepKind
 
 __all__ = ["LibraryStats", "StepLibrary", "StepReport"]
 

@@ -22,6 +22,8 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from .errors import StepPreparationError
+
 __all__ = [
     "Capture",
     "CapturedStep",
@@ -38,24 +40,6 @@ O = TypeVar("O")  # noqa: E741  what a step returns
 
 StepKind = Literal["eager", "compile", "graph"]
 """How a step runs; the words are those of the engine's `mode`."""
-
-
-class StepPreparationError(RuntimeError):
-    """A step could not be warmed up, compiled or captured. `__cause__` is what it failed on."""
-
-    def __init__(self, name: str, kind: StepKind | None, cause: Exception) -> None:
-        """Name the step, how it was to run (None: it could not even be made), and the cause."""
-        how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
-        reason = f"{type(cause).__name__}: {cause}"
-        # Ending a failed capture raises once more; what failed first says why.
-        first: BaseException = cause
-        while first.__context__ is not None:
-            first = first.__context__
-        if first is not cause:
-            reason += f" (first came {type(first).__name__}: {first})"
-        super().__init__(f"step {name} {how}: {reason}")
-        self.name = name
-        self.kind = kind
 
 
 class Step(ABC, Generic[O]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -83,13 +82,23 @@ class EngineConfig:
         _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _check_int("seed", self.seed, 0, 2**63 - 1)
-        _check_int("num_blocks", self.num_blocks, 2, 1 << 40)
-        _check_int("memory_bytes", self.memory_bytes, 1, 1 << 60)
-        _check_int("memory_tokens", self.memory_tokens, 1, 1 << 50)
-        _check_int("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
-        _check_int("max_model_len", self.max_model_len, 1, 1 << 40)
+        for field, low, high in (
+            ("num_blocks", 2, 1 << 40),
+            ("memory_bytes", 1, 1 << 60),
+            ("memory_tokens", 1, 1 << 50),
+            ("max_batch_tokens", 1, 1 << 20),
+            ("max_model_len", 1, 1 << 40),
+        ):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), low, high)
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be True or False, not {self.compile!r}")
         fraction = self.memory_fraction
-        if fraction is not None and not (math.isfinite(fraction) and 0 < fraction <= 1):
+        if fraction is not None and (
+            isinstance(fraction, bool)
+            or not isinstance(fraction, (int, float))
+            or not 0 < fraction <= 1  # NaN fails too
+        ):
             raise ConfigError(f"memory_fraction must be in (0, 1], not {fraction!r}")
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -102,8 +111,10 @@ class EngineConfig:
                 f" max_rows={self.max_rows} decoding rows: it must be greater"
             )
         if self.buckets is not None:
-            if not self.buckets:
-                raise ConfigError("buckets must not be empty; leave it out for the default")
+            if not isinstance(self.buckets, tuple) or not self.buckets:
+                raise ConfigError(
+                    f"buckets must be a non-empty tuple of numbers of rows, not {self.buckets!r}"
+                )
             for bucket in self.buckets:
                 _check_int("buckets", bucket, 1, self.max_rows)
 
@@ -213,7 +224,5 @@ def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{field} must be an integer from {low} to {high}, not {value!r}")

@@ -1,15 +1,14 @@
 """Every error a user can get.
 
 All derive from `StepgraphError`, except those of rooms that do not know this one:
-`MemoryBudgetError` (a `ValueError`), `StepPreparationError` and `KernelBuildError` (both
-`RuntimeError`). They are named here so that there is one place to import errors from.
+`MemoryBudgetError` (a `ValueError`) and `StepPreparationError` (a `RuntimeError`). They are named
+here so that there is one place to import errors from. No torch: the scheduler reads this file.
 """
 
 from __future__ import annotations
 
 from ..cache.memory import MemoryBudgetError
-from ..graphs.steps import StepPreparationError
-from .kernels import KernelBuildError
+from ..graphs.errors import StepPreparationError
 
 __all__ = [
     "StepgraphError",
@@ -34,6 +33,10 @@ class ConfigError(StepgraphError, ValueError):
 
 class CheckpointError(StepgraphError):
     """A checkpoint that cannot be loaded: missing, truncated, unknown or self-contradictory."""
+
+
+class KernelBuildError(StepgraphError, RuntimeError):
+    """The C++ kernels could not be built; the message ends with what the compiler said."""
 
 
 class RequestError(StepgraphError, ValueError):

@@ -205,7 +205,7 @@ class RequestOutput:
         """Return the present state of a group of requests."""
         return cls(
             request_id=group.id,
-            prompt_token_ids=group.prompt_ids,
+            prompt_token_ids=list(group.prompt_ids),  # ours may be prefilled again
             completions=tuple(CompletionOutput(request) for request in group.requests),
             finished=group.finished,
             num_preemptions=sum(request.num_preemptions for request in group.requests),

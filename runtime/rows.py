@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -40,7 +40,7 @@ class RowState:
             block_tables=torch.zeros(rows, max_blocks_per_row, dtype=torch.int32, device=device),
             sampling=SamplingState.allocate(max_rows, vocab_size, device),
         )
-        for tensor in (state.token_ids, state.positions, state.block_tables):
+        for tensor in state.tensors().values():
             torch._dynamo.mark_static_address(tensor)
         return state
 
@@ -52,8 +52,7 @@ class RowState:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        own = self.token_ids.nbytes + self.positions.nbytes + self.block_tables.nbytes
-        return own + self.sampling.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @staticmethod
     def bytes_for(max_rows: int, max_blocks_per_row: int, vocab_size: int) -> int:
@@ -61,14 +60,15 @@ class RowState:
         own = (max_rows + 1) * (8 + 8 + 4 * max_blocks_per_row)
         return own + SamplingState.bytes_for(max_rows, vocab_size)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by name."""
+        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
+        sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
+        return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
+
     def addresses(self) -> dict[str, int]:
         """Return the device address of each tensor; it may never change."""
-        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
-        sampling = {
-            f"sampling.{name}": getattr(self.sampling, name)
-            for name in type(self.sampling).__dataclass_fields__
-        }
-        return {name: tensor.data_ptr() for name, tensor in (own | sampling).items()}
+        return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def update_tables(self, updates_U3: torch.Tensor) -> None:
         """Write (row, column, block) triples into the block tables."""

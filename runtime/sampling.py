@@ -142,7 +142,9 @@ class SamplingState:
         num_rows, vocab_size = self.token_counts.shape
         assert 0 <= row < num_rows - 1, "the null row has no owner"
         params.check_vocabulary(vocab_size)
-        stop_ids = tuple(stop_token_ids) if params.min_tokens else ()
+        stop_ids: tuple[int, ...] = ()
+        if params.min_tokens:  # an id that the model has no logit for cannot be drawn anyway
+            stop_ids = tuple(token_id for token_id in stop_token_ids if token_id < vocab_size)
         if len(stop_ids) > MAX_ROW_STOP_IDS:
             raise RequestError(
                 f"min_tokens holds back {len(stop_ids)} stop token ids; allowed is at most "

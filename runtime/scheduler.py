@@ -45,7 +45,10 @@ class PrefillChunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one is sampled."""
+        """Whether the chunk reaches the last known token, so that the next one is sampled.
+
+        To be asked before the step is committed, which makes one more token known.
+        """
         return self.start + self.count == self.request.num_tokens
 
 
@@ -162,8 +165,6 @@ class Scheduler:
                     break
             else:
                 plan.decode.append(request)
-        if plan.preempted:
-            plan.table_updates = [u for u in plan.table_updates if u.row in self._rows.values()]
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = min(self.prefill_chunk, self.max_batch_tokens - len(plan.decode))
@@ -189,7 +190,7 @@ class Scheduler:
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan as much of a prompt as the budget allows; return what is left of the budget."""
         count = min(request.num_tokens - start, budget)
-        if count <= 0 or len(plan.prefill) == self.max_prefill_rows:
+        if count <= 0:
             return budget
         plan.prefill.append(PrefillChunk(request, self._rows[request], start, count))
         return budget - count

@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sharded": {"max_shard_size": "50KB", "tie_word_embeddings": False},
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
     "linear_rope": {"rope_parameters": LINEAR_ROPE},
-    "text": {"vocab_size": 320, "hidden_size": 32, "head_dim": 8, "num_hidden_layers": 2},
+    "text": {"vocab_size": 320, "num_hidden_layers": 2},
 }
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -70,7 +70,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-EOS_TOKEN_IDS = [5, 11]
+EOS_TOKEN_IDS = [13, 22]
 
 
 @dataclass(frozen=True)
@@ -115,21 +115,24 @@ class TinyModel:
 
 
 def randomize(model: LlamaForCausalLM) -> None:
-    """Give weights that spread the logits (standard deviation about 7), so argmax is robust.
+    """Give weights that spread the logits (standard deviation about 6), so argmax is robust.
 
-    Hidden states stay of order one: matrices are scaled by the number of their inputs.
+    Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
+    and embeddings are small beside it: else a model with tied ones would repeat its last token.
     """
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif name == "model.norm.weight":
+                parameter.normal_(3.0, 0.5)
             elif "norm" in name:
                 parameter.normal_(1.0, 0.2)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, 1.0)
+                parameter.normal_(0.0, 0.3)
             else:
-                parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
 
 
 def byte_level_tokenizer(vocab_size: int) -> Tokenizer:

@@ -131,9 +131,7 @@ def test_repetition_penalty_equals_transformers(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
     prompts = base.prompts(12, 5, 30, 2, 8, seed=21)
-    params = SamplingParams(
-        max_tokens=48, temperature=0.0, ignore_eos=True, repetition_penalty=1.7
-    )
+    params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, repetition_penalty=1.7)
     outputs = open_engine("base").generate(prompts, params)
     expected = base.greedy(prompts, 48, repetition_penalty=1.7)
     assert [o.token_ids for o in outputs] == expected
@@ -181,6 +179,4 @@ def test_logprobs_equal_transformers(open_engine: Callable[..., Engine], base: T
             assert entry.logprob == pytest.approx(expected[step, token_id].item(), abs=1e-4)
             best = expected[step].topk(max(count, 1))
             assert list(entry.top) == best.indices.tolist()[:count]
-            assert list(entry.top.values()) == pytest.approx(
-                best.values.tolist()[:count], abs=1e-4
-            )
+            assert list(entry.top.values()) == pytest.approx(best.values.tolist()[:count], abs=1e-4)

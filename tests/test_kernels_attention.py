@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from stepgraph.runtime import kernels
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-
-from stepgraph.runtime import kernels
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from stepgraph.runtime import kernels
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-
-from stepgraph.runtime import kernels
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 

@@ -32,10 +32,7 @@ def poison(state: SamplingState, row: int) -> None:
     """What a former owner may have left behind, and worse."""
     state.reals[row] = math.nan
     state.integers[row] = -(1 << 62)
-    counts = state.token_counts[row]
-    counts.random_(-(1 << 31), (1 << 31) - 1)
-        -(1 << 31), (1 << 31) - 1, state.token_counts[row].shape
-    )
+    state.token_counts[row].random_(-(1 << 31), (1 << 31) - 1)
 
 
 def state_of(
@@ -361,7 +358,7 @@ def test_bytes_are_known_before_allocation(max_rows: int, vocab_size: int) -> No
 
 
 def check_bad_lanes_stay_alone(sampler: Sampler) -> None:
-    logits = randn(8, V)
+    logits = randn(8, V).bfloat16()
     bad = logits.clone()
     bad[1, 17] = math.nan
     bad[3] = math.nan
@@ -391,7 +388,8 @@ def test_bad_logits_stay_in_their_lane() -> None:
 def test_compiled_equals_eager_and_works_in_place() -> None:
     compiled = torch.compile(sample_full, fullgraph=True, dynamic=True)
     kinds = list(CASES.values())
-    params = [SamplingParams(**kinds[i % len(kinds)], seed=i) for i in range(len(kinds))]
+    seeds = [i * 0x7531_ECA8_6420 for i in range(len(kinds))]
+    params = [SamplingParams(**kind, seed=at) for kind, at in zip(kinds, seeds, strict=True)]
     params[1] = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     states = [state_of(*params), state_of(*params)]
     address = states[1].token_counts.data_ptr()
@@ -411,9 +409,6 @@ def test_compiled_equals_eager_and_works_in_place() -> None:
     assert states[1].token_counts.data_ptr() == address
     assert torch.equal(states[0].token_counts[null_row], untouched)
     check_bad_lanes_stay_alone(compiled)
-    seeds = torch.arange(1000) * 9_007_199_254_740_993
-    fast_uniform = torch.compile(uniform, fullgraph=True, dynamic=True)
-    assert torch.equal(fast_uniform(seeds, seeds + 1), uniform(seeds, seeds + 1))
 
 
 class Rows(RuleBasedStateMachine):

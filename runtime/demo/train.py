@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
@@ -80,14 +80,16 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
     return tokenizer
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """Return all texts as one stream of token ids, each preceded by the end-of-text token."""
+    """Return all texts as one stream of token ids, each begun by the end-of-text token."""
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(texts):
-        stream.append(0)
         stream.extend(encoding.ids)
     return np.asarray(stream, dtype=np.int64)
 

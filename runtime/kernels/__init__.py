@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..errors import KernelBuildError
 from .attention import paged_attention, reference_paged_attention
-from .cpu import KernelBuildError, build_cpu_ops, have_compiler, load_cpu_ops
+from .cpu import build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
     pack_linear,

@@ -18,14 +18,12 @@ from pathlib import Path
 
 import torch
 
+from ..errors import KernelBuildError
+
 _HERE = Path(__file__).parent
 _UNITS = ("cpu_ops.cpp", "cpu_attention.cpp", "cpu_linear.cpp")
 _HEADERS = ("cpu_kernels.h", "cpu_vec.h", "cpu_attention_math.h")
 _TAIL_LINES = 30
-
-
-class KernelBuildError(RuntimeError):
-    """The CPU kernels could not be built or loaded. The message ends with what the compiler said."""
 
 
 def _find_compiler() -> str:
@@ -96,9 +94,9 @@ def build_cpu_ops(portable: bool = False) -> Path:
         with ThreadPoolExecutor(len(commands)) as pool:
             list(pool.map(lambda command: _run(command, "compiling the CPU kernels"), commands))
         linked = f"{scratch}/{library.name}"
+        torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
         _run(
-            [compiler, "-shared", "-fopenmp", *objects, "-o", linked]
-            + [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"],
+            [compiler, "-shared", "-fopenmp", *objects, "-o", linked, *torch_libraries],
             "linking the CPU kernels",
         )
         os.replace(linked, library)

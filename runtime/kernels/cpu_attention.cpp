@@ -61,6 +61,12 @@ std::vector<Tile> cut_tiles(const AttentionArgs<T>& args) {
   return tiles;
 }
 
+// One chunk of a tile for one kv head.
+struct Piece {
+  const Tile* tile;
+  int64_t head, chunk;
+};
+
 struct Free {
   void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
 };
@@ -95,7 +101,7 @@ class Worker {
     const int64_t state = state_floats(queries);
     storage_ = allocate(key_words + queries * (words_ + kChunk) + 2 * state + 64);
     float* next = storage_.get();
-    keys_ = reinterpret_cast<Word*>(std::exchange(next, next + key_words));
+    packed_keys_ = reinterpret_cast<Word*>(std::exchange(next, next + key_words));
     scores_ = std::exchange(next, next + queries * kChunk);
     chunk_ = state_at(std::exchange(next, next + state), queries);
     running_ = state_at(std::exchange(next, next + state), queries);
@@ -111,19 +117,23 @@ class Worker {
 
   // The whole of a tile, chunk after chunk.
   void attend(const Tile& tile, int64_t head) {
+    const int64_t chunks = tile.chunks();
     load_queries(tile, head);
-    attend_chunk(tile, head, 0, running_);
-    for (int64_t chunk = 1; chunk < tile.chunks(); ++chunk) {
-      attend_chunk(tile, head, chunk, chunk_);
-      merge_chunk(tile, chunk, chunk_);
+    find_keys({&tile, head, 0}, keys_);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      if (chunk + 1 < chunks) find_keys({&tile, head, chunk + 1}, next_keys_);
+      attend_chunk({&tile, head, chunk}, chunk == 0 ? running_ : chunk_);
+      if (chunk > 0) merge_chunk(tile, chunk, chunk_);
     }
     write(tile, head, running_);
   }
 
-  // One chunk of it into `state`, for `attend_merged` to put together.
-  void attend_part(const Tile& tile, int64_t head, int64_t chunk, State state) {
-    load_queries(tile, head);
-    attend_chunk(tile, head, chunk, state);
+  // One piece into `state`, for `attend_merged` to put together; `next` is this thread's next one.
+  void attend_piece(const Piece& piece, const Piece& next, State state) {
+    load_queries(*piece.tile, piece.head);
+    find_keys(piece, keys_);
+    find_keys(next, next_keys_);
+    attend_chunk(piece, state);
   }
 
   // `parts`: the states of all chunks of a tile, `stride` floats apart; the first one is used up.
@@ -152,11 +162,12 @@ class Worker {
     }
   }
 
-  void attend_chunk(const Tile& tile, int64_t head, int64_t chunk, State state) {
-    const int64_t start = chunk * kChunk;
-    const int64_t count = std::min<int64_t>(tile.longest - start, kChunk);
-    find_rows(args_.token_rows[tile.first], head, start, count);
-    pack_keys(count);
+  // Its keys have been found in keys_; those in next_keys_ are brought near meanwhile, and take
+  // their place.
+  void attend_chunk(const Piece& piece, State state) {
+    const Tile& tile = *piece.tile;
+    const int64_t start = piece.chunk * kChunk;
+    pack_keys(std::min<int64_t>(tile.longest - start, kChunk));
     const int64_t queries = tile.tokens * group_;
     for (int64_t query = 0; query < queries; ++query) {
       const int64_t length = args_.positions[tile.first + query / group_] + 1;
@@ -165,38 +176,44 @@ class Worker {
     const int64_t parts = (queries + kTileRows - 1) / kTileRows;
     for (int64_t i = 0; i < parts; ++i) {
       const int64_t from = queries * i / parts, to = queries * (i + 1) / parts;
-      const ChunkRows<T> rows{q_ + from * words_, keys_, words_, value_rows_, &lengths_[from],
-                              args_.head_dim, args_.scale, scores_ + from * kChunk,
-                              state.partial + from, state.acc + from * width_, width_};
+      const ChunkRows<T> rows{q_ + from * words_, packed_keys_, words_, keys_, next_keys_,
+                              args_.values - args_.keys, &lengths_[from], args_.head_dim,
+                              args_.scale, scores_ + from * kChunk, state.partial + from,
+                              state.acc + from * width_, width_};
       attend_rows(rows, to - from, std::make_index_sequence<kTileRows>());
     }
+    std::swap(keys_, next_keys_);
   }
 
-  // Pointers to the keys and values of `count` positions from `start`. Up to a multiple of 16 the
-  // last one is repeated: its scores are computed and not looked at, and stale memory is not read.
-  void find_rows(int64_t row, int64_t head, int64_t start, int64_t count) {
-    const int32_t* table = args_.block_tables + row * args_.max_blocks;
+  // Where the keys of each position of a piece lie. Up to a multiple of 16 the last one is
+  // repeated: its scores are computed and not looked at, and stale memory is not read.
+  void find_keys(const Piece& piece, const T** keys) {
+    const int32_t* table =
+        args_.block_tables + args_.token_rows[piece.tile->first] * args_.max_blocks;
+    const int64_t start = piece.chunk * kChunk;
+    const int64_t count = std::min<int64_t>(piece.tile->longest - start, kChunk);
     for (int64_t j = 0; j < count;) {
       const int64_t block = (start + j) / args_.block_size, offset = (start + j) % args_.block_size;
       const int64_t end = std::min(count, j + args_.block_size - offset);
-      int64_t at = ((table[block] * args_.kv_heads + head) * args_.block_size + offset) *
-                   args_.head_dim;
-      for (; j < end; ++j, at += args_.head_dim) {
-        key_rows_[j] = args_.keys + at;
-        value_rows_[j] = args_.values + at;
-      }
+      const T* key = args_.keys + ((table[block] * args_.kv_heads + piece.head) *
+                                       args_.block_size + offset) * args_.head_dim;
+      for (; j < end; ++j, key += args_.head_dim) keys[j] = key;
     }
-    for (int64_t j = count; j % 16 != 0; ++j) key_rows_[j] = key_rows_[count - 1];
+    for (int64_t j = count; j % 16 != 0; ++j) keys[j] = keys[count - 1];
   }
 
-  // Keys as a linear layer's packed weight: [positions / 32][words][32].
+  // Keys as a linear layer's packed weight: [positions / 32][words][32]. Values come near.
   void pack_keys(int64_t count) {
+    const ptrdiff_t value_offset = args_.values - args_.keys;
     for (int64_t j = 0; j < count; j += 16) {
-      Word* block = keys_ + j / kBlock * words_ * kBlock + j % kBlock;
+      Word* block = packed_keys_ + j / kBlock * words_ * kBlock + j % kBlock;
       for (int64_t word = 0; word < words_; word += 16) {
+        const int64_t from = word * Element<T>::kPerWord;
         decltype(words_of(args_.keys, 0, 0)) rows[16];
+#pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) {
-          rows[i] = words_of(key_rows_[j + i], word * Element<T>::kPerWord, args_.head_dim);
+          rows[i] = words_of(keys_[j + i], from, args_.head_dim);
+          __builtin_prefetch(keys_[j + i] + value_offset + from);
         }
         transpose_store(rows, block + word * kBlock, kBlock);
       }
@@ -229,8 +246,9 @@ class Worker {
   int64_t group_, words_, width_;  // query heads a kv head; words of a query; floats of a result
   Floats storage_;
   std::vector<int64_t> lengths_;
-  const T *key_rows_[kChunk], *value_rows_[kChunk];
-  Word *keys_, *q_;
+  std::array<const T*, kChunk> key_rows_[2] = {};
+  const T **keys_ = key_rows_[0].data(), **next_keys_ = key_rows_[1].data();
+  Word *packed_keys_, *q_;
   float* scores_;
   State chunk_, running_;
 };
@@ -265,6 +283,12 @@ void paged_attention(const AttentionArgs<T>& args) {
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
   const bool split = threads > 1 && most_chunks > 1 && items < threads * kItemsPerThread;
 
+  std::vector<Piece> pieces;  // of a split call, in the order in which memory is read
+  for (const Tile& tile : tiles) {
+    for (int64_t chunk = 0; split && chunk < tile.chunks(); ++chunk) {
+      for (int64_t head = 0; head < heads; ++head) pieces.push_back({&tile, head, chunk});
+    }
+  }
   int64_t stride = 0;
   Floats parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -283,16 +307,16 @@ void paged_attention(const AttentionArgs<T>& args) {
         stride = worker.state_floats(most_tokens * (args.heads / heads));
         parts = allocate(items * most_chunks * stride);
       }
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < items * most_chunks; ++i) {
-        const int64_t head = i % heads, chunk = i / heads % most_chunks;
-        const int64_t index = i / heads / most_chunks;
-        const Tile& tile = tiles[index];
-        if (chunk >= tile.chunks()) continue;
-        float* part = parts.get() + ((index * heads + head) * most_chunks + chunk) * stride;
-        worker.attend_part(tile, head, chunk,
-                           worker.state_at(part, tile.tokens * (args.heads / heads)));
+      const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
+      const int64_t end = pieces.size() * (index + 1) / count;
+      for (int64_t i = pieces.size() * index / count; i < end; ++i) {
+        const Piece& piece = pieces[i];
+        const int64_t item = (piece.tile - tiles.data()) * heads + piece.head;
+        float* part = parts.get() + (item * most_chunks + piece.chunk) * stride;
+        worker.attend_piece(piece, pieces[std::min(i + 1, end - 1)],
+                            worker.state_at(part, piece.tile->tokens * (args.heads / heads)));
       }
+#pragma omp barrier
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < items; ++i) {
         worker.attend_merged(tiles[i / heads], i % heads, parts.get() + i * most_chunks * stride,

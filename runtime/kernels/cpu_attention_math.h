@@ -132,24 +132,29 @@ inline auto words_of(const T* row, int64_t from, int64_t size) {
 }
 
 // acc[m][:] += sum_j weights[m][j] * values[j][:] for positions begin <= j < end, over one block of
-// 32 dimensions; `valid` of them exist.
+// 32 dimensions, `valid` of which exist. The value of a position lies `value_offset` behind its key;
+// meanwhile the keys that come next are brought near.
 template <class T, int M>
-void add_values(const float* weights, const T* const* values, int64_t begin, int64_t end,
-                int64_t dim, int64_t valid, float* acc, int64_t acc_stride) {
+void add_values(const float* weights, const T* const* keys, const T* const* next_keys,
+                ptrdiff_t value_offset, int64_t begin, int64_t end, int64_t dim, int64_t valid,
+                float* acc, int64_t acc_stride) {
   F32x16 sum[M][2];
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     sum[m][0] = load<F32x16>(acc + m * acc_stride + dim);
     sum[m][1] = load<F32x16>(acc + m * acc_stride + dim + 16);
   }
   T padded[kBlock] = {};
   for (int64_t j = begin; j < end; ++j) {
-    const T* value = values[j] + dim;
+    const T* value = keys[j] + value_offset + dim;
     if (valid < kBlock) {
       std::copy_n(value, valid, padded);
       value = padded;
     }
     F32x16 first, second;
     Element<T>::load32(value, first, second);
+    __builtin_prefetch(next_keys[j] + dim);
+    if (sizeof(T) * kBlock > 64) __builtin_prefetch(next_keys[j] + dim + kBlock / 2);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const F32x16 weight = broadcast(weights[m * kChunk + j]);
@@ -157,6 +162,7 @@ void add_values(const float* weights, const T* const* values, int64_t begin, int
       sum[m][1] = sum[m][1] + weight * second;
     }
   }
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     store(acc + m * acc_stride + dim, sum[m][0]);
     store(acc + m * acc_stride + dim + 16, sum[m][1]);
@@ -175,11 +181,13 @@ void score_blocks(const Word* q, const Word* keys, int64_t words, float scale, f
 // One chunk for a few query rows of a tile.
 template <class T>
 struct ChunkRows {
-  const typename Element<T>::Word* q;     // [rows, words]
-  const typename Element<T>::Word* keys;  // [kChunk / 32, words, 32]
+  const typename Element<T>::Word* q;            // [rows, words]
+  const typename Element<T>::Word* packed_keys;  // [kChunk / 32, words, 32]
   int64_t words;
-  const T* const* values;  // [kChunk] rows of head_dim
-  const int64_t* lengths;  // [rows] positions of the chunk that the row sees
+  const T* const* keys;       // [kChunk] the keys of each position
+  const T* const* next_keys;  // [kChunk] what to bring near for later
+  ptrdiff_t value_offset;     // from the key of a position to its value
+  const int64_t* lengths;     // [rows] positions of the chunk that the row sees
   int64_t head_dim;
   float scale;
   float* scores;     // [rows, kChunk] work space
@@ -199,12 +207,12 @@ void attend_rows_of(const ChunkRows<T>& rows) {
   int64_t block = 0;
   if constexpr (M <= kTileRows / 2) {
     for (; block + 1 < blocks; block += 2) {
-      score_blocks<M, 2>(rows.q, rows.keys + block * block_words, rows.words, rows.scale,
+      score_blocks<M, 2>(rows.q, rows.packed_keys + block * block_words, rows.words, rows.scale,
                          rows.scores + block * kBlock);
     }
   }
   for (; block < blocks; ++block) {
-    score_blocks<M, 1>(rows.q, rows.keys + block * block_words, rows.words, rows.scale,
+    score_blocks<M, 1>(rows.q, rows.packed_keys + block * block_words, rows.words, rows.scale,
                        rows.scores + block * kBlock);
   }
   for (int m = 0; m < M; ++m) {
@@ -213,12 +221,14 @@ void attend_rows_of(const ChunkRows<T>& rows) {
   }
   for (int64_t dim = 0; dim < rows.head_dim; dim += kBlock) {
     const int64_t valid = std::min<int64_t>(rows.head_dim - dim, kBlock);
-    add_values<T, M>(rows.scores, rows.values, 0, common, dim, valid, rows.acc, rows.acc_stride);
+    add_values<T, M>(rows.scores, rows.keys, rows.next_keys, rows.value_offset, 0, common, dim,
+                     valid, rows.acc, rows.acc_stride);
     // Positions that not every row sees are added row by row: selected, never multiplied by 0.
     for (int m = 0; m < M; ++m) {
       if (rows.lengths[m] == common) continue;
-      add_values<T, 1>(rows.scores + m * kChunk, rows.values, common, rows.lengths[m], dim, valid,
-                       rows.acc + m * rows.acc_stride, rows.acc_stride);
+      add_values<T, 1>(rows.scores + m * kChunk, rows.keys, rows.next_keys, rows.value_offset,
+                       common, rows.lengths[m], dim, valid, rows.acc + m * rows.acc_stride,
+                       rows.acc_stride);
     }
   }
 }

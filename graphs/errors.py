@@ -1,0 +1,23 @@
+"""The error of this package, apart from everything that needs torch."""
+
+from __future__ import annotations
+
+__all__ = ["StepPreparationError"]
+
+
+class StepPreparationError(RuntimeError):
+    """A step could not be warmed up, compiled or captured. `__cause__` is what it failed on."""
+
+    def __init__(self, name: str, kind: str | None, cause: Exception) -> None:
+        """Name the step, how it was to run (None: it could not even be made), and the cause."""
+        how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
+        reason = f"{type(cause).__name__}: {cause}"
+        # Ending a failed capture raises once more; what failed first says why.
+        first: BaseException = cause
+        while first.__context__ is not None:
+            first = first.__context__
+        if first is not cause:
+            reason += f" (first came {type(first).__name__}: {first})"
+        super().__init__(f"step {name} {how}: {reason}")
+        self.name = name
+        self.kind = kind

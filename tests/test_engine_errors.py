@@ -1,0 +1,373 @@
+"""Every way to be refused: type of the error, and a message of thing, value and way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stepgraph.runtime import (
+    CheckpointError,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    MemoryBudgetError,
+    RequestError,
+    SamplingParams,
+    StepgraphError,
+)
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[[str], TinyModel]) -> Any:
+    """At most 32 tokens a sequence."""
+    config = EngineConfig(device="cpu", mode="eager", max_rows=4, max_model_len=32)
+    with Engine.from_pretrained(tiny("base").directory, config) as engine:
+        yield engine
+        assert not engine.has_unfinished()
+        engine.check_integrity()
+
+
+@pytest.fixture
+def checkpoint(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged."""
+    return shutil.copytree(tiny("base").directory, tmp_path / "checkpoint")
+
+
+def refusal(kind: type[Exception], call: Callable[[], object], *parts: object) -> str:
+    """Return the message of the error, which is of this very type and has all of the parts."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert caught.type is kind
+    message = str(caught.value)
+    for part in parts:
+        assert str(part) in message
+    return message
+
+
+def start(source: str | Path, **config: Any) -> Engine:
+    settings = {"device": "cpu", "mode": "eager"} | config
+    return Engine.from_pretrained(source, EngineConfig(**settings))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    refusal(CheckpointError, lambda: start(missing), missing, "config.json", "model.safetensors")
+    refusal(CheckpointError, lambda: start(str(missing)), missing)
+    refusal(CheckpointError, lambda: start(tmp_path), tmp_path, "config.json")
+
+
+def test_missing_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    refusal(CheckpointError, lambda: start(checkpoint), checkpoint, "model.safetensors")
+
+
+def test_truncated_weights(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refusal(CheckpointError, lambda: start(checkpoint), path, "truncated")
+
+
+def test_missing_shard(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny("sharded").directory, tmp_path / "sharded")
+    shards = sorted(directory.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    refusal(CheckpointError, lambda: start(directory), shards[1].name)
+
+
+def test_pickled_weights_are_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pytorch_model.bin").write_bytes(b"\x80\x04never to be unpickled")
+    refusal(
+        CheckpointError, lambda: start(checkpoint), "pickle", "pytorch_model.bin", "save_pretrained"
+    )
+
+
+def test_unknown_architecture(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["MambaForCausalLM"], model_type="mamba")
+    refusal(
+        CheckpointError, lambda: start(checkpoint), "MambaForCausalLM", "mamba", "LlamaForCausalLM"
+    )
+
+
+def test_missing_and_unexpected_tensors_are_named(checkpoint: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.down.weight"] = tensors.pop(
+            "model.layers.1.mlp.down_proj.weight"
+        )
+
+    edit_tensors(checkpoint, rename)
+    refusal(
+        CheckpointError,
+        lambda: start(checkpoint),
+        "missing: model.layers.1.mlp.down_proj.weight [48, 80]",
+        "unexpected: model.layers.1.mlp.down.weight [48, 80]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"intermediate_size": 96}, ["mlp.gate_proj.weight", "[96, 48]", "[80, 48]"]),
+        ({"num_hidden_layers": 4}, ["missing: model.layers.3."]),
+        ({"num_hidden_layers": 2}, ["unexpected: model.layers.2."]),
+        ({"attention_bias": True}, ["missing: model.layers.0.self_attn.q_proj.bias"]),
+        ({"vocab_size": 98}, ["model.embed_tokens.weight", "[98, 48]", "[97, 48]"]),
+        ({"tie_word_embeddings": False}, ["missing: lm_head.weight"]),
+        ({"num_key_value_heads": 4}, ["num_attention_heads = 6", "num_key_value_heads = 4"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_config_that_contradicts_the_tensors(
+    checkpoint: Path, changes: dict[str, Any], parts: list[str]
+) -> None:
+    edit_config(checkpoint, **changes)
+    refusal(CheckpointError, lambda: start(checkpoint), *parts)
+
+
+# Configuration and memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"mode": "graph"}, ["mode='graph'", "CUDA", "'cpu'", "mode='compile'"]),
+        ({"mode": "fast"}, ["mode", "'fast'", "eager, compile, graph"]),
+        ({"dtype": "int8"}, ["dtype", "'int8'", "bfloat16"]),
+        ({"device": "tpu"}, ["'tpu'", "'cpu'", "'cuda'"]),
+        ({"device": "cuda:99"}, ["'cuda:99'", "does not exist"]),
+        ({"max_rows": 0}, ["max_rows", "not 0", "from 1"]),
+        ({"max_rows": True}, ["max_rows", "True"]),
+        ({"block_size": 16.0}, ["block_size", "16.0"]),
+        ({"num_blocks": 1}, ["num_blocks", "from 2", "not 1"]),
+        ({"memory_fraction": 1.5}, ["memory_fraction", "(0, 1]", "1.5"]),
+        ({"memory_fraction": float("nan")}, ["memory_fraction", "nan"]),
+        ({"memory_fraction": 0.5, "memory_bytes": 1 << 30}, ["memory_fraction", "memory_bytes"]),
+        ({"memory_tokens": 64, "num_blocks": 9}, ["memory_tokens", "num_blocks"]),
+        ({"max_batch_tokens": 16, "max_rows": 16}, ["max_batch_tokens=16", "max_rows=16"]),
+        ({"buckets": ()}, ["buckets"]),
+        ({"buckets": (2, 5), "max_rows": 4}, ["buckets", "not 5", "to 4"]),
+        ({"max_model_len": 257}, ["max_model_len=257", "256"]),
+        ({"max_model_len": 64, "num_blocks": 3}, ["max_model_len=64", "32 tokens", "lower"]),
+    ],
+    ids=str,
+)
+def test_configuration_that_cannot_work(
+    base: TinyModel, config: dict[str, Any], parts: list[str]
+) -> None:
+    refusal(ConfigError, lambda: start(base.directory, **config), *parts)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"memory_fraction": "half"},
+        {"buckets": 4},
+        {"max_rows": None},
+        {"block_size": None},
+        {"device": None},
+        {"dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_configuration_of_the_wrong_type(base: TinyModel, config: dict[str, Any]) -> None:
+    (field,) = config
+    refusal(ConfigError, lambda: start(base.directory, **config), field)
+
+
+def test_memory_budget_too_small(base: TinyModel) -> None:
+    message = refusal(
+        MemoryBudgetError,
+        lambda: start(base.directory, memory_bytes=1 << 20),
+        "1048576 bytes",
+        "the null block and 1 block for tokens",
+        "raise the budget",
+    )
+    for term in ("weights", "cache", "static buffers", "activations", "logits", "reserve"):
+        assert term in message
+    # What it says is needed is enough, and not a byte too much.
+    needed = int(message.split(" need ")[1].split(" bytes")[0])
+    refusal(MemoryBudgetError, lambda: start(base.directory, memory_bytes=needed - 1), needed)
+    with start(base.directory, memory_bytes=needed) as engine:
+        assert engine.stats()["blocks"]["usable"] >= 1
+        (output,) = engine.generate([[1, 2, 3]], GREEDY)
+        assert len(output.token_ids) == 6
+
+
+def test_more_memory_than_there_is(base: TinyModel) -> None:
+    refusal(
+        MemoryBudgetError, lambda: start(base.directory, num_blocks=1 << 30), "available memory"
+    )
+
+
+# Requests ----------------------------------------------------------------------------------------
+
+
+def accepted(engine: Engine) -> int:
+    return int(engine.stats()["requests"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ([], ["empty", "at least one token"]),
+        ([3, 97], ["token 97", "position 1", "vocabulary of 97"]),
+        ([-1], ["token -1", "position 0"]),
+        ([1.5], ["integer token ids"]),
+        ([None], ["integer token ids"]),
+        (7, ["integer token ids"]),
+        ("text", ["text", "tokenizer.json", "token ids"]),
+        ([1] * 32, ["32 tokens", "at most 32", "max_model_len"]),
+        ([1] * 1000, ["1000 tokens", "at most 32"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_prompt_that_cannot_be_served(engine: Engine, prompt: Any, parts: list[str]) -> None:
+    before = accepted(engine)
+    refusal(RequestError, lambda: engine.add_request(prompt), *parts)
+    assert accepted(engine) == before
+    assert not engine.has_unfinished()
+
+
+def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
+    with start(base.directory, num_blocks=6, block_size=4, max_rows=2) as engine:
+        assert engine.max_model_len == 20
+        message = refusal(
+            RequestError, lambda: engine.add_request([1] * 20), "20 tokens", "at most 20"
+        )
+        assert "memory budget" in message
+        # The longest one that fits is served, to the last slot of the cache.
+        (output,) = engine.generate([[1] * 19], SamplingParams(max_tokens=9))
+        assert (len(output.token_ids), output.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.0),
+        ("min_tokens", 65),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0),
+        ("logit_bias", {1: 101.0}),
+        ("seed", -1),
+        ("n", 0),
+        ("n", 129),
+        ("stop", ""),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("logprobs", 21),
+    ],
+)
+def test_parameters_out_of_range(field: str, value: Any) -> None:
+    shown = value[1] if isinstance(value, dict) else value[0] if value == [-1] else value
+    refusal(RequestError, lambda: SamplingParams(**{field: value}), field, repr(shown), "allowed")
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        ({"stop_token_ids": [97]}, ["stop_token_ids", "97"]),
+        ({"logit_bias": {100: 1.0}}, ["logit_bias", "100", "0 to 96"]),
+        ({"stop": "end"}, ["stop", "tokenizer"]),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_fit_the_model(
+    engine: Engine, params: dict[str, Any], parts: list[str]
+) -> None:
+    refusal(RequestError, lambda: engine.add_request([1], SamplingParams(**params)), *parts)
+    assert not engine.has_unfinished()
+
+
+def test_request_id_and_priority(engine: Engine) -> None:
+    engine.add_request([1], GREEDY, "mine")
+    refusal(RequestError, lambda: engine.add_request([2], GREEDY, "mine"), "'mine'", "in use")
+    refusal(RequestError, lambda: engine.add_request([2], GREEDY, ""), "request_id", "non-empty")
+    refusal(RequestError, lambda: engine.add_request([2], GREEDY, 7), "request_id", "7")
+    refusal(RequestError, lambda: engine.add_request([2], GREEDY, priority=0.5), "priority", "0.5")
+    assert engine.stats()["waiting"] == 1
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.add_request([2], GREEDY, "mine") == "mine", "free again"
+    assert engine.abort("mine")
+    engine.step()
+
+
+def test_a_bad_request_does_not_touch_the_good_ones(engine: Engine, base: TinyModel) -> None:
+    good = base.prompts(5, 9, 2, seed=51)
+    prompts: list[Any] = [good[0], [], good[1], [5, 200], "text", [1] * 40, good[2]]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [outputs[i].token_ids for i in (0, 2, 6)] == base.greedy(good, 6)
+    for index, part in ((1, "empty"), (3, "200"), (4, "tokenizer.json"), (5, "40 tokens")):
+        output = outputs[index]
+        assert (output.finished, output.finish_reason) == (True, "error")
+        assert type(output.error) is RequestError
+        assert part in str(output.error)
+        assert (output.token_ids, output.text, output.timing) == ([], "", None)
+        assert output.completions == ()
+    assert all(outputs[i].error is None for i in (0, 2, 6))
+
+
+def test_generate_with_the_wrong_number_of_params(engine: Engine) -> None:
+    refusal(
+        RequestError,
+        lambda: engine.generate([[1], [2]], [GREEDY] * 3),
+        "2 prompts",
+        "3 sampling parameters",
+    )
+
+
+def test_score_that_cannot_be_computed(engine: Engine) -> None:
+    refusal(RequestError, lambda: engine.score([1, 2, 3], 0), "prompt_len", "3 tokens", "not 0")
+    refusal(RequestError, lambda: engine.score([1, 2, 3], 4), "prompt_len", "not 4")
+    refusal(RequestError, lambda: engine.score([]), "prompt_len", "0 tokens")
+    refusal(RequestError, lambda: engine.score([1, 99]), "token 99", "position 1")
+    refusal(RequestError, lambda: engine.score([1] * 32), "32")
+    request_id = engine.add_request([1], GREEDY)
+    refusal(RequestError, lambda: engine.score([1, 2]), "idle")
+    engine.abort(request_id)
+    engine.step()
+    assert engine.score([1] * 31, 31).shape == (1, 97)
+
+
+def test_errors_are_what_callers_may_already_catch() -> None:
+    assert issubclass(RequestError, ValueError)
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(MemoryBudgetError, ValueError)
+    assert issubclass(CheckpointError, StepgraphError)

@@ -1,0 +1,429 @@
+"""What holds under any load: same tokens in any company, fixed addresses, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+MODEL = "odd"
+NEW_TOKENS = 24
+LENGTHS = (1, 3, 17, 9, 50, 33, 8)
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(**GREEDY),
+    SamplingParams(**SAMPLED, seed=1),
+    SamplingParams(**GREEDY, repetition_penalty=1.5),
+    SamplingParams(**SAMPLED, seed=2, frequency_penalty=0.7),
+    SamplingParams(**GREEDY),
+    SamplingParams(**SAMPLED, seed=3, top_k=12, n=3),
+    SamplingParams(**SAMPLED, seed=4, logit_bias={7: 3.0}, min_p=0.01),
+]
+
+Tokens = list[list[list[int]]]
+"""Token ids of each prompt and completion."""
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[[str], TinyModel]) -> TinyModel:
+    return tiny(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prompts(model: TinyModel) -> list[list[int]]:
+    return model.prompts(*LENGTHS, seed=31)
+
+
+@pytest.fixture(scope="module")
+def alone(model: TinyModel, prompts: list[list[int]]) -> Tokens:
+    """What each request gets when it has the engine to itself: one row, default blocks."""
+    config = EngineConfig(device="cpu", mode="eager", max_rows=1)
+    with Engine.from_pretrained(model.directory, config) as engine:
+        return [
+            tokens_of(engine.generate([prompt], params))[0]
+            for prompt, params in zip(prompts, PARAMS, strict=True)
+        ]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> Tokens:
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def arena(engine: Engine) -> torch.Tensor:
+    assert engine._parts is not None
+    return engine._parts.arena.tensor
+
+
+def poison(engine: Engine) -> None:
+    """Fill every block but the null block with NaN."""
+    arena(engine)[:, :, 1:] = float("nan")
+
+
+@contextmanager
+def one_step_in_flight(engine: Engine) -> Iterator[None]:
+    """Commit a step after the next one was launched, as on a device beside the host."""
+    before, engine._loop._in_flight = engine._loop._in_flight, 1
+    yield
+    engine._loop._in_flight = before
+
+
+# The same tokens ---------------------------------------------------------------------------------
+
+
+def test_greedy_alone_is_what_transformers_says(
+    model: TinyModel, prompts: list[list[int]], alone: Tokens
+) -> None:
+    for index in (0, 4):
+        assert alone[index] == model.greedy([prompts[index]], NEW_TOKENS)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"block_size": 1},
+    {"block_size": 4, "max_rows": 16},
+    {"block_size": 32},
+    {"prefill_chunk": 1},
+    {"prefill_chunk": 3, "block_size": 4},
+    {"prefill_chunk": 7},
+    {"prefill_chunk": 64, "max_rows": 2},
+    {"max_rows": 8, "buckets": (3, 5)},
+    {"max_rows": 8, "buckets": (8,)},
+    {"max_rows": 3, "max_batch_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=str)
+def test_tokens_do_not_depend_on_the_shape_of_the_engine(
+    open_engine: Callable[..., Engine],
+    prompts: list[list[int]],
+    alone: Tokens,
+    config: dict[str, Any],
+) -> None:
+    engine = open_engine(MODEL, **config)
+    assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+    # Others next to each other and in other rows.
+    assert tokens_of(engine.generate(prompts[::-1], PARAMS[::-1])) == alone[::-1]
+    stats = engine.stats()
+    assert stats["preemptions"] == stats["fallbacks"] == 0
+    engine.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("prefill_chunk", [1, 3, 7, 64])
+@pytest.mark.parametrize("max_rows", [1, 4, 16])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_tokens_do_not_depend_on_the_shape_of_the_engine_sweep(
+    open_engine: Callable[..., Engine],
+    prompts: list[list[int]],
+    alone: Tokens,
+    block_size: int,
+    prefill_chunk: int,
+    max_rows: int,
+    in_flight: int,
+) -> None:
+    blocks = 1 + -(-80 // block_size)
+    for num_blocks in (None, blocks, 2 * blocks):
+        engine = open_engine(
+            MODEL,
+            block_size=block_size,
+            prefill_chunk=prefill_chunk,
+            max_rows=max_rows,
+            num_blocks=num_blocks,
+        )
+        engine._loop._in_flight = in_flight
+        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+        engine.check_integrity()
+        engine.close()
+
+
+def test_tokens_do_not_depend_on_the_mode(
+    compiled: Callable[[str], Engine], prompts: list[list[int]], alone: Tokens
+) -> None:
+    engine = compiled(MODEL)
+    assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+    poison(engine)
+    with one_step_in_flight(engine):
+        assert tokens_of(engine.generate(prompts[::-1], PARAMS[::-1])) == alone[::-1]
+    for prompt, params, expected in zip(prompts, PARAMS, alone, strict=True):
+        assert tokens_of(engine.generate([prompt], params)) == [expected]
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("num_blocks", [20, 26, 40])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_tokens_do_not_depend_on_preemptions(
+    open_engine: Callable[..., Engine],
+    prompts: list[list[int]],
+    alone: Tokens,
+    num_blocks: int,
+    in_flight: int,
+) -> None:
+    engine = open_engine(MODEL, num_blocks=num_blocks, block_size=4, max_rows=6, prefill_chunk=16)
+    engine._loop._in_flight = in_flight
+    poison(engine)
+    outputs = engine.generate(prompts, PARAMS)
+    assert tokens_of(outputs) == alone
+    preemptions = engine.stats()["preemptions"]
+    assert preemptions > 0
+    assert sum(output.num_preemptions for output in outputs) == preemptions
+    engine.check_integrity()
+
+
+def test_compiled_tokens_survive_preemption(
+    compiled: Callable[[str], Engine], prompts: list[list[int]], alone: Tokens
+) -> None:
+    engine = compiled(MODEL)
+    cache = engine._loop.scheduler.cache
+    before = engine.stats()["preemptions"]
+    # Somebody else holds all but 22 blocks.
+    cache.grow("somebody", (cache.usable_blocks - 22) * cache.block_size)
+    try:
+        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+    finally:
+        cache.release("somebody")
+    assert engine.stats()["preemptions"] > before
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_tokens_do_not_depend_on_who_comes_and_goes(
+    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
+) -> None:
+    """Requests arrive at any time with any priority, and others are aborted around them."""
+    rng = random.Random(in_flight)
+    engine = open_engine(MODEL, block_size=4, num_blocks=45, prefill_chunk=16)
+    engine._loop._in_flight = in_flight
+    to_come = list(range(len(prompts))) * 2
+    rng.shuffle(to_come)
+    index_of: dict[str, int] = {}
+    strangers: list[str] = []
+    finished: dict[str, list[list[int]]] = {}
+    while to_come or engine.has_unfinished():
+        if to_come and rng.random() < 0.2:
+            index = to_come.pop()
+            priority = rng.randint(-1, 1)
+            request_id = engine.add_request(prompts[index], PARAMS[index], priority=priority)
+            index_of[request_id] = index
+        if to_come and rng.random() < 0.1:
+            noise = SamplingParams(max_tokens=40, temperature=5.0, presence_penalty=2.0)
+            strangers.append(engine.add_request(rng.choice(prompts), noise, priority=-2))
+        if strangers and rng.random() < 0.1:
+            engine.abort(strangers.pop())
+        for output in engine.step():
+            if output.finished and output.request_id in index_of:
+                assert output.request_id not in finished, "one final output each"
+                finished[output.request_id] = tokens_of([output])[0]
+        engine.check_integrity()
+    assert finished == {request_id: alone[index] for request_id, index in index_of.items()}
+    assert engine.stats()["preemptions"] > 0
+
+
+def test_children_differ_and_are_reproducible(
+    open_engine: Callable[..., Engine], prompts: list[list[int]]
+) -> None:
+    engine = open_engine(MODEL)
+    many = SamplingParams(**SAMPLED, seed=9, n=6)
+    (first,), (second,) = (tokens_of(engine.generate([prompts[2]], many)) for _ in range(2))
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 6
+    assert tokens_of(engine.generate([prompts[2]], SamplingParams(**SAMPLED, seed=9))) == [
+        first[:1]
+    ]
+    other = tokens_of(engine.generate([prompts[2]], SamplingParams(**SAMPLED, seed=10, n=6)))
+    assert not {tuple(t) for t in first} & {tuple(t) for t in other[0]}
+
+
+def test_the_engine_seeds_those_that_bring_no_seed(
+    open_engine: Callable[..., Engine], prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(**SAMPLED)
+    runs = [
+        tokens_of(open_engine(MODEL, seed=seed).generate([prompts[0]] * 3, params))
+        for seed in (0, 0, 1)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(tokens) for (tokens,) in runs[0]}) == 3, "requests share a stream"
+
+
+# Nothing is left behind --------------------------------------------------------------------------
+
+
+def test_poisoned_memory_changes_nothing(
+    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens
+) -> None:
+    engine = open_engine(MODEL, block_size=4, prefill_chunk=16)
+    poison(engine)
+    assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+    assert not arena(engine)[:, :, 0].isnan().any(), "the null block took up a NaN"
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_padding_writes_to_the_null_block_only(
+    open_engine: Callable[..., Engine],
+    compiled: Callable[[str], Engine],
+    model: TinyModel,
+    mode: str,
+) -> None:
+    """One request of 5 + 10 tokens, in a decode bucket and a prefill bucket that it cannot fill."""
+    engine = (
+        compiled(MODEL) if mode == "compile" else open_engine(MODEL, buckets=(4,), block_size=4)
+    )
+    poison(engine)
+    before = arena(engine).clone()
+    (prompt,) = model.prompts(5, seed=33)
+    engine.add_request(
+        prompt, SamplingParams(max_tokens=11, temperature=0.0, ignore_eos=True), "it"
+    )
+    held: list[int] = []
+    while engine.has_unfinished():
+        engine.step()
+        if engine.stats()["running"]:
+            held = list(engine._loop.scheduler.cache.block_table("it/0"))
+    assert engine.stats()["padding"] > 0
+    assert len(held) == 4
+    after = arena(engine)
+    # NaN differs from itself: compare bits. A slot of all layers, heads and of keys and values:
+    changed = (after.view(torch.int32) != before.view(torch.int32)).movedim(2, 0).movedim(4, 1)
+    written = changed.flatten(2).any(-1)  # [num_blocks, block_size]
+    expected = torch.zeros_like(written)
+    expected[held[:3]] = True
+    expected[held[3], :3] = True  # 15 tokens: the sampled last one is never written
+    assert torch.equal(written[1:], expected[1:])
+    assert after[:, :, held[:3]].isfinite().all()
+
+
+FORMER_OWNERS = [
+    SamplingParams(**SAMPLED, seed=5, repetition_penalty=3.0, presence_penalty=2.0),
+    SamplingParams(**GREEDY, logit_bias={3: 100.0}),
+    SamplingParams(**GREEDY, min_tokens=24, stop_token_ids=list(range(16))),
+    SamplingParams(**GREEDY, frequency_penalty=2.0, logprobs=3),
+    SamplingParams(temperature=50.0, max_tokens=5, seed=1, top_k=3),
+]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_recycled_row_carries_nothing_over(
+    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
+) -> None:
+    engine = open_engine(MODEL, max_rows=1)
+    engine._loop._in_flight = in_flight
+    for former in FORMER_OWNERS:
+        for index in (0, 1, 2, 3):  # greedy, sampled, repetition and frequency penalty
+            requests = [prompts[5], prompts[index]]
+            outputs = tokens_of(engine.generate(requests, [former, PARAMS[index]]))
+            assert outputs[1] == alone[index]
+
+
+def test_a_row_left_in_the_middle_carries_nothing_over(
+    open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens
+) -> None:
+    """An aborted request has a step in flight that still writes to its row and blocks."""
+    engine = open_engine(MODEL, max_rows=1, prefill_chunk=16)
+    engine._loop._in_flight = 1
+    for steps in (1, 2, 3, 4, 7):
+        for former in FORMER_OWNERS:
+            aborted = engine.add_request(prompts[4], former)
+            for _ in range(steps):
+                engine.step()
+            assert engine.abort(aborted) is True
+            assert tokens_of(engine.generate([prompts[2]], PARAMS[2])) == [alone[2]]
+            engine.check_integrity()
+
+
+def test_all_blocks_come_back(open_engine: Callable[..., Engine], prompts: list[list[int]]) -> None:
+    engine = open_engine(MODEL, num_blocks=30, block_size=4)
+    usable = engine.stats()["blocks"]["usable"]
+    assert usable == 29
+    engine.generate(prompts, PARAMS)
+    assert engine.stats()["blocks"]["free"] == usable
+    request_id = engine.add_request(prompts[4], PARAMS[4])
+    engine.step()
+    assert engine.stats()["blocks"]["free"] < usable
+    engine.abort(request_id)
+    assert engine.stats()["blocks"]["free"] == usable
+    stats = engine.stats()
+    assert (stats["waiting"], stats["running"]) == (0, 0)
+
+
+# Fixed addresses, prepared steps -----------------------------------------------------------------
+
+
+def test_addresses_and_books_hold_for_thousands_of_steps(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    """Random traffic on a small cache. `check_integrity` compares every address with the first."""
+    rng = random.Random(41)
+    model = tiny("micro")
+    engine = open_engine("micro", num_blocks=24, block_size=4, prefill_chunk=16, max_model_len=64)
+    assert engine._parts is not None
+    addresses = engine._parts.runner.addresses()
+    open_requests: set[str] = set()
+    started = finished = 0
+    while engine.stats()["steps"] < 2500:
+        if len(open_requests) < 7 and rng.random() < 0.3:
+            (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 40),
+                temperature=rng.choice([0.0, 1.0]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                n=rng.choice([1, 1, 2]),
+            )
+            open_requests.add(engine.add_request(prompt, params, priority=rng.randint(0, 2)))
+            started += 1
+        if open_requests and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(open_requests)))
+        for output in engine.step():
+            if output.finished:
+                open_requests.remove(output.request_id)
+                finished += 1
+        engine.check_integrity()
+    while engine.has_unfinished():
+        finished += sum(output.finished for output in engine.step())
+    engine.check_integrity()
+    stats = engine.stats()
+    assert finished == started
+    assert stats["requests"] == stats["finished"]
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["preemptions"] > 0
+    assert stats["fallbacks"] == 0
+    assert engine._parts.runner.addresses() == addresses
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_a_missing_step_is_served_and_counted(
+    open_engine: Callable[..., Engine],
+    compiled: Callable[[str], Engine],
+    prompts: list[list[int]],
+    alone: Tokens,
+    mode: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = compiled(MODEL) if mode == "compile" else open_engine(MODEL, block_size=4)
+    assert engine._parts is not None
+    library = engine._parts.runner.library
+    kept = dict(library._steps)
+    assert engine.stats()["fallbacks"] == 0
+    try:
+        for key in kept:
+            if key.phase == "decode" and key.size == 4:
+                del library._steps[key]
+        assert tokens_of(engine.generate(prompts, PARAMS)) == alone
+        misses = engine.stats()["fallbacks"]
+        assert misses > 0
+        engine.generate(prompts, PARAMS)
+        assert engine.stats()["fallbacks"] == 2 * misses
+    finally:
+        library._steps.update(kept)
+        library._misses = 0  # the fixture asserts that nobody else had any
+    warnings = [r for r in caplog.records if r.levelname == "WARNING" and "no step" in r.message]
+    assert len(warnings) == len(library.stats().missed_keys) > 0, "one line a key, not a launch"

@@ -1,0 +1,142 @@
+"""Building and loading the CPU kernels, the portable version, and who gets which kernels."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import cpu
+
+needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_found_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = kernels.build_cpu_ops()
+    changed = library.stat().st_mtime_ns
+    assert kernels.build_cpu_ops() == library
+    assert library.stat().st_mtime_ns == changed
+    assert kernels.build_cpu_ops(portable=True) != library
+    monkeypatch.setattr(torch, "__version__", "another")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled: list[list[str]] = []
+    monkeypatch.setattr(cpu, "_run", lambda command, _: compiled.append(command) or "")
+    with pytest.raises(FileNotFoundError):
+        kernels.build_cpu_ops()  # nothing was linked, so there is nothing to move into place
+    assert len(compiled) == 5  # the macros, three sources, the library
+
+
+PORTABLE = """
+import torch
+from stepgraph.runtime import kernels
+
+torch.ops.load_library(kernels.build_cpu_ops(portable=True))
+torch.manual_seed(0)
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+    x, weight, bias = torch.randn(9, 65).to(dtype), torch.randn(50, 65).to(dtype), torch.ones(50)
+    packed = kernels.pack_linear(weight)
+    out = kernels.packed_linear(x, packed, bias.to(dtype), 50)
+    expected = x.double() @ weight.double().T + 1
+    torch.testing.assert_close(out.double(), expected, atol=10 * tolerance, rtol=tolerance)
+    assert torch.equal(kernels.packed_linear(x[4:5], packed, bias.to(dtype), 50)[0], out[4])
+
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)):
+    arena = torch.full((1, 2, 30, 2, 16, 40), torch.nan, dtype=dtype)
+    tables = torch.arange(1, 29, dtype=torch.int32).view(2, 14)
+    positions = torch.arange(200)
+    q, k, v = (torch.randn(200, heads, 40).to(dtype) for heads in (6, 2, 2))
+    rows = torch.zeros(200, dtype=torch.int64)
+    fixed = (tables, rows, torch.tensor([0]), positions, 0.2, 14)
+    slots = tables[0, positions // 16] * 16 + positions % 16
+    results = [
+        attention(q, k, v, arena.clone(), 0, slots, *fixed)
+        for attention in (kernels.paged_attention, kernels.reference_paged_attention)
+    ]
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+    written = arena.clone()
+    kernels.paged_attention(q, k, v, written, 0, slots, *fixed)
+    last = slice(199, 200)
+    alone = kernels.paged_attention(
+        q[last], k[last], v[last], written, 0, slots[last], tables, rows[last], rows[last],
+        positions[last], 0.2, 14,
+    )
+    assert torch.equal(alone[0], results[0][199])
+"""
+
+
+@needs_compiler
+def test_portable_version_computes_the_same() -> None:
+    """In a process of its own: a library registers its operations for good."""
+    result = subprocess.run(
+        [sys.executable, "-c", PORTABLE], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_the_compiler_said_is_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    failing = tmp_path / "failing-compiler"
+    failing.write_text("#!/bin/sh\necho 'error: no such vector' >&2\nexit 3\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(cpu, "_find_compiler", lambda: str(failing))
+    with pytest.raises(kernels.KernelBuildError, match=r"status 3(.|\n)*no such vector"):
+        kernels.build_cpu_ops()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_find_compiler", lambda: "/nowhere/g++")
+    assert not kernels.have_compiler()
+    with pytest.raises(kernels.KernelBuildError, match="install g"):
+        kernels.build_cpu_ops()
+
+    def none_found() -> str:
+        raise RuntimeError("no working compiler")
+
+    monkeypatch.setattr(cpu, "_find_compiler", none_found)
+    assert not kernels.have_compiler()
+
+
+def test_a_library_that_does_not_load_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "cpu_ops.so"
+    broken.write_text("not a library")
+    monkeypatch.setattr(cpu, "build_cpu_ops", lambda: broken)
+    with pytest.raises(kernels.KernelBuildError, match="delete it to rebuild"):
+        cpu.load_cpu_ops.__wrapped__()
+
+
+@needs_compiler
+def test_cpu_compile_gets_the_fast_kernels() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        chosen = kernels.select_kernels("cpu", "compile", dtype)
+        assert chosen.attention is kernels.paged_attention
+        assert chosen.linear is kernels.packed_linear
+        assert chosen.pack is kernels.pack_linear
+        assert (chosen.bounded_by_length, chosen.masks) == (True, 0)
+    half = kernels.select_kernels("cpu", "compile", torch.float16)
+    assert half.attention is kernels.paged_attention
+    assert half.linear is kernels.reference_linear
+    assert half.pack is None
+
+
+def test_everyone_else_gets_plain_torch() -> None:
+    eager = kernels.select_kernels(torch.device("cpu"), "eager", torch.bfloat16)
+    assert eager.attention is kernels.reference_paged_attention
+    for chosen in (
+        eager,
+        kernels.select_kernels("cuda", "eager", torch.bfloat16),
+        kernels.select_kernels("cuda", "graph", torch.bfloat16),
+    ):
+        assert chosen.linear is kernels.reference_linear
+        assert chosen.pack is None
+        assert (chosen.bounded_by_length, chosen.masks) == (False, 1)
+    captured = kernels.select_kernels("cuda", "graph", torch.bfloat16)
+    assert captured.attention is kernels.paged_attention
