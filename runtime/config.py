@@ -76,6 +76,8 @@ class EngineConfig:
     """Seeds the requests that bring no seed of their own, and the weights of presets."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,14 +36,14 @@ class Engine:
         self.config = parts.config
         self.model_config = parts.model.config
         self._parts: EngineParts | None = parts
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._next_id = 0
         self._unclaimed: list[RequestOutput] = []  # of other requests, seen by `generate`
         user = parts.config.user
         cache = KVCache(parts.groups, parts.plan.num_blocks, user.block_size)
         self.max_model_len = min(parts.config.max_model_len, cache.capacity_tokens)
         """Tokens of the longest sequence that can be served, prompt and output."""
-        self._loop = StepLoop(
+        self._open_loop: StepLoop | None = StepLoop(
             Scheduler(
                 cache,
                 max_rows=user.max_rows,
@@ -97,11 +98,11 @@ class Engine:
         if self._parts is None:
             return
         device = self.config.device
-        if device.type == "cuda":
+        if device.type == "cuda" and self._failure is None:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
-        self._parts = None
         self._loop.close()
-        del self._loop
+        # The traceback of a failure holds frames, and those the tensors.
+        self._parts = self._open_loop = self._failure = None
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -144,7 +145,7 @@ class Engine:
         """
         self._open_parts()
         group = self._loop.groups.get(request_id)
-        if group is None:
+        if group is None or group.finished:
             return False
         self._loop.abort(group)
         return True
@@ -163,11 +164,8 @@ class Engine:
             EngineClosedError: the engine serves nothing more.
         """
         self._check_usable()
-        try:
+        with self._failing():
             outputs = self._loop.step()
-        except Exception as error:
-            self._failure = error
-            raise EngineFailedError(f"step {self._loop.num_steps} failed: {error}") from error
         if self._unclaimed:
             outputs, self._unclaimed = self._unclaimed + outputs, []
         return outputs
@@ -246,7 +244,8 @@ class Engine:
         forced = token_ids[prompt_len:]
         params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
         group = self._intake.accept(self._fresh_id(), token_ids[:prompt_len], params, 0)
-        return self._loop.score(group, forced)
+        with self._failing():
+            return self._loop.score(group, forced)
 
     @property
     def timeline(self) -> Timeline:
@@ -312,10 +311,30 @@ class Engine:
         self._open_parts()
         self._loop.check_integrity()
 
+    @property
+    def _loop(self) -> StepLoop:
+        self._open_parts()
+        assert self._open_loop is not None
+        return self._open_loop
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remember what ends a step halfway, an interrupt too: its requests are neither here nor
+        there, and the device is in an unknown state."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, Exception):
+                raise EngineFailedError(f"step {self._loop.num_steps} failed: {error}") from error
+            raise
+
     def _fresh_id(self) -> str:
+        unclaimed = {output.request_id for output in self._unclaimed}
         while True:
             self._next_id += 1
-            if (request_id := f"request-{self._next_id}") not in self._loop.groups:
+            request_id = f"request-{self._next_id}"
+            if request_id not in self._loop.groups and request_id not in unclaimed:
                 return request_id
 
     def _open_parts(self) -> EngineParts:
@@ -327,5 +346,5 @@ class Engine:
         self._open_parts()
         if self._failure is not None:
             raise EngineFailedError(
-                f"the engine failed earlier ({self._failure}): close it and make a new one"
+                f"the engine failed earlier ({self._failure!r}): close it and make a new one"
             ) from self._failure

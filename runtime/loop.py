@@ -134,7 +134,7 @@ class StepLoop:
         self.groups.clear()
         self._group_of.clear()
         self._changed.clear()
-        self.runner.library.close()
+        self.runner.close()
 
     def check_integrity(self) -> None:
         """Assert that queues, rows, blocks and buffers agree, and that no address has changed."""

@@ -142,10 +142,12 @@ class Runner:
         self._arena = arena
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels, prefill_tokens)
-        make_functions = partial(
+        bind = partial(
             StepFunctions, model, arena.tensor, user.block_size, self.state, self.inputs.device
         )
-        self.library = _library(config, make_functions, self.sizes.keys())
+        compiled = config.mode == "compile" or (config.mode == "graph" and user.compile)
+        self._functions = bind(compiled=compiled)
+        self.library = _library(config, self._functions, bind(compiled=False), self.sizes.keys())
 
     @property
     def nbytes(self) -> int:
@@ -170,6 +172,11 @@ class Runner:
     def prepare(self, progress: Callable[[int, int, StepKey], None] | None = None) -> None:
         """Compile and capture every step before there is a request."""
         self.library.prepare(progress)
+
+    def close(self) -> None:
+        """Let go of all steps and of what was compiled for them."""
+        self.library.close()
+        self._functions.close()
 
     def launch(self, number: int, plan: StepPlan) -> Launch:
         """Start the step `number`; returns without waiting for it, unless the device is the host.
@@ -279,13 +286,11 @@ class Runner:
 
 def _library(
     config: ResolvedConfig,
-    make_functions: Callable[..., StepFunctions],
+    functions: StepFunctions,
+    eager: StepFunctions,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
     """Return the unprepared library of the mode. A key it lacks runs as plain PyTorch code."""
-    compiled = config.mode == "compile" or (config.mode == "graph" and config.user.compile)
-    functions = make_functions(compiled=compiled)
-    eager = make_functions(compiled=False)
     capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
 
     def make_step(key: StepKey) -> Step[StepOutput]:

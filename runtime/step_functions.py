@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ from .batch import StepInputs
 from .models.decoder import AttentionInputs, Decoder
 from .rows import RowState
 from .sampling import SampleOutput, sample_full, sample_greedy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = ["StepFunctions", "StepKey", "StepOutput"]
 
@@ -73,15 +76,12 @@ class StepFunctions:
         self.block_size = block_size
         self.state = state
         self.inputs = inputs
-        self._forward, self._sample_greedy, self._sample_full = (
-            self._forward_pass,
-            self._greedy,
-            self._full,
-        )
+        self._compiled: dict[str, Callable[..., Any]] | None = None
         if compiled:
-            self._forward = torch.compile(self._forward, fullgraph=True, dynamic=True)
-            self._sample_greedy = torch.compile(self._sample_greedy, fullgraph=True, dynamic=True)
-            self._sample_full = torch.compile(self._sample_full, fullgraph=True, dynamic=True)
+            parts = (self._forward_pass, self._greedy, self._full)
+            self._compiled = {
+                part.__name__: torch.compile(part, fullgraph=True, dynamic=True) for part in parts
+            }
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -97,7 +97,7 @@ class StepFunctions:
         """One token for each of `decode_rows`."""
         rows = self.inputs.decode_rows[: key.size].clone()
         positions = self.state.positions[rows]
-        hidden = self._forward(
+        hidden = self._part(self._forward_pass)(
             self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
         )
         return self._sample(key, hidden, rows, positions)
@@ -106,7 +106,7 @@ class StepFunctions:
         """The keys and values of the chunks, and a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
         positions = inputs.positions[:size].clone()
-        hidden = self._forward(
+        hidden = self._part(self._forward_pass)(
             inputs.token_ids[:size].clone(),
             positions,
             inputs.token_rows[:size].clone(),
@@ -145,8 +145,16 @@ class StepFunctions:
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
     ) -> StepOutput:
-        sampler = self._sample_full if key.full_sampler else self._sample_greedy
+        sampler = self._part(self._full if key.full_sampler else self._greedy)
         return sampler(hidden_BD, rows_B, positions_B)
+
+    def _part(self, part: Callable[P, R]) -> Callable[P, R]:
+        """Return a part of a step, compiled if there is a compiled one."""
+        return part if self._compiled is None else self._compiled[part.__name__]
+
+    def close(self) -> None:
+        """Let go of compiled code, which refers back to this object."""
+        self._compiled = None
 
     def _greedy(
         self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor

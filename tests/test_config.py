@@ -139,7 +139,7 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
             {"max_batch_tokens": 16, "max_rows": 16},
             "max_batch_tokens=16 leaves no room for a prompt beside max_rows=16",
         ),
-        ({"buckets": ()}, "buckets must not be empty"),
+        ({"buckets": ()}, "buckets must be a non-empty tuple"),
         ({"buckets": (1, 0)}, "buckets must be an integer from 1 to 16, not 0"),
         ({"buckets": (17,)}, "buckets must be an integer from 1 to 16, not 17"),
         ({"buckets": (2.0,)}, "buckets must be an integer from 1 to 16, not 2.0"),

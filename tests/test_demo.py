@@ -39,7 +39,12 @@ def test_greedy_tokens_are_those_of_transformers(engine, reference):
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = reference.generate(
-            ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),  # the first token is no padding
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )[0, ids.shape[1] :]
         assert output.prompt_token_ids == ids[0].tolist()
         assert output.token_ids == expected.tolist()

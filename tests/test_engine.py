@@ -276,8 +276,8 @@ def text_tokenizer(tiny: Callable[[str], TinyModel]) -> Tokenizer:
 @pytest.fixture
 def ascii_bias(text_tokenizer: Tokenizer) -> dict[int, float]:
     """Makes a random model write plain ASCII."""
-    plain = [i for i in range(2, 320) if text_tokenizer.decode([i]).isascii()]
-    plain = [i for i in plain if text_tokenizer.decode([i]).isprintable()]
+    text_of = {i: text_tokenizer.decode([i]) for i in range(text_tokenizer.get_vocab_size())}
+    plain = [i for i, text in text_of.items() if text and text.isascii() and text.isprintable()]
     assert 60 < len(plain) < 200
     return dict.fromkeys(plain, 100.0)
 
@@ -552,10 +552,10 @@ def test_one_request_that_fails_ends_alone(
     engine.step()
     (request,) = engine._loop.groups["bad"].requests
 
-    def push(_: object) -> None:
+    def push(*_: object) -> None:
         raise ValueError("no such text")
 
-    broken = type("Broken", (), {"push": push, "text": "so far"})()
+    broken = type("Broken", (), {"push": push, "finish": push, "text": "so far"})()
     monkeypatch.setattr(request, "detokenizer", broken)
     final = run(engine)
     assert final["good"].token_ids == expected.token_ids

@@ -369,7 +369,7 @@ def test_addresses_and_books_hold_for_thousands_of_steps(
     addresses = engine._parts.runner.addresses()
     open_requests: set[str] = set()
     started = finished = 0
-    while engine.stats()["steps"] < 2500:
+    while engine._loop.num_steps < 2500:
         if len(open_requests) < 7 and rng.random() < 0.3:
             (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
             params = SamplingParams(

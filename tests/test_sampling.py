@@ -32,7 +32,8 @@ def poison(state: SamplingState, row: int) -> None:
     """What a former owner may have left behind, and worse."""
     state.reals[row] = math.nan
     state.integers[row] = -(1 << 62)
-    state.token_counts[row].random_(-(1 << 31), (1 << 31) - 1)
+    garbage = torch.Generator().manual_seed(row)
+    state.token_counts[row].random_(-(1 << 31), (1 << 31) - 1, generator=garbage)
 
 
 def state_of(

@@ -23,8 +23,7 @@ torch.library.define(
 )
 
 
-@torch.library.register_fake("stepgraph::paged_attention")
-def _(
+def _fake_paged_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
@@ -39,6 +38,9 @@ def _(
     read_blocks: int,
 ) -> Tensor:
     return q_THD.new_empty(q_THD.shape)
+
+
+torch.library.register_fake("stepgraph::paged_attention", _fake_paged_attention)
 
 
 def paged_attention(

@@ -25,9 +25,13 @@ torch.library.define(
 )
 
 
-@torch.library.register_fake("stepgraph::packed_linear")
-def _(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
+def _fake_packed_linear(
+    x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
+) -> Tensor:
     return x_TK.new_empty(x_TK.shape[0], out_features)
+
+
+torch.library.register_fake("stepgraph::packed_linear", _fake_packed_linear)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
