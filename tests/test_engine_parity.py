@@ -107,7 +107,9 @@ def test_bfloat16_is_as_exact_as_transformers(
     rotation) shows as more.
     """
     device = "cuda" if mode == "graph" else "cpu"
-    engine = open_engine("base", device=device, mode=mode, dtype="bfloat16", prefill_chunk=32)
+    engine = open_engine(
+        "base", device=device, mode=mode, dtype="bfloat16", prefill_chunk=32, buckets=(4,)
+    )
     rounded = LlamaForCausalLM.from_pretrained(base.directory, dtype=torch.bfloat16).eval()
     exact = LlamaForCausalLM.from_pretrained(base.directory, dtype=torch.float64).eval()
     with torch.no_grad():

@@ -185,8 +185,8 @@ def test_compiled_tokens_survive_preemption(
     engine = compiled(MODEL)
     cache = engine._loop.scheduler.cache
     before = engine.stats()["preemptions"]
-    # Somebody else holds all but 22 blocks.
-    cache.grow("somebody", (cache.usable_blocks - 22) * cache.block_size)
+    # Somebody else holds all but 12 blocks.
+    cache.grow("somebody", (cache.usable_blocks - 12) * cache.block_size)
     try:
         assert tokens_of(engine.generate(prompts, PARAMS)) == alone
     finally:
@@ -290,16 +290,18 @@ def test_padding_writes_to_the_null_block_only(
         if engine.stats()["running"]:
             held = list(engine._loop.scheduler.cache.block_table("it/0"))
     assert engine.stats()["padding"] > 0
-    assert len(held) == 4
+    block_size = arena(engine).shape[4]
+    assert len(held) == -(-15 // block_size)
     after = arena(engine)
     # NaN differs from itself: compare bits. A slot of all layers, heads and of keys and values:
     changed = (after.view(torch.int32) != before.view(torch.int32)).movedim(2, 0).movedim(4, 1)
     written = changed.flatten(2).any(-1)  # [num_blocks, block_size]
     expected = torch.zeros_like(written)
-    expected[held[:3]] = True
-    expected[held[3], :3] = True  # 15 tokens: the sampled last one is never written
+    for position in range(15):  # the last sampled token is never written
+        block, offset = held[position // block_size], position % block_size
+        expected[block, offset] = True
+        assert after[:, :, block, :, offset].isfinite().all()
     assert torch.equal(written[1:], expected[1:])
-    assert after[:, :, held[:3]].isfinite().all()
 
 
 FORMER_OWNERS = [
