@@ -85,6 +85,8 @@ class Intake:
         return IncrementalDetokenizer(self._tokenizer, prompt_ids, params.stop)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
+        if prompt == "":  # before the tokenizer begins it with a token of its own
+            raise RequestError("the prompt is empty: it must have at least one token")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError(

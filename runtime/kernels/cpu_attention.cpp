@@ -206,6 +206,7 @@ class Worker {
   void pack_keys(int64_t count) {
     const ptrdiff_t value_offset = args_.values - args_.keys;
     for (int64_t j = 0; j < count; j += 16) {
+      const T* const* ahead = keys_ + std::min<int64_t>(j + 16, kChunk - 16);
       Word* block = packed_keys_ + j / kBlock * words_ * kBlock + j % kBlock;
       for (int64_t word = 0; word < words_; word += 16) {
         const int64_t from = word * Element<T>::kPerWord;
@@ -213,6 +214,7 @@ class Worker {
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) {
           rows[i] = words_of(keys_[j + i], from, args_.head_dim);
+          __builtin_prefetch(ahead[i] + from);
           __builtin_prefetch(keys_[j + i] + value_offset + from);
         }
         transpose_store(rows, block + word * kBlock, kBlock);
