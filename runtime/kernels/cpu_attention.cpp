@@ -24,7 +24,7 @@ namespace stepgraph {
 namespace {
 
 constexpr int64_t kTileQueries = 48;  // query rows that share one packed chunk of keys
-constexpr int64_t kBytesPerThread = 32 * 1024;  // below, a second thread costs more than it brings
+constexpr int64_t kBytesPerThread = 64 * 1024;  // below, a second thread costs more than it brings
 constexpr int64_t kItemsPerThread = 4;  // fewer work items than this are split into chunks
 
 struct Tile {
