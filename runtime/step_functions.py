@@ -16,9 +16,11 @@ arguments that are the same tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from types import FunctionType, MethodType
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -29,6 +31,8 @@ from .sampling import SampleOutput, sample_full, sample_greedy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_serial = itertools.count()
 
 __all__ = ["StepFunctions", "StepKey", "StepOutput"]
 
@@ -80,7 +84,8 @@ class StepFunctions:
         if compiled:
             parts = (self._forward_pass, self._greedy, self._full)
             self._compiled = {
-                part.__name__: torch.compile(part, fullgraph=True, dynamic=True) for part in parts
+                part.__name__: torch.compile(_own_code(part), fullgraph=True, dynamic=True)
+                for part in parts
             }
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
@@ -180,3 +185,16 @@ class StepFunctions:
         positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
         state.token_ids.index_put_((rows_B,), tokens_B)
         state.positions.index_put_((rows_B,), positions_B)
+
+
+def _own_code(bound: Callable[..., Any]) -> MethodType:
+    """Return the method with a code object of its own.
+
+    torch keeps what it compiled with the code object, and stops compiling after a few times: the
+    engines of a process would use up each other's share, and hold on to each other's code.
+    """
+    method = cast(MethodType, bound)
+    function = method.__func__
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    own = FunctionType(code, function.__globals__, closure=function.__closure__)
+    return MethodType(own, method.__self__)

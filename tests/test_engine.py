@@ -597,3 +597,12 @@ def test_checkpoint_may_go_once_it_is_loaded(base: TinyModel, tmp_path: Path) ->
         path.write_bytes(b"\0" * path.stat().st_size)
         (output,) = engine.generate([prompt], greedy())
         assert [output.token_ids] == base.greedy([prompt], 12)
+
+
+@pytest.mark.slow
+def test_engines_do_not_use_up_each_others_compilations(base: TinyModel) -> None:
+    """torch compiles a code object eight times at most; five engines are more than that."""
+    for rows in range(2, 7):
+        config = EngineConfig(device="cpu", mode="compile", max_rows=rows)
+        with Engine.from_pretrained(base.directory, config) as engine:
+            assert engine.generate([[1, 2]], greedy(4))[0].token_ids == base.greedy([[1, 2]], 4)[0]

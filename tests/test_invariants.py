@@ -201,7 +201,7 @@ def test_tokens_do_not_depend_on_who_comes_and_goes(
 ) -> None:
     """Requests arrive at any time with any priority, and others are aborted around them."""
     rng = random.Random(in_flight)
-    engine = open_engine(MODEL, block_size=4, num_blocks=45, prefill_chunk=16)
+    engine = open_engine(MODEL, block_size=4, num_blocks=26, prefill_chunk=16)
     engine._loop._in_flight = in_flight
     to_come = list(range(len(prompts))) * 2
     rng.shuffle(to_come)

@@ -111,7 +111,7 @@ def load_cpu_ops() -> None:
     """
     library = build_cpu_ops()
     try:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(library)
     except OSError as error:
         raise KernelBuildError(
             f"loading {library} failed; delete it to rebuild: {error}"
