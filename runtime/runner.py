@@ -194,22 +194,21 @@ class Runner:
             key = self._decode_key(plan)
             bucket = key.size
             with ranges.span(ranges.REPLAY, len(plan.decode)):
-                parts.append((plan.decode, self.library.launch(key)))
+                parts.append((plan.decode, self._outward(self.library.launch(key))))
             self.library.record_padding(len(plan.decode), key.size)
         if plan.prefill:
             key = self._prefill_key(plan)
             bucket = bucket or key.size
             with ranges.span(ranges.PREFILL, plan.prefill_tokens):
-                output = self.library.launch(key)
+                output = self._outward(self.library.launch(key))
             self.library.record_padding(plan.prefill_tokens, key.size)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         worked = time.perf_counter_ns() - started
         if self.device.type == "cpu":
             return Launch(number, plan, bucket, tuple(parts), None, worked)
-        on_host = tuple((lanes, _to_host(output)) for lanes, output in parts)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Launch(number, plan, bucket, on_host, arrived, 0)
+        return Launch(number, plan, bucket, tuple(parts), arrived, 0)
 
     def read(self, launch: Launch) -> list[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""
@@ -223,6 +222,10 @@ class Runner:
                     details = _logprobs(request, output, lane)
                     sampled.append(Sampled(request, tokens[lane], details))
         return sampled
+
+    def _outward(self, output: StepOutput) -> StepOutput:
+        """Send an output on its way to the host, before another launch can overwrite it."""
+        return output if self.device.type == "cpu" else _to_host(output)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Put another token in the place of the one that was sampled last for a row."""
@@ -309,8 +312,8 @@ def _library(
 def _to_host(output: StepOutput) -> StepOutput:
     """Return the output on its way into pinned memory.
 
-    The copies stand in the stream before the next launch, which overwrites the outputs of a
-    captured step. The memory comes from torch's cache of pinned memory, which gives a piece out
+    The copies stand in the stream before the next launch: captured steps share their memory, so
+    that any of them may overwrite the outputs of another. The memory comes from torch's cache of pinned memory, which gives a piece out
     again only after the copies into it are done.
     """
 
