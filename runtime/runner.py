@@ -313,8 +313,8 @@ def _to_host(output: StepOutput) -> StepOutput:
     """Return the output on its way into pinned memory.
 
     The copies stand in the stream before the next launch: captured steps share their memory, so
-    that any of them may overwrite the outputs of another. The memory comes from torch's cache of pinned memory, which gives a piece out
-    again only after the copies into it are done.
+    any of them may overwrite the outputs of another. The host memory comes from torch's cache of
+    pinned memory, which gives a piece out again only after the copies into it are done.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
