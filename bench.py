@@ -7,6 +7,7 @@ python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 102
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -27,7 +28,13 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
-from stepgraph.runtime.benchmark import BenchmarkCase, Measurement, measure, to_json
+from stepgraph.runtime.benchmark import (
+    BenchmarkCase,
+    Measurement,
+    longest_sequence,
+    measure,
+    to_json,
+)
 from stepgraph.runtime.benchmark_report import markdown_table, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
@@ -167,9 +174,11 @@ class Bench:
             mode=mode,
             max_rows=max(options.batch_size),
             buckets=tuple(options.batch_size),
-            max_model_len=max(options.input_len) + max(options.output_len) + 1,
             seed=options.seed,
         )
+        cases = [BenchmarkCase(model, *point) for point in self.grid]
+        longest = max(longest_sequence(case, config.prefill_chunk) for case in cases)
+        config = dataclasses.replace(config, max_model_len=longest)
         began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
             seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
@@ -178,8 +187,7 @@ class Bench:
                 f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
                 f" {prepared['steps']} steps ready"
             )
-            for batch_size, input_len, output_len in self.grid:
-                case = BenchmarkCase(model, batch_size, input_len, output_len)
+            for case in cases:
                 measured = measure(
                     engine,
                     case,

@@ -1,8 +1,9 @@
 """Measures an engine: the time of a decode step of the whole batch, and what surrounds it.
 
-A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily to
-`output_len` tokens each, `num_iters` times. A step counts when it decoded the whole batch and did
-nothing else; it is everything between two sets of tokens on the host, plan and commit included.
+A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily, until
+`output_len` - 1 steps have decoded the whole batch, `num_iters` times. Only those steps count, each
+with everything between two sets of tokens on the host, plan and commit included. Prompts that are
+prefilled first decode alone for a while; that time is in nobody's figures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from .models.config import ModelConfig
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
-__all__ = ["BenchmarkCase", "Measurement", "measure", "random_prompts", "to_json"]
+__all__ = [
+    "BenchmarkCase",
+    "Measurement",
+    "longest_sequence",
+    "measure",
+    "random_prompts",
+    "to_json",
+]
 
 SCORED_TOKENS = 32
 """Length of the sequence whose logits two modes are compared on, half of it prefilled."""
@@ -44,12 +52,13 @@ class Measurement:
     case: BenchmarkCase
     ttft_ms: list[float]
     itl_ms: list[float]
+    """Gaps between the tokens of the steps that count."""
     step_ms: list[float]
     host_us: list[float]
     padding: float
     """Share of the lanes of its decode steps that computed nothing anybody asked for."""
     token_ids: list[list[int]]
-    """Output of each prompt, of the first repetition."""
+    """The first `output_len` tokens of each prompt, of the first repetition."""
     logits: torch.Tensor
     """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
 
@@ -63,6 +72,15 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> l
     return prompts
 
 
+def longest_sequence(case: BenchmarkCase, prefill_chunk: int) -> int:
+    """Return the tokens of the longest sequence of a case, prompt and output.
+
+    The first prompt to be prefilled gets a token in each step that prefills the others.
+    """
+    alone = 1 + -(-case.batch_size * case.input_len // prefill_chunk) + case.batch_size
+    return case.input_len + case.output_len + alone
+
+
 def measure(
     engine: Engine, case: BenchmarkCase, *, num_warmup: int, num_iters: int, seed: int
 ) -> Measurement:
@@ -72,9 +90,11 @@ def measure(
         RequestError: the prompts and their output do not fit the engine.
     """
     prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
-    params = SamplingParams(max_tokens=case.output_len, temperature=0.0, ignore_eos=True)
+    longest = longest_sequence(case, engine.config.user.prefill_chunk)
+    params = SamplingParams(max_tokens=longest - case.input_len, temperature=0.0, ignore_eos=True)
+    steps = case.output_len - 1
     for _ in range(num_warmup):
-        _run(engine, prompts, params)
+        _run(engine, prompts, params, steps)
     ttft_ms: list[float] = []
     itl_ms: list[float] = []
     step_ms: list[float] = []
@@ -83,17 +103,17 @@ def measure(
     token_ids: list[list[int]] = []
     for _ in range(num_iters):
         engine.timeline.clear()
-        outputs, durations = _run(engine, prompts, params)
+        outputs, durations = _run(engine, prompts, params, steps)
         step_ms += durations
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
             ttft_ms.append(output.timing.ttft_ms)
-            itl_ms += output.timing.itl_ms
+            itl_ms += output.timing.itl_ms[-steps:]
         for record in engine.timeline.records():
             if record.rows == case.batch_size and not record.prefill_tokens:
                 host_us.append(record.host_ns / 1e3)
                 lanes, used = lanes + record.bucket, used + record.rows
-        token_ids = token_ids or [output.token_ids for output in outputs]
+        token_ids = token_ids or [output.token_ids[: case.output_len] for output in outputs]
     scored = prompts[0][:SCORED_TOKENS]
     return Measurement(
         case=case,
@@ -108,14 +128,17 @@ def measure(
 
 
 def _run(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, steps: int
 ) -> tuple[list[RequestOutput], list[float]]:
-    """Decode the prompts; return their outputs and the milliseconds of each whole decode step."""
+    """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
+
+    Returns the outputs and the milliseconds of each of those steps.
+    """
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     latest: dict[str, RequestOutput] = {}
     durations: list[float] = []
     decoding: set[str] = set()
-    while engine.has_unfinished():
+    while len(durations) < steps:
         started = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
@@ -125,6 +148,10 @@ def _run(
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_unfinished():
+        engine.step()
     return [latest[request_id] for request_id in ids], durations
 
 

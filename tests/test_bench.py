@@ -57,7 +57,7 @@ def test_json_has_the_documented_fields(document):
 
 def test_only_whole_decode_steps_are_counted(document):
     for case in document["cases"]:
-        # The prefill step makes token 0, the last decode step ends the requests.
+        # The prefill step makes token 0.
         assert case["step_ms"]["n"] == case["output_len"] - 1
         assert case["ttft_ms"]["n"] == case["batch_size"]
         assert case["itl_ms"]["n"] == case["batch_size"] * (case["output_len"] - 1)
