@@ -18,8 +18,6 @@ __all__ = ["Intake", "Prompt"]
 
 Prompt = str | Sequence[int]
 
-MAX_REQUEST_ID_LENGTH = 256
-
 
 class Intake:
     """Checks what users send against what the engine can hold."""
@@ -48,6 +46,8 @@ class Intake:
             RequestError: an empty or too long prompt, text without a tokenizer, a token outside
                 the vocabulary, or a parameter that names one.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be a SamplingParams, not {params!r}")
         prompt_ids = self._token_ids(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()

@@ -371,3 +371,13 @@ def test_errors_are_what_callers_may_already_catch() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(MemoryBudgetError, ValueError)
     assert issubclass(CheckpointError, StepgraphError)
+
+
+def test_parameters_of_another_type(base: TinyModel) -> None:
+    with Engine.from_pretrained(base.directory, EngineConfig(mode="eager")) as engine:
+        with pytest.raises(RequestError, match="params must be a SamplingParams, not"):
+            engine.add_request([1, 2], {"n": 2})  # type: ignore[arg-type]
+        good = SamplingParams(max_tokens=2, temperature=0.0)
+        first, second = engine.generate([[1, 2], [3]], [good, {"n": 2}])  # type: ignore[list-item]
+        assert first.finish_reason == "length"
+        assert isinstance(second.error, RequestError)
