@@ -103,11 +103,6 @@ class Request:
         """Whether the launched steps have sampled all the tokens it may have."""
         return len(self.output_ids) + self.num_pending >= self.max_tokens
 
-    def token(self, position: int) -> int:
-        """Return the known token at a position of the sequence."""
-        split = len(self.prompt_ids)
-        return self.prompt_ids[position] if position < split else self.output_ids[position - split]
-
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1."""
         split = len(self.prompt_ids)
