@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from stepgraph.cache.benchmark import measure_cache
 from stepgraph.profiling.bandwidth import measure_read_bandwidth
 from stepgraph.runtime import (
     Engine,
@@ -35,10 +36,11 @@ from stepgraph.runtime.benchmark import (
     measure,
     to_json,
 )
-from stepgraph.runtime.benchmark_report import markdown_table, rich_table
+from stepgraph.runtime.benchmark_report import cache_table, markdown_table, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.memory_report import explain_memory, parse_bytes
 
 SCHEMA_VERSION = 1
 MODES = ("eager", "compile", "graph")
@@ -61,13 +63,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         default=["auto"],
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of weights, activations and cache (default: auto, as stored)",
+        help="dtype of weights and activations (default: auto, as stored)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "int8", "fp8"),
+        help="dtype of the cache (default: auto, as --dtype)",
     )
     parser.add_argument(
         "--mode",
         nargs="+",
         choices=MODES,
         help="how steps run (default: every mode that the device has)",
+    )
+    parser.add_argument(
+        "--scenario",
+        default="steady",
+        choices=("steady", "cache"),
+        help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
+        " for pools of 1,000 and of 1,000,000 blocks (no model runs) (default: steady)",
     )
     parser.add_argument("--batch-size", nargs="+", type=_positive, default=[1, 8])
     parser.add_argument("--input-len", nargs="+", type=_positive, default=[128, 1024])
@@ -79,6 +95,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
+    parser.add_argument(
+        "--explain-memory",
+        action="store_true",
+        help="print what each model would take and what fits, and measure nothing; rows are the"
+        " largest --batch-size",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="for --explain-memory: of a card that need not be there, as 80GB, 512MB or 40GiB"
+        " (default: this machine)",
+    )
     options = parser.parse_args(arguments)
     for path in (options.output_json, options.output_md):
         if path is not None and not path.parent.is_dir():
@@ -98,6 +127,13 @@ def _at_least_two(text: str) -> int:
 
 def _not_negative(text: str) -> int:
     return _integer(text, 0)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _integer(text: str, least: int) -> int:
@@ -147,16 +183,17 @@ class Bench:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            engines = len(options.model) * len(options.dtype) * len(self.modes)
+            kinds = list(itertools.product(options.model, options.dtype, options.kv_dtype))
+            engines = len(kinds) * len(self.modes)
             task = progress.add_task("starting", total=engines * len(self.grid))
-            for model, dtype in itertools.product(options.model, options.dtype):
+            for kind in kinds:
                 eager: dict[BenchmarkCase, Measurement] = {}
                 for mode in self.modes:
-                    for case, measured, document in self.run_engine(model, dtype, mode, eager):
+                    for case, measured, document in self.run_engine(*kind, mode, eager):
                         if mode == "eager":
                             eager[case] = measured
                         cases.append(document)
-                        progress.update(task, advance=1, description=f"{model} {dtype} {mode}")
+                        progress.update(task, advance=1, description=" ".join((*kind, mode)))
         return {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(self.device, self.bandwidth),
@@ -164,14 +201,21 @@ class Bench:
         }
 
     def run_engine(
-        self, model: str, dtype: str, mode: str, eager: Mapping[BenchmarkCase, Measurement]
+        self,
+        model: str,
+        dtype: str,
+        kv_dtype: str,
+        mode: str,
+        eager: Mapping[BenchmarkCase, Measurement],
     ) -> Iterator[tuple[BenchmarkCase, Measurement, dict[str, Any]]]:
         """Start an engine and yield each of its cases as it is measured."""
         options = self.options
         config = EngineConfig(
             device=str(self.device),
             dtype=dtype,
+            kv_dtype=kv_dtype,
             mode=mode,
+            prefix_cache=False,  # every repetition prefills its prompts
             max_rows=max(options.batch_size),
             buckets=tuple(options.batch_size),
             seed=options.seed,
@@ -182,7 +226,7 @@ class Bench:
         began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
             seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
-            self.say(f"{model} {dtype} {mode}\n{engine.memory_plan.format()}")
+            self.say(f"{model} {dtype} KV {kv_dtype} {mode}\n{engine.memory_plan.format()}")
             self.say(
                 f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
                 f" {prepared['steps']} steps ready"
@@ -203,10 +247,53 @@ class Bench:
                 )
 
 
+def explain_memory_of(options: argparse.Namespace) -> str:
+    """Return the memory plan of every model and dtype that was asked for, as text."""
+    return "\n\n".join(
+        explain_memory(
+            model,
+            EngineConfig(
+                device=options.device,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                mode=(options.mode or ["auto"])[-1],
+                max_rows=max(options.batch_size),
+            ),
+            options.device_memory,
+        )
+        for model, dtype, kv_dtype in itertools.product(
+            options.model, options.dtype, options.kv_dtype
+        )
+    )
+
+
+def run_cache_scenario(options: argparse.Namespace) -> int:
+    """Measure the bookkeeping of blocks; print and write the results."""
+    costs = measure_cache(seed=options.seed)
+    table = cache_table(costs)
+    print(table)
+    if options.output_md is not None:
+        options.output_md.write_text(table + "\n")
+    if options.output_json is not None:
+        device = resolve_device(options.device)
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "environment": describe_environment(device, measure_read_bandwidth(device)),
+            "cache_operations": [dataclasses.asdict(cost) for cost in costs],
+        }
+        options.output_json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
     options = parse_arguments()
     try:
+        if options.explain_memory:
+            print(explain_memory_of(options))
+            return 0
+        if options.scenario == "cache":
+            return run_cache_scenario(options)
         document = Bench(options).run()
     except (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)

@@ -1,22 +1,30 @@
-"""Per layer group: which blocks a request holds, needs and gives back."""
+"""Per layer group: which blocks a request holds, needs, drops and may share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .blocks import BlockPool
+from .blocks import NULL_BLOCK, BlockPool
+from .prefix import PrefixHashes
+from .spec import LayerGroup
 
-__all__ = ["FullAttentionAllocator"]
+__all__ = ["GroupAllocator"]
 
 
-class FullAttentionAllocator:
-    """The block tables of one group of layers that keep every token of the context.
+class GroupAllocator:
+    """The block tables of one layer group.
 
-    Token `i` of a request lives in block `table[i // block_size]` at offset `i % block_size`. A
-    request that was never grown, or was released, holds the empty table.
+    Token `i` of a request lives in block `table[i // block_size]` at offset `i % block_size`:
+    columns are absolute positions, with a window too. What has left the window is given back, and
+    the null block stands in its place:
+
+        window 8, blocks of 4, next token 13: it reads positions 6 to 13
+        table [ 0 | 7 | 3 | 9 ]      column 0 (positions 0 to 3) is read by nobody any more
+
+    A request that was never grown, or was released, holds the empty table.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, group: LayerGroup, block_size: int) -> None:
         """Allocate from `pool` in blocks of `block_size` slots.
 
         Raises:
@@ -25,8 +33,13 @@ class FullAttentionAllocator:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
+        self.index = group.index
+        self.spec = group.spec
+        self.slides = group.spec.window_tokens is not None
+        self._key_suffix = group.index.to_bytes(2, "little")
         self._tables: dict[str, list[int]] = {}
+        self._firsts: dict[str, int] = {}  # columns before it have left the window
 
     @property
     def tables(self) -> Mapping[str, Sequence[int]]:
@@ -37,28 +50,111 @@ class FullAttentionAllocator:
         """The block ids of a request, in position order. Not a copy: read it, do not keep it."""
         return self._tables.get(request_id, ())
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` tokens holds."""
-        assert num_tokens >= 0, f"a request cannot have {num_tokens} tokens"
-        return -(-num_tokens // self._block_size)
+    def live_columns(self, request_id: str) -> range:
+        """The columns of a request's table that hold a block."""
+        return range(self._firsts.get(request_id, 0), len(self.table(request_id)))
 
-    def blocks_needed(self, request_id: str, num_tokens: int) -> int:
-        """Blocks that a request lacks to hold `num_tokens` tokens in total."""
-        return max(0, self.blocks_for(num_tokens) - len(self.table(request_id)))
+    def columns(self, num_tokens: int) -> int:
+        """Columns of the table of a request of `num_tokens` tokens."""
+        assert num_tokens >= 0, f"a request cannot have {num_tokens} tokens"
+        return -(-num_tokens // self.block_size)
+
+    def first_live_column(self, num_tokens: int) -> int:
+        """First column that a request of `num_tokens` tokens still needs for its next one."""
+        return min(self.spec.first_column(num_tokens, self.block_size), self.columns(num_tokens))
+
+    def lacking(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that a request lacks to have room for tokens 0 to `num_tokens` - 1."""
+        return max(0, self.columns(num_tokens) - len(self.table(request_id)))
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        """Give a request what it lacks to hold `num_tokens` tokens in total; return the new blocks.
+        """Give a request what it lacks to have room for `num_tokens` tokens; return the new blocks.
 
         Raises:
             OutOfBlocksError: the pool has not enough free blocks; nothing was changed.
         """
-        needed = self.blocks_needed(request_id, num_tokens)
-        if needed == 0:
+        lacking = self.lacking(request_id, num_tokens)
+        if lacking == 0:
             return []
-        blocks = self._pool.allocate(needed)
+        blocks = self._pool.allocate(lacking)
         self._tables.setdefault(request_id, []).extend(blocks)
         return blocks
 
-    def release(self, request_id: str) -> None:
-        """Give back all blocks of a request, the last ones first to be reused."""
-        self._pool.free(reversed(self._tables.pop(request_id, [])))
+    def slide(self, request_id: str, position: int) -> range:
+        """Give back what the token at `position`, and all after it, will not read.
+
+        Returns the columns where the null block stands now.
+        """
+        table = self._tables.get(request_id, [])
+        begin = self._firsts.get(request_id, 0)
+        end = min(self.spec.first_column(position, self.block_size), len(table))
+        if end <= begin:
+            return range(0)
+        self._pool.free(reversed(table[begin:end]))
+        table[begin:end] = [NULL_BLOCK] * (end - begin)
+        self._firsts[request_id] = end
+        return range(begin, end)
+
+    def slides_next(self, request_id: str) -> int:
+        """First position at which `slide` would give a block back; only for a group that slides."""
+        window = self.spec.window_tokens
+        assert window is not None, f"layer group {self.index} has no window"
+        return (self._firsts.get(request_id, 0) + 1) * self.block_size + window - 1
+
+    def find(self, hashes: PrefixHashes, column: int) -> int | None:
+        """Return a block of the pool with what a sequence has in `column`, or None."""
+        return self._pool.find(hashes[column] + self._key_suffix)
+
+    def find_all(self, hashes: PrefixHashes, begin: int, end: int) -> list[int]:
+        """Return the blocks that `find` finds from column `begin` on, up to the first miss."""
+        pool_find, suffix = self._pool.find, self._key_suffix
+        blocks: list[int] = []
+        for column in range(begin, end):
+            block = pool_find(hashes[column] + suffix)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def shareable(self, request_id: str, num_tokens: int) -> list[int] | None:
+        """Return the table with which another request can go on after `num_tokens` tokens of this.
+
+        Its last block is partly filled where `num_tokens` ends within a block: that one is to be
+        copied. None if this request has given back what the next token reads.
+        """
+        count = self.columns(num_tokens)
+        first = self.first_live_column(num_tokens)
+        table = self.table(request_id)
+        if len(table) < count or (first < count and self._firsts.get(request_id, 0) > first):
+            return None
+        return [NULL_BLOCK] * first + list(table[first:count])
+
+    def adopt(self, request_id: str, table: Sequence[int]) -> None:
+        """Begin a request's table with blocks that others hold too, or the pool has cached.
+
+        Null blocks, if any, come first.
+        """
+        assert not self.table(request_id), f"request {request_id} holds blocks already"
+        if not table:
+            return
+        first = 0
+        while first < len(table) and table[first] == NULL_BLOCK:
+            first += 1
+        self._pool.share(table[first:])
+        self._tables[request_id] = list(table)
+        self._firsts[request_id] = first
+
+    def publish(self, request_id: str, hashes: PrefixHashes, begin: int, end: int) -> None:
+        """Make the blocks in columns `begin` to `end` - 1, which are full, findable by others."""
+        table, publish, suffix = self._tables[request_id], self._pool.publish, self._key_suffix
+        for column in range(max(begin, self._firsts.get(request_id, 0)), end):
+            publish(table[column], hashes[column] + suffix)
+
+    def forget(self, request_id: str) -> tuple[range, Sequence[int]]:
+        """Drop a request's table and return its live columns and the table.
+
+        The blocks are still held: the caller frees them, in an order that suits all groups.
+        """
+        live = self.live_columns(request_id)
+        self._firsts.pop(request_id, None)
+        return live, self._tables.pop(request_id, [])

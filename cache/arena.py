@@ -1,22 +1,46 @@
-"""The tensor that holds all keys and values, at an address that never changes."""
+"""The tensors that hold all keys and values, at addresses that never change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from .blocks import NULL_BLOCK
-from .spec import LayerGroup
+from .spec import LayerGroup, LayerSpec
 
-__all__ = ["Arena"]
+__all__ = ["SCALE_BYTES", "Arena", "HostArena", "Storage"]
+
+Storage = Literal["model", "int8", "fp8"]
+"""How keys and values are stored: in the model's dtype, or as 8-bit numbers with a bfloat16 scale
+for each vector (fp8 is float8_e4m3fn)."""
+
+SCALE_BYTES: dict[Storage, int] = {"model": 0, "int8": 2, "fp8": 2}
+"""Bytes of the scale of a stored vector."""
+
+BlockPair = tuple[int, int]
+"""(source block, destination block) of a copy."""
+
+
+def _block_shape(spec: LayerSpec, block_size: int, storage: Storage) -> tuple[int, ...]:
+    """Shape of one block of one side of one layer."""
+    if storage == "model":
+        return (spec.num_kv_heads, block_size, spec.head_dim)
+    return (spec.num_kv_heads, block_size * (spec.head_dim + spec.scale_bytes))
 
 
 class Arena:
-    """One allocation `[layers_per_group, 2 (k|v), num_blocks, kv_heads, block_size, head_dim]`.
+    """One allocation for all layers, blocks and heads.
+
+    In the model's dtype it is `[layers_per_group, sides, num_blocks, kv_heads, block_size,
+    head_dim]`, the sides being keys and values, or (latent attention) one side only. Quantised it
+    is bytes, `[layers_per_group, sides, num_blocks, kv_heads, block_size * (head_dim + 2)]`: of
+    each head of a block first the `[block_size, head_dim]` numbers, then `block_size` bfloat16
+    scales.
 
     A block id that a group holds is that block in each of its layers; layers of different groups
-    with the same `layer_index` share a view and are kept apart by block ids. Inside a block each
+    at the same index share a view and are kept apart by block ids. Inside a block each
     head is one contiguous `[block_size, head_dim]`, so a kernel reads the keys of a head in long
     runs. Slot ids count over the blocks: `slot = block * block_size + offset`.
 
@@ -36,41 +60,46 @@ class Arena:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        storage: Storage = "model",
     ) -> None:
-        """Allocate the arena.
+        """Allocate the arena; `dtype` is the model's.
 
         Raises:
-            ValueError: no group, groups that differ in spec or number of layers, or a `dtype`
-                whose size is not the spec's `element_bytes`.
+            ValueError: no group, groups that differ in layout or number of layers, or a spec whose
+                bytes are not those of dtype and storage.
         """
         if not groups:
             raise ValueError("an arena needs at least one layer group, got none")
-        spec = groups[0].spec
-        layers_per_group = len(groups[0].layers)
+        spec, layers_per_group = groups[0].spec, len(groups[0].layers)
         for group in groups:
-            if group.spec != spec or len(group.layers) != layers_per_group:
+            if group.spec.layout != spec.layout or len(group.layers) != layers_per_group:
                 raise ValueError(
                     f"layer group {group.index} stores {len(group.layers)} layers of {group.spec} "
                     f"and layer group {groups[0].index} {layers_per_group} layers of {spec}: "
-                    f"groups of one arena must be alike"
+                    f"groups of one arena must be alike but for their windows"
                 )
-        if dtype.itemsize != spec.element_bytes:
+        element = dtype if storage == "model" else torch.uint8
+        if (element.itemsize, SCALE_BYTES[storage]) != (spec.element_bytes, spec.scale_bytes):
             raise ValueError(
-                f"dtype {dtype} has {dtype.itemsize} bytes per element, "
-                f"the spec says {spec.element_bytes}"
+                f"{storage} storage of {dtype} takes {element.itemsize} bytes per element and "
+                f"{SCALE_BYTES[storage]} per scale, the spec says {spec.element_bytes} "
+                f"and {spec.scale_bytes}"
             )
-        self._layer_index = {
-            layer: index for group in groups for index, layer in enumerate(group.layers)
-        }
-        shape = (layers_per_group, 2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self._tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.storage: Storage = storage
+        shape = (
+            layers_per_group,
+            spec.sides,
+            num_blocks,
+            *_block_shape(spec, block_size, storage),
+        )
+        self._tensor = torch.empty(shape, dtype=element, device=device)
         self._tensor[:, :, NULL_BLOCK].zero_()
         # Compiled and captured steps may bake the address in instead of copying their input.
         torch._dynamo.mark_static_address(self._tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[layers_per_group, 2, num_blocks, kv_heads, block_size, head_dim]`, contiguous."""
+        """The allocation, contiguous, in the shape told above."""
         return self._tensor
 
     @property
@@ -83,18 +112,51 @@ class Arena:
         """Device address of the first element; the same for the life of the arena."""
         return self._tensor.data_ptr()
 
-    def layer_index(self, layer: int) -> int:
-        """Position of a layer of the model in its group: the first coordinate of the tensor.
+    def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy whole blocks, in all layers, as one batch: no destination is a source."""
+        if not pairs:
+            return
+        pinned = self._tensor.is_cuda  # from pageable memory the copy would wait for all before it
+        ids = torch.tensor(pairs, pin_memory=pinned).to(self._tensor.device, non_blocking=True)
+        source, destination = ids.unbind(1)
+        self._tensor.index_copy_(2, destination, self._tensor.index_select(2, source))
 
-        Raises:
-            KeyError: no group has this layer.
-        """
-        return self._layer_index[layer]
 
-    def key_blocks(self, layer: int) -> torch.Tensor:
-        """View of the keys of a layer, `[num_blocks, kv_heads, block_size, head_dim]`."""
-        return self._tensor[self.layer_index(layer), 0]
+class HostArena:
+    """Blocks in host memory (pinned for a CUDA arena), where swapped requests wait.
 
-    def value_blocks(self, layer: int) -> torch.Tensor:
-        """View of the values of a layer, `[num_blocks, kv_heads, block_size, head_dim]`."""
-        return self._tensor[self.layer_index(layer), 1]
+    `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so it crosses the bus in
+    one piece. Copies are queued on the arena's stream and nobody waits for them.
+    """
+
+    def __init__(self, arena: Arena, num_blocks: int) -> None:
+        """Allocate `num_blocks` host blocks for `arena`; there is no null block among them."""
+        self._arena = arena.tensor.transpose(0, 2).transpose(1, 2)
+        shape = (num_blocks, *self._arena.shape[1:])
+        pinned = arena.tensor.is_cuda
+        self._tensor = torch.empty(shape, dtype=self._arena.dtype, pin_memory=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation."""
+        return self._tensor.nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the host arena."""
+        return self._tensor.shape[0]
+
+    @property
+    def address(self) -> int:
+        """Host address of the first element."""
+        return self._tensor.data_ptr()
+
+    def swap_out(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy (arena block, host block) from the arena."""
+        for block, host_block in pairs:
+            self._tensor[host_block].copy_(self._arena[block], non_blocking=True)
+
+    def swap_in(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy (host block, arena block) to the arena."""
+        for host_block, block in pairs:
+            self._arena[block].copy_(self._tensor[host_block], non_blocking=True)

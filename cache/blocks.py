@@ -1,7 +1,10 @@
-"""The block pool: which blocks are free, least recently used first, and who shares the others."""
+"""The block pool: which blocks are free, least recently used first, who shares the others, and
+which hold contents that somebody may ask for by key.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 __all__ = ["NULL_BLOCK", "BlockPool", "OutOfBlocksError"]
@@ -15,12 +18,21 @@ class OutOfBlocksError(Exception):
 
 
 class BlockPool:
-    """Reference counts and a free list over the block ids `1 .. num_blocks - 1`.
+    """Reference counts, a free list and content keys over the block ids `1 .. num_blocks - 1`.
 
-    The free list is doubly linked through two preallocated lists, so taking from the front,
+    The free list is doubly linked through two preallocated arrays, so taking from the front,
     appending at the back and removing from the middle cost O(1) and allocate nothing. It is
     circular and closes over the null block, which is never free itself: `next[0]` is the front
     (least recently freed, handed out first), `prev[0]` the back.
+
+    A block whose contents are complete may be published under a key: bytes of a hash, so that the
+    first of them spreads evenly. It keeps the key, held or free, until it is handed out again: a
+    free block with a key is the cache of the pool.
+
+    No operation costs more in a larger pool. That takes more than O(1) on average: a dictionary of
+    a million keys is rebuilt now and then, which holds a step up for a tenth of a second, so there
+    are 256 of them, by the first byte of the key; and arrays, unlike lists, are no work for
+    Python's garbage collector.
 
     Misuse (a double free, the null block, an id that does not exist) is an `AssertionError`.
     """
@@ -38,9 +50,13 @@ class BlockPool:
             )
         self._num_blocks = num_blocks
         self._num_free = num_blocks - 1
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-        self._ref_counts = [0] * num_blocks
+        self._next = array("i", [*range(1, num_blocks), NULL_BLOCK])
+        self._prev = array("i", [num_blocks - 1, *range(num_blocks - 1)])
+        self._ref_counts = array("i", [0]) * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(256))
+        self._num_published = 0
+        self._num_evictions = 0
 
     @property
     def num_blocks(self) -> int:
@@ -52,10 +68,53 @@ class BlockPool:
         """Blocks that can be allocated now."""
         return self._num_free
 
+    @property
+    def num_published(self) -> int:
+        """Blocks that can be found by their key, held or free."""
+        return self._num_published
+
+    @property
+    def num_evictions(self) -> int:
+        """How often a block with a key was handed out again, and the key forgotten."""
+        return self._num_evictions
+
+    def find(self, key: bytes) -> int | None:
+        """Return the block that was published under `key`, or None."""
+        return self._block_of[key[0]].get(key)
+
+    def publish(self, block: int, key: bytes) -> bool:
+        """Make a held block findable; False, and nothing done, if block or key is taken already.
+
+        A block that is shared is published by the first of its holders. Two blocks may have the
+        same contents; the first is found. The contents must not change from now on.
+        """
+        assert 0 < block < self._num_blocks, f"there is no block {block} to publish"
+        assert self._ref_counts[block] > 0, f"free block {block} cannot be published"
+        block_of = self._block_of[key[0]]
+        if self._keys[block] is not None or key in block_of:
+            return False
+        block_of[key] = block
+        self._keys[block] = key
+        self._num_published += 1
+        return True
+
+    def forget_contents(self) -> None:
+        """Make no block findable any more; who holds one keeps it. O(blocks)."""
+        for block_of in self._block_of:
+            for block in block_of.values():
+                self._keys[block] = None
+            block_of.clear()
+        self._num_published = 0
+
     def ref_count(self, block: int) -> int:
         """How many holders `block` has; 0 if it is free."""
-        self._assert_usable(block)
+        assert 0 < block < self._num_blocks, f"there is no block {block}, or nobody holds it"
         return self._ref_counts[block]
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody holds."""
+        ref_counts = self._ref_counts
+        return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, n: int) -> list[int]:
         """Take the `n` least recently freed blocks, each with one holder. All or nothing.
@@ -66,30 +125,40 @@ class BlockPool:
         assert n >= 0, f"cannot allocate {n} blocks"
         if n > self._num_free:
             raise OutOfBlocksError(f"{n} blocks asked for, {self._num_free} are free")
+        next_block, ref_counts, keys = self._next, self._ref_counts, self._keys
         blocks: list[int] = []
-        block = self._next[NULL_BLOCK]
+        block = next_block[NULL_BLOCK]
         for _ in range(n):
             blocks.append(block)
-            self._ref_counts[block] = 1
-            block = self._next[block]
-        self._next[NULL_BLOCK] = block
+            ref_counts[block] = 1
+            key = keys[block]
+            if key is not None:
+                del self._block_of[key[0]][key]
+                keys[block] = None
+                self._num_published -= 1
+                self._num_evictions += 1
+            block = next_block[block]
+        next_block[NULL_BLOCK] = block
         self._prev[block] = NULL_BLOCK
         self._num_free -= n
         return blocks
 
-    def share(self, block: int) -> None:
-        """Add a holder to `block`.
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add one holder to each of `blocks`.
 
         A free block keeps its contents until it is allocated again, so it may be shared too: it
         leaves the free list, from wherever in it it stands.
         """
-        self._assert_usable(block)
-        if self._ref_counts[block] == 0:
-            before, after = self._prev[block], self._next[block]
-            self._next[before] = after
-            self._prev[after] = before
-            self._num_free -= 1
-        self._ref_counts[block] += 1
+        next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
+        for block in blocks:
+            assert 0 < block < self._num_blocks, f"there is no block {block} to share"
+            count = ref_counts[block]
+            if count == 0:
+                before, after = prev_block[block], next_block[block]
+                next_block[before] = after
+                prev_block[after] = before
+                self._num_free -= 1
+            ref_counts[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """Take one holder from each of `blocks`; those without any join the back of the free list.
@@ -97,15 +166,17 @@ class BlockPool:
         They join in the order given, and the first is handed out first. A caller that frees a
         chain of blocks gives its tail first: the head of a chain is what others may still share.
         """
+        next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         for block in blocks:
-            self._assert_usable(block)
-            assert self._ref_counts[block] > 0, f"block {block} is free already"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                back = self._prev[NULL_BLOCK]
-                self._next[back] = self._prev[NULL_BLOCK] = block
-                self._prev[block] = back
-                self._next[block] = NULL_BLOCK
+            assert 0 < block < self._num_blocks, f"there is no block {block} to free"
+            count = ref_counts[block] - 1
+            assert count >= 0, f"block {block} is free already"
+            ref_counts[block] = count
+            if count == 0:
+                back = prev_block[NULL_BLOCK]
+                next_block[back] = prev_block[NULL_BLOCK] = block
+                prev_block[block] = back
+                next_block[block] = NULL_BLOCK
                 self._num_free += 1
 
     def check_integrity(self) -> None:
@@ -129,7 +200,13 @@ class BlockPool:
                 f"block {block} has {count} holders and is "
                 f"{'on' if block in on_list else 'not on'} the free list"
             )
-
-    def _assert_usable(self, block: int) -> None:
-        assert block != NULL_BLOCK, "the null block is not allocated, shared or freed"
-        assert 0 < block < self._num_blocks, f"there is no block {block} of {self._num_blocks}"
+        assert self._keys[NULL_BLOCK] is None, "the null block is published"
+        by_key = {key: block for block_of in self._block_of for key, block in block_of.items()}
+        assert by_key == {k: block for block, k in enumerate(self._keys) if k is not None}, (
+            "keys and blocks disagree"
+        )
+        assert len(by_key) == self._num_published, (
+            f"{len(by_key)} blocks have a key, {self._num_published} are counted as published"
+        )
+        for first, block_of in enumerate(self._block_of):
+            assert all(key[0] == first for key in block_of), "a key is where nobody looks for it"

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 import torch
 
-__all__ = ["available_bytes", "cgroup_headroom", "is_shared_with_os", "resident_bytes"]
+__all__ = [
+    "DeviceMemory",
+    "available_bytes",
+    "cgroup_headroom",
+    "is_shared_with_os",
+    "peak_bytes",
+    "resident_bytes",
+]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+"""Written to `clear_refs`: the peak of the resident set begins anew (Linux, proc(5))."""
+_PEAK_SLACK = 4 << 20
+"""Bytes by which the kernel's counters of the resident set may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a plan has to know of a device: one that is there, or one that is thought of."""
+
+    available: int
+    """Bytes that can be allocated on it."""
+    shared_with_os: bool
+    """Whether they are those of the operating system: a CPU, or unified memory."""
+    host_available: int
+    """Bytes that can be allocated on the host."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """Read a device; see `available_bytes`.
+
+        Raises:
+            ValueError: the device is neither a CPU nor a CUDA device.
+        """
+        shared = is_shared_with_os(device)
+        return cls(available_bytes(device), shared, available_bytes(torch.device("cpu")))
 
 
 def available_bytes(device: torch.device) -> int:
@@ -56,6 +94,53 @@ def resident_bytes(device: torch.device) -> int:
         return int(torch.cuda.memory_allocated(device))
     _require_cpu(device)
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Run `work`; return the most bytes that the process held meanwhile beyond those it had before.
+
+    For CUDA bytes of tensors. For the CPU bytes of the resident set, where Linux tells its peak:
+    what the C library keeps for later is given back first, so that all memory of `work` is new.
+    None where it does not tell.
+
+    Raises:
+        ValueError: the device is neither a CPU nor a CUDA device.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = int(torch.cuda.memory_allocated(device))
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    _require_cpu(device)
+    held = _reset_peak()
+    work()
+    return None if held is None else max(0, _status_bytes("VmHWM") - held)
+
+
+def _reset_peak() -> int | None:
+    """Let the peak of the resident set begin at what is held now, and return that; None: cannot."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, or another system
+        return None
+    trim(0)
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+        held, peak = _status_bytes("VmRSS"), _status_bytes("VmHWM")
+    except (OSError, KeyError):
+        return None
+    # Sandboxes take the write and do nothing.
+    return held if peak - held < _PEAK_SLACK else None
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) << 10
+    raise KeyError(name)
 
 
 def cgroup_headroom(membership: str, root: Path) -> int | None:

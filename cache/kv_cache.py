@@ -1,26 +1,64 @@
-"""The one face of the cache that the scheduler talks to. Host bookkeeping only, no tensors."""
+"""The one face of the cache that the scheduler talks to. Host bookkeeping only, no tensors.
+
+What a request finds when it is admitted, and need not compute, is the matter of `reuse.py`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from .allocators import FullAttentionAllocator
+from .allocators import GroupAllocator
 from .blocks import NULL_BLOCK, BlockPool
+from .prefix import PrefixHashes
+from .reuse import Admitted, find_reuse
 from .spec import LayerGroup
+from .swap import HostBlocks
 
-__all__ = ["KVCache"]
+__all__ = ["Admitted", "KVCache", "TableChange"]
+
+TableChange = tuple[int, int, int]
+"""(group, column, block): an entry of a request's block tables that has changed."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What of a request's tables is asked for in every step, so that most steps look no further."""
+
+    room: int = 0
+    """Tokens that all groups have room for."""
+    slides_next: int = sys.maxsize
+    """Position at which the first group gives a block back."""
+    published: int = 0
+    """Full blocks that `publish` has seen."""
 
 
 class KVCache:
     """Which blocks each request holds in each layer group, all groups drawing on one pool.
 
     Operations are atomic over the groups: a request grows in all of them or in none. A request
-    needs no announcement: before its first `grow` and after its `release` it holds no block.
+    needs no announcement: before its first `admit` and after its `release` it holds no block.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        num_blocks: int,
+        block_size: int,
+        *,
+        chunk: int = 1,
+        host_blocks: int = 0,
+    ) -> None:
         """Manage `num_blocks` blocks (the null block included) of `block_size` slots.
+
+        Args:
+            groups: the layer groups of the model.
+            num_blocks: blocks of the arena.
+            block_size: slots of a block.
+            chunk: the most tokens of a request that one step computes.
+            host_blocks: blocks of the host cache.
 
         Raises:
             ValueError: no group, `num_blocks < 2` or `block_size < 1`.
@@ -28,8 +66,18 @@ class KVCache:
         if not groups:
             raise ValueError("a cache needs at least one layer group, got none")
         self._pool = BlockPool(num_blocks)
-        self._allocators = tuple(FullAttentionAllocator(self._pool, block_size) for _ in groups)
+        self._allocators = tuple(GroupAllocator(self._pool, g, block_size) for g in groups)
+        self._sliding = tuple(a for a in self._allocators if a.slides)
         self._block_size = block_size
+        self._chunk = chunk
+        self.host = HostBlocks(host_blocks)
+        self._held: dict[str, _Held] = {}
+        self.counts = dict.fromkeys(
+            ("queried_tokens", "hit_tokens", "forks", "copied_blocks", "swapped_out", "swapped_in"),
+            0,
+        )
+        """Tokens asked for and found at admission; forks, blocks copied for them; blocks swapped.
+        """
 
     @property
     def block_size(self) -> int:
@@ -37,62 +85,267 @@ class KVCache:
         return self._block_size
 
     @property
+    def num_groups(self) -> int:
+        """Layer groups, each with a block table of its own."""
+        return len(self._allocators)
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Blocks that no request holds, those with cached contents included."""
         return self._pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks, held or free, whose contents can be shared."""
+        return self._pool.num_published
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks that were handed out again."""
+        return self._pool.num_evictions
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
         return self._pool.num_blocks - 1
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of the longest request that fits when it is alone."""
-        return self.usable_blocks // len(self._allocators) * self._block_size
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
+        return sum(
+            a.spec.most_blocks(num_tokens, self._block_size, self._chunk) for a in self._allocators
+        )
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` tokens holds, over all groups."""
-        return sum(allocator.blocks_for(num_tokens) for allocator in self._allocators)
+    def capacity_tokens(self, most: int) -> int:
+        """Tokens, at most `most`, of the longest request that fits when it is alone."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle) <= self.usable_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def can_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Whether `grow` with the same arguments would succeed now."""
-        needed = sum(a.blocks_needed(request_id, num_tokens) for a in self._allocators)
-        return needed <= self._pool.num_free
+    def admit(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        chunk: int,
+        headroom: int = 0,
+        hashes: PrefixHashes | None = None,
+        siblings: Sequence[tuple[str, int]] = (),
+    ) -> Admitted | None:
+        """Give a request that holds nothing the blocks to begin, or go on, with.
 
-    def grow(self, request_id: str, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Make room for `num_tokens` tokens in total; never shrinks.
+        Args:
+            request_id: the request.
+            num_tokens: its known tokens. At least the last of them will be computed.
+            chunk: the most tokens that the next step computes.
+            headroom: blocks that must be left free for others.
+            hashes: of its known tokens, if blocks with the same content may be shared.
+            siblings: (request, tokens) of those that have computed the same first tokens.
 
         Returns:
-            For each group the new block ids, to be appended to the block table on the device (all
-            lists empty if the room was there), or None if blocks ran out and nothing was changed.
+            What was found, or None if there are not enough blocks and nothing was changed. Full
+            attention gets room for all known tokens, sliding windows for the next chunk.
         """
-        if not self.can_grow(request_id, num_tokens):
+        assert num_tokens > 0, f"request {request_id} has no token to compute"
+        assert chunk > 0, f"a step computes {chunk} tokens of a request"
+        assert chunk <= self._chunk or not self._sliding, (
+            f"a step computes {chunk} tokens of a request, the cache was made for {self._chunk}"
+        )
+        assert request_id not in self._held, f"request {request_id} holds blocks already"
+        reuse = find_reuse(self._allocators, self.host, request_id, num_tokens, hashes, siblings)
+        found = reuse.found
+        stop = min(num_tokens, found.num_tokens + chunk)
+        lengths = [a.columns(stop if a.slides else num_tokens) for a in self._allocators]
+        needed = self._needed(num_tokens, lengths, reuse.tables)
+        if needed + headroom > self._pool.num_free:
             return None
-        return tuple(allocator.grow(request_id, num_tokens) for allocator in self._allocators)
+        for allocator, table in zip(self._allocators, reuse.tables, strict=True):
+            allocator.adopt(request_id, table)
+        for i, (allocator, length) in enumerate(zip(self._allocators, lengths, strict=True)):
+            new = allocator.grow(request_id, length * self._block_size)
+            if reuse.copied:
+                found.copies.append((reuse.copied[i], new[0]))
+        if found.source == "swap":
+            self._take_swapped(request_id, found.swap_in)
+        held = self._held[request_id] = _Held(room=min(lengths) * self._block_size)
+        held.slides_next = self._slides_next(request_id)
+        if found.source == "prefix":
+            held.published = found.num_tokens // self._block_size
+        if found.source != "swap":
+            self.counts["queried_tokens"] += num_tokens
+            self.counts["hit_tokens"] += found.num_tokens
+        self.counts["forks"] += found.source == "fork"
+        self.counts["copied_blocks"] += len(found.copies)
+        self.counts["swapped_in"] += len(found.swap_in)
+        return found
+
+    def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
+        """Make room for tokens 0 to `num_tokens` - 1 in all groups; never shrinks.
+
+        Returns:
+            What changed in the request's block tables (often nothing), or None if blocks ran out
+            and nothing was changed.
+        """
+        held = self._held.get(request_id)
+        if held is not None and num_tokens <= held.room:
+            return []
+        lacking = sum(a.lacking(request_id, num_tokens) for a in self._allocators)
+        if lacking > self._pool.num_free:
+            return None
+        changes: list[TableChange] = []
+        for allocator in self._allocators:
+            blocks = allocator.grow(request_id, num_tokens)
+            first = len(allocator.table(request_id)) - len(blocks)
+            changes += [(allocator.index, first + i, block) for i, block in enumerate(blocks)]
+        if changes:
+            if held is None:
+                held = self._held[request_id] = _Held(slides_next=self._slides_next(request_id))
+            held.room = -(-num_tokens // self._block_size) * self._block_size
+        return changes
+
+    def slide(self, request_id: str, position: int) -> list[TableChange]:
+        """Give back the blocks that the token at `position`, the next one, does not read any more.
+
+        Returns where the null block stands instead.
+        """
+        held = self._held.get(request_id)
+        if held is None or position < held.slides_next:
+            return []
+        changes: list[TableChange] = []
+        for allocator in self._sliding:
+            dropped = allocator.slide(request_id, position)
+            changes += [(allocator.index, column, NULL_BLOCK) for column in dropped]
+        held.slides_next = self._slides_next(request_id)
+        return changes
+
+    def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
+        """Let others share the request's blocks that its first `num_tokens` tokens fill.
+
+        Those tokens are known, hashed, and computed by steps launched before anybody's next one.
+        """
+        held, end = self._held[request_id], num_tokens // self._block_size
+        if end > held.published:
+            for allocator in self._allocators:
+                allocator.publish(request_id, hashes, held.published, end)
+            held.published = end
 
     def release(self, request_id: str) -> None:
-        """Give back every block of a request, in all groups."""
-        for allocator in self._allocators:
-            allocator.release(request_id)
+        """Give back every block of a request, in all groups.
+
+        The end of a chain of blocks is of use only with all that precedes it, so it goes first: it
+        is handed out again before its beginning is.
+        """
+        self._held.pop(request_id, None)
+        forgotten = [allocator.forget(request_id) for allocator in self._allocators]
+        longest = max(live.stop for live, _ in forgotten)
+        self._pool.free(
+            table[column]
+            for column in range(longest - 1, -1, -1)
+            for live, table in forgotten
+            if column in live
+        )
+
+    def forget_contents(self) -> None:
+        """Let nothing that is cached now be shared any more. Requests keep what they hold."""
+        self._pool.forget_contents()
+
+    def num_blocks_of(self, request_id: str) -> int:
+        """Blocks that a request holds, over all groups."""
+        return sum(len(a.live_columns(request_id)) for a in self._allocators)
+
+    def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Release a request whose first `num_tokens` tokens are computed, keeping them on the host.
+
+        Returns:
+            (block, host block) to copy before the blocks are written again, or None if the host
+            cache lacks room and nothing was changed.
+        """
+        blocks = [
+            (a.index, column, a.table(request_id)[column])
+            for a in self._allocators
+            for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
+        ]
+        hosts = self.host.put(request_id, num_tokens, [(g, column) for g, column, _ in blocks])
+        if hosts is None:
+            return None
+        self.release(request_id)
+        self.counts["swapped_out"] += len(blocks)
+        return [(block, host) for (_, _, block), host in zip(blocks, hosts, strict=True)]
 
     def block_table(self, request_id: str, group: int = 0) -> Sequence[int]:
         """The block ids of a request in one group, in position order. Not a copy."""
         return self._allocators[group].table(request_id)
 
+    def table_of(self, request_id: str) -> list[TableChange]:
+        """The entries of a request's tables that hold a block, in all groups."""
+        return [
+            (a.index, column, a.table(request_id)[column])
+            for a in self._allocators
+            for column in a.live_columns(request_id)
+        ]
+
+    def _needed(
+        self, num_tokens: int, lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> int:
+        """Return how many blocks must be free to admit a request of `num_tokens` tokens.
+
+        In each group: those that it takes at once, to have a table of `lengths` columns, or those
+        that it will have taken at its peak, if that is more; and those of `tables`, which it
+        shares, that nobody holds: they leave the free list too.
+        """
+        needed = 0
+        for allocator, length, table in zip(self._allocators, lengths, tables, strict=True):
+            shared = [block for block in table if block != NULL_BLOCK]
+            peak = allocator.spec.most_blocks(num_tokens, self._block_size, self._chunk)
+            needed += max(length - len(table), peak - len(shared))
+            needed += self._pool.count_free(shared)
+        return needed
+
+    def _slides_next(self, request_id: str) -> int:
+        return min((a.slides_next(request_id) for a in self._sliding), default=sys.maxsize)
+
+    def _take_swapped(self, request_id: str, swap_in: list[tuple[int, int]]) -> None:
+        swapped = self.host.find(request_id)
+        assert swapped is not None, f"request {request_id} is not on the host"
+        for group, column, host in swapped.blocks:
+            swap_in.append((host, self._allocators[group].table(request_id)[column]))
+        self.host.drop(request_id)
+
     def check_integrity(self) -> None:
         """Assert that pool and tables agree: every block is free or held as often as counted."""
         self._pool.check_integrity()
-        tables = [table for a in self._allocators for table in a.tables.values()]
-        held = Counter(block for table in tables for block in table)
+        held: Counter[int] = Counter()
+        for allocator in self._allocators:
+            for request_id, table in allocator.tables.items():
+                live = allocator.live_columns(request_id)
+                assert all(block == NULL_BLOCK for block in table[: live.start])
+                held.update(table[live.start :])
         assert NULL_BLOCK not in held, "a block table holds the null block"
         for block in range(1, self._pool.num_blocks):
             assert self._pool.ref_count(block) == held[block], (
                 f"block {block} is in {held[block]} block tables, "
                 f"the pool counts {self._pool.ref_count(block)} holders"
             )
-        first, *others = (a.tables for a in self._allocators)
-        for tables_of_group in others:
-            assert {r: len(t) for r, t in tables_of_group.items()} == {
-                r: len(t) for r, t in first.items()
-            }, "a request grew in one group and not in another"
+        first, *others = (a.tables.keys() for a in self._allocators)
+        for requests in others:
+            assert requests == first, "a request holds blocks in one group and not in another"
+        full = [a for a in self._allocators if not a.slides]
+        for request_id in first:
+            assert len({len(a.table(request_id)) for a in full}) <= 1, (
+                "a request grew in one group and not in another"
+            )
+            held_now = self._held[request_id]
+            room = min(len(a.table(request_id)) for a in self._allocators) * self._block_size
+            assert held_now.room == room, (
+                f"request {request_id} counts room for {held_now.room} tokens, it has {room}"
+            )
+            assert held_now.slides_next == self._slides_next(request_id), (
+                f"request {request_id} would not slide at the right time"
+            )
+        assert self._held.keys() == first, "a request is known that holds no table"
+        self.host.check_integrity()
+        assert not any(self.host.find(r) for r in first), "a swapped request holds blocks"

@@ -1,23 +1,25 @@
 """The memory handler: a budget in, the number of blocks and of batch tokens out. Integers only.
 
-With N blocks and M batch tokens a model takes
+With N blocks and M batch tokens a model takes `total(N, M)` bytes (`ModelFootprint.terms`). Blocks
+cost the same each, and so do tokens up to the alignment of their buffers. Attention masks are a
+product of both: M tokens times the positions of a row, as many as N blocks hold, or as the model
+can use. So with M = m N the total is a quadratic in N, or linear without masks.
 
-    total(N, M) = constant + per_block N + per_token M + per_block_token N M   bytes,
-
-the last term being attention masks of M rows over all slots. One of N and M fixed leaves a linear
-inequality in the other. With both free M follows N at a given ratio m, and `total(N, m N)` is a
-quadratic in N, or linear without masks. Everything is computed in integers, so a plan is tight to
-the byte on devices of any size.
+It is exact and never falls, so a plan is the end of a bisection instead of a rounded root: tight to
+the byte on devices of any size, whatever bends the curve (alignment, a context that is shorter than
+the cache, layers that slide).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from .memory_plan import MemoryPlan, ModelFootprint, ReconciledTerm, Reconciliation, format_bytes
+from .memory_plan import HOST_TERMS, MemoryPlan, ReconciledTerm, Reconciliation, format_bytes
+from .model_footprint import ModelFootprint
 
 __all__ = [
     "MemoryBudget",
@@ -44,7 +46,8 @@ class MemoryBudget:
         fraction: of the free bytes of the device, `0 < fraction <= 1`. Asked before the weights
             are loaded it covers them; afterwards it is a share of what they left.
         bytes: of everything, weights included, whether they are loaded or not.
-        context_tokens: tokens of context that the cache holds over all requests.
+        context_tokens: tokens of context that the cache holds over all requests, if these are as
+            long as the model serves them (see `ModelFootprint.context_blocks`).
         num_blocks: blocks of the cache, null block included, at least 2.
 
     Raises:
@@ -77,7 +80,6 @@ def plan_memory(
     budget: MemoryBudget,
     *,
     available_bytes: int,
-    block_size: int,
     weights_resident: bool = False,
     num_blocks: int | None = None,
     max_batch_tokens: int | None = None,
@@ -88,20 +90,19 @@ def plan_memory(
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
     A solved number is tight: the plan fits, and one more would not. Solved batch tokens stay
-    between `max_rows` (a decode step) and `footprint.most_batch_tokens`.
+    between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`.
 
     Args:
         footprint: what the model needs.
         budget: what it may take. If it is a number of blocks or of context tokens, the bytes
             follow from it.
         available_bytes: free bytes of the device now.
-        block_size: slots of a block.
         weights_resident: the weights are loaded, so `available_bytes` no longer contains them.
         num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
         max_batch_tokens: fixes the batch tokens; the blocks are solved for.
         batch_tokens_per_block: the ratio where both are free, or the blocks follow from the
             budget and the batch tokens are free; above 0, rounded up to whole batch tokens.
-        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks(...)` on
+        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks` on
             memory shared with the operating system; `None` to take what the budget allows.
         reserve_bytes: to be left alone.
 
@@ -111,15 +112,17 @@ def plan_memory(
     """
     for name, value, least in (
         ("available_bytes", available_bytes, 0),
-        ("block_size", block_size, 1),
         ("num_blocks", num_blocks, _MIN_BLOCKS),
-        ("max_batch_tokens", max_batch_tokens, footprint.max_rows),
+        ("max_batch_tokens", max_batch_tokens, footprint.least_batch_tokens),
         ("cap_blocks", cap_blocks, _MIN_BLOCKS),
         ("reserve_bytes", reserve_bytes, 0),
     ):
         if value is not None and value < least:
-            why = ", one token for each of max_rows" if name == "max_batch_tokens" else ""
-            raise MemoryBudgetError(f"{name} must be at least {least}{why}, got {value}")
+            why = ", one token for each of max_rows and one of a prompt"
+            raise MemoryBudgetError(
+                f"{name} must be at least {least}{why if name == 'max_batch_tokens' else ''}, "
+                f"got {value}"
+            )
     if batch_tokens_per_block <= 0:
         raise MemoryBudgetError(
             f"batch_tokens_per_block must be above 0, got {batch_tokens_per_block}"
@@ -133,14 +136,23 @@ def plan_memory(
     elif budget.bytes is not None:
         ceiling = budget.bytes
 
-    solver = _Solver(footprint, block_size, Fraction(batch_tokens_per_block), reserve_bytes)
+    solver = _Solver(footprint, Fraction(batch_tokens_per_block), reserve_bytes)
     blocks_of_budget = budget.num_blocks
     if budget.context_tokens is not None:
-        blocks_of_budget = -(-budget.context_tokens // block_size) + 1
+        blocks_of_budget = max(
+            footprint.context_blocks(budget.context_tokens), footprint.least_blocks
+        )
     if blocks_of_budget is not None and num_blocks is not None:
         raise MemoryBudgetError(
             f"num_blocks={num_blocks} is given beside a budget that means {blocks_of_budget} "
             f"blocks; give one of them"
+        )
+    fixed_blocks = num_blocks if blocks_of_budget is None else blocks_of_budget
+    if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
+        raise MemoryBudgetError(
+            f"num_blocks={fixed_blocks} is too few: the model has {len(footprint.groups)} layer "
+            f"groups, and one token takes a block in each of them beside the null block; give at "
+            f"least {footprint.least_blocks}"
         )
 
     capped = False
@@ -149,23 +161,25 @@ def plan_memory(
         tokens = max_batch_tokens or solver.batch_tokens(blocks)
     elif num_blocks is not None:
         blocks = num_blocks
-        tokens = max_batch_tokens or max(solver.most_tokens(ceiling, blocks), footprint.max_rows)
+        tokens = max_batch_tokens or solver.most_tokens(ceiling, blocks)
     else:
-        if max_batch_tokens is not None:
-            blocks = solver.most_blocks(ceiling, max_batch_tokens)
-        else:
-            blocks = solver.most_blocks_and_tokens(ceiling)
+        tokens_of = solver.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
+        blocks = solver.most_blocks(ceiling, tokens_of)
         if cap_blocks is not None and blocks > cap_blocks:
             blocks, capped = cap_blocks, True
-        blocks = max(blocks, _MIN_BLOCKS)
-        tokens = max_batch_tokens or solver.batch_tokens(blocks)
+        blocks = max(blocks, footprint.least_blocks)
+        tokens = tokens_of(blocks)
 
     plan = MemoryPlan(
-        **footprint.terms(blocks, tokens, block_size),
+        **footprint.terms(blocks, tokens),
         reserve=reserve_bytes,
+        host_shared=footprint.host_shared,
         num_blocks=blocks,
+        host_blocks=footprint.host_blocks,
         max_batch_tokens=tokens,
-        block_size=block_size,
+        block_size=footprint.block_size,
+        context_tokens=footprint.context_tokens(blocks),
+        longest_request=footprint.longest_request(blocks),
         budget_bytes=ceiling,
         available_bytes=available_bytes,
         weights_resident=weights_resident,
@@ -179,73 +193,45 @@ def plan_memory(
 
 
 class _Solver:
-    """`total` as coefficients, and its inverses.
+    """The inverses of `total`.
 
     A result too small to run on is no error here: the caller raises it to the least that works,
     so that the error can show what that would take.
     """
 
-    def __init__(
-        self, footprint: ModelFootprint, block_size: int, ratio: Fraction, reserve_bytes: int
-    ) -> None:
+    def __init__(self, footprint: ModelFootprint, ratio: Fraction, reserve_bytes: int) -> None:
         self.footprint = footprint
         self.ratio = ratio
-        self.constant = sum(footprint.terms(0, 0, block_size).values()) + reserve_bytes
-        self.per_block = footprint.block_bytes + footprint.static_bytes_per_block
-        self.per_token = (
-            footprint.activation_bytes_per_token + footprint.static_bytes_per_batch_token
-        )
-        self.per_block_token = footprint.masks * footprint.mask_bytes_per_token_slot * block_size
+        self.reserve_bytes = reserve_bytes
 
     def total(self, blocks: int, tokens: int) -> int:
-        return (
-            self.constant
-            + self.per_block * blocks
-            + self.per_token * tokens
-            + self.per_block_token * blocks * tokens
-        )
+        terms = self.footprint.terms(blocks, tokens)
+        beside = 0
+        if not self.footprint.host_shared:
+            beside = sum(terms[name] for name in HOST_TERMS)
+        return sum(terms.values()) - beside + self.reserve_bytes
 
     def batch_tokens(self, blocks: int) -> int:
         """Batch tokens that go with `blocks` where nothing else decides."""
-        tokens = max(math.ceil(self.ratio * blocks), self.footprint.max_rows)
-        return min(tokens, self.footprint.most_batch_tokens)
+        wanted = max(math.ceil(self.ratio * blocks), self.footprint.least_batch_tokens)
+        return min(wanted, self.footprint.most_batch_tokens)
 
-    def most_blocks(self, ceiling: int, tokens: int) -> int:
-        room = ceiling - self.total(0, tokens)
-        return room // (self.per_block + self.per_block_token * tokens)
+    def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
+        """The most blocks that fit together with `tokens_of(blocks)` batch tokens."""
+        # Every block costs its bytes at least: an upper bound, exact where nothing else grows.
+        bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
+        return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
 
     def most_tokens(self, ceiling: int, blocks: int) -> int:
-        room = ceiling - self.total(blocks, 0)
-        slope = self.per_token + self.per_block_token * blocks
-        most = self.footprint.most_batch_tokens
-        return min(room // slope, most) if slope else most
+        """The most batch tokens that fit beside `blocks`, or the fewest there can be."""
+        least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
+        tokens = range(least, most + 1)
+        return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)
 
-    def most_blocks_and_tokens(self, ceiling: int) -> int:
-        """The most blocks that fit together with `batch_tokens(blocks)`.
 
-        A solution either has the most batch tokens there can be, or at least `ratio` of them a
-        block: the larger of the two closed forms is an upper bound. It is exact but for the
-        rounding and the limits of `batch_tokens`, which a bisection below it settles.
-        """
-        p, q = self.ratio.as_integer_ratio()
-        room = q * (ceiling - self.constant)
-        if room < 0:
-            return 0
-        # q total(N, p N / q) <= q ceiling   is   square N^2 + slope N <= room.
-        square = self.per_block_token * p
-        slope = self.per_block * q + self.per_token * p
-        if square:
-            # The floor of the positive root: isqrt rounds down, and so does //.
-            bound = (math.isqrt(slope * slope + 4 * square * room) - slope) // (2 * square)
-        else:
-            bound = room // slope
-        bound = max(bound, self.most_blocks(ceiling, self.footprint.most_batch_tokens))
-        return (
-            bisect_right(
-                range(bound + 1), ceiling, key=lambda n: self.total(n, self.batch_tokens(n))
-            )
-            - 1
-        )
+def _last(candidates: range, ceiling: int, cost: Callable[[int], int]) -> int:
+    """Index of the last candidate whose cost is at most the ceiling, -1 if there is none."""
+    return bisect_right(candidates, ceiling, key=cost) - 1
 
 
 def _too_small(plan: MemoryPlan, limit: int) -> str:
@@ -257,8 +243,9 @@ def _too_small(plan: MemoryPlan, limit: int) -> str:
     )
     loaded = ", loaded weights included" if plan.weights_resident else ""
     usable = f"{plan.usable_blocks} block{'s' if plan.usable_blocks > 1 else ''} for tokens"
+    counted = {n: b for n, b in plan.terms().items() if plan.host_shared or n not in HOST_TERMS}
     terms = ", ".join(
-        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in plan.terms().items()
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in counted.items()
     )
     return (
         f"the {what} of {limit} bytes ({format_bytes(limit)}{loaded}) is too small: the null block "

@@ -1,14 +1,14 @@
-"""The terms of memory: what a model needs, what a plan grants, what was measured. All bytes."""
+"""The terms of memory: what a plan grants, and what was measured of it. All bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 __all__ = [
+    "HOST_TERMS",
     "TERMS",
     "MemoryPlan",
-    "ModelFootprint",
     "ReconciledTerm",
     "Reconciliation",
     "format_bytes",
@@ -23,84 +23,13 @@ TERMS = (
     "attention_masks",
     "captured_graphs",
     "reserve",
+    "host_cache",
+    "host_buffers",
 )
 """The terms of a plan, in the order they are shown."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFootprint:
-    """What a model needs, as coefficients. Everything is known before a weight is loaded.
-
-    Attributes:
-        weight_bytes: all parameters.
-        block_bytes: one block over all layers of a layer group.
-        activation_bytes_per_token: peak activations of a step, per token of the step.
-        activation_bytes_fixed: peak activations that do not depend on the step.
-        logits_bytes_per_row: logits of one row, with the float32 copies that sampling makes.
-        max_rows: rows of the decode batch.
-        max_model_len: tokens of the longest request.
-        static_bytes_fixed: static buffers whose size is given by `max_rows` and the like.
-        static_bytes_per_batch_token: static buffers, per token of the largest step.
-        static_bytes_per_block: static buffers, per block of the cache (a read index).
-        mask_bytes_per_token_slot: one element of an attention mask.
-        masks: masks a step holds, 0 for kernels that need none, 2 for hybrid models.
-        graph_bytes: what captured steps keep beside their buffers.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
-
-    weight_bytes: int
-    block_bytes: int
-    activation_bytes_per_token: int
-    activation_bytes_fixed: int
-    logits_bytes_per_row: int
-    max_rows: int
-    max_model_len: int
-    static_bytes_fixed: int = 0
-    static_bytes_per_batch_token: int = 0
-    static_bytes_per_block: int = 0
-    mask_bytes_per_token_slot: int = 0
-    masks: int = 0
-    graph_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            least = 1 if field.name in ("block_bytes", "max_rows", "max_model_len") else 0
-            if getattr(self, field.name) < least:
-                raise ValueError(
-                    f"{field.name} must be at least {least}, got {getattr(self, field.name)}"
-                )
-        if self.masks > 2:
-            raise ValueError(f"masks must be 0, 1 or 2, got {self.masks}")
-
-    @property
-    def most_batch_tokens(self) -> int:
-        """Tokens that a step could ever process: every row prefills its whole context."""
-        return self.max_rows * self.max_model_len
-
-    def most_blocks(self, block_size: int) -> int:
-        """Blocks that the context of a full batch can use, and the null block."""
-        return self.max_rows * -(-self.max_model_len // block_size) + 1
-
-    def terms(self, num_blocks: int, max_batch_tokens: int, block_size: int) -> dict[str, int]:
-        """Bytes of each term of a plan but the reserve."""
-        return {
-            "weights": self.weight_bytes,
-            "cache": self.block_bytes * num_blocks,
-            "static_buffers": self.static_bytes_fixed
-            + self.static_bytes_per_batch_token * max_batch_tokens
-            + self.static_bytes_per_block * num_blocks,
-            "activations": self.activation_bytes_fixed
-            + self.activation_bytes_per_token * max_batch_tokens,
-            "logits": self.logits_bytes_per_row * self.max_rows,
-            "attention_masks": self.masks
-            * self.mask_bytes_per_token_slot
-            * max_batch_tokens
-            * num_blocks
-            * block_size,
-            "captured_graphs": self.graph_bytes,
-        }
+HOST_TERMS = ("host_cache", "host_buffers")
+"""Those that lie in the memory of the host, whatever the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +42,19 @@ class MemoryPlan:
         static_buffers: inputs, outputs and tables that live as long as the engine.
         activations: the most a step holds at once between its layers.
         logits: logits of `max_rows` rows and the float32 copies that sampling makes.
-        attention_masks: 0 for kernels that need none.
+        attention_masks: masks, and scores where a kernel holds them; 0 for kernels that need none.
         captured_graphs: what captured steps keep beside their buffers.
         reserve: left alone, for fragmentation and for others on the device.
+        host_cache: blocks in host memory that requests are swapped to.
+        host_buffers: mirrors on the host that static buffers are written through.
+        host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
+        host_blocks: blocks of the host cache.
         max_batch_tokens: the most tokens one step processes.
         block_size: slots of a block.
+        context_tokens: tokens of context that the cache holds, in requests as long as the model
+            serves them (see `ModelFootprint.context_blocks`).
+        longest_request: tokens of the longest request that fits when it is alone.
         budget_bytes: what `total` must not exceed.
         available_bytes: free bytes of the device when the plan was made.
         weights_resident: whether the weights were loaded then, and so were no longer part of
@@ -134,9 +70,15 @@ class MemoryPlan:
     attention_masks: int
     captured_graphs: int
     reserve: int
+    host_cache: int
+    host_buffers: int
+    host_shared: bool
     num_blocks: int
+    host_blocks: int
     max_batch_tokens: int
     block_size: int
+    context_tokens: int
+    longest_request: int
     budget_bytes: int
     available_bytes: int
     weights_resident: bool
@@ -144,56 +86,67 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Sum of all terms in bytes."""
-        return sum(self.terms().values())
+        """Sum of all terms in bytes; without those of the host, if that is other memory."""
+        return sum(self.terms().values()) - (0 if self.host_shared else self.host_total)
+
+    @property
+    def host_total(self) -> int:
+        """Sum of the terms that lie in the memory of the host."""
+        return sum(getattr(self, name) for name in HOST_TERMS)
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block."""
         return self.num_blocks - 1
 
-    @property
-    def usable_slots(self) -> int:
-        """Tokens of context that a single layer group can hold over all requests."""
-        return self.usable_blocks * self.block_size
-
     def terms(self) -> dict[str, int]:
         """Bytes of each of `TERMS`."""
         return {name: getattr(self, name) for name in TERMS}
 
-    def reconcile(self, measured: Mapping[str, int]) -> Reconciliation:
+    def reconcile(
+        self, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
+    ) -> Reconciliation:
         """Compare the plan with measured bytes, given by the names of `TERMS`; some may be absent.
 
+        `notes` say of some terms how they were measured, or why they were not.
+
         Raises:
-            ValueError: `measured` has a name that is not one of `TERMS`.
+            ValueError: `measured` or `notes` has a name that is not one of `TERMS`.
         """
-        unknown = sorted(set(measured) - set(TERMS))
+        notes = notes or {}
+        unknown = sorted({*measured, *notes} - set(TERMS))
         if unknown:
             raise ValueError(
                 f"unknown memory terms {', '.join(unknown)}; the terms are {', '.join(TERMS)}"
             )
         return Reconciliation(
             tuple(
-                ReconciledTerm(name, planned, measured.get(name))
+                ReconciledTerm(name, planned, measured.get(name), notes.get(name))
                 for name, planned in self.terms().items()
             )
         )
 
     def format(self) -> str:
         """The plan as an aligned table in plain text, without a trailing newline."""
-        rows = [(name.replace("_", " "), format_bytes(size)) for name, size in self.terms().items()]
-        if self.weights_resident:
-            rows[0] = ("weights (loaded)", rows[0][1])
+        rows = [(self._label(name), format_bytes(size)) for name, size in self.terms().items()]
         rows.append(("total", format_bytes(self.total)))
         rows.append(("budget", format_bytes(self.budget_bytes)))
         rows.append(("available", format_bytes(self.available_bytes)))
         blocks = (
             f"{self.num_blocks:,} blocks of {self.block_size} slots"
             f"{', all that the context can use' if self.capped else ''}: "
-            f"{self.usable_slots:,} tokens of context; "
+            f"{self.context_tokens:,} tokens of context, {self.longest_request:,} in one request; "
             f"{self.max_batch_tokens:,} tokens a step"
         )
         return f"{_align(rows)}\n{blocks}"
+
+    def _label(self, name: str) -> str:
+        label = name.replace("_", " ")
+        if name == "weights" and self.weights_resident:
+            return f"{label} (loaded)"
+        if name in HOST_TERMS and not self.host_shared:
+            return f"{label} (beside the total)"
+        return label
 
 
 @dataclass(frozen=True)
@@ -203,6 +156,8 @@ class ReconciledTerm:
     name: str
     planned: int
     measured: int | None
+    note: str | None = None
+    """How it was measured, or why it was not, where that needs saying."""
 
     @property
     def difference(self) -> int | None:
@@ -235,7 +190,8 @@ class Reconciliation:
                 )
             )
         rows.append(("over the measured terms", "", "", _signed(self.difference)))
-        return _align(rows)
+        notes = [f"{t.name.replace('_', ' ')}: {t.note}" for t in self.terms if t.note is not None]
+        return "\n".join([_align(rows), *notes])
 
 
 def format_bytes(size: int) -> str:

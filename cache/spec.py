@@ -4,46 +4,148 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
-__all__ = ["FullAttentionSpec", "LayerGroup", "LayerSpec", "group_layers"]
+__all__ = [
+    "FullAttentionSpec",
+    "LatentSpec",
+    "LayerGroup",
+    "LayerSpec",
+    "SlidingWindowSpec",
+    "group_layers",
+]
 
 
 @dataclass(frozen=True)
-class FullAttentionSpec:
-    """A layer that keeps the keys and values of every token of the context.
+class LayerSpec:
+    """What every kind of layer says of its part of the cache.
 
     Attributes:
         num_kv_heads: heads of keys and values (after grouping of query heads).
-        head_dim: elements of one head.
+        head_dim: elements of one stored vector.
         element_bytes: bytes of one element as it is stored.
+        scale_bytes: bytes of the scale that is stored with each vector; 0 for a cache in the
+            model's dtype.
 
     Raises:
-        ValueError: a field is not positive.
+        ValueError: a field is out of range.
     """
 
     num_kv_heads: int
     head_dim: int
     element_bytes: int
+    scale_bytes: int = 0
+
+    sides: ClassVar[int] = 2
+    """Vectors of one head and token: a key and a value."""
 
     def __post_init__(self) -> None:
-        for name in ("num_kv_heads", "head_dim", "element_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for field in fields(self):
+            least = 0 if field.name == "scale_bytes" else 1
+            if getattr(self, field.name) < least:
+                raise ValueError(
+                    f"{field.name} must be at least {least}, got {getattr(self, field.name)}"
+                )
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens that a token attends to, itself included; None: all before it."""
+        return None
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the key and the value of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        """Bytes of what one layer keeps of one token."""
+        vector = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.sides * self.num_kv_heads * vector
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What must be equal for two layers to share an arena."""
+        return (
+            self.sides,
+            self.num_kv_heads,
+            self.head_dim,
+            self.element_bytes,
+            self.scale_bytes,
+        )
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` slots in one layer."""
         return block_size * self.slot_bytes
 
+    def first_column(self, position: int, block_size: int) -> int:
+        """First column of a block table that the token at `position` reads, or writes."""
+        if self.window_tokens is None:
+            return 0
+        return max(0, position - self.window_tokens + 1) // block_size
 
-LayerSpec: TypeAlias = FullAttentionSpec
-"""Any spec: a hashable value that knows its `slot_bytes` and `block_bytes(block_size)`."""
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at once in one group.
+
+        `chunk` is the most tokens of it that one step computes. Between them, what the first of
+        them reads and the last of them writes, lie `window - 1 + chunk` tokens, which may begin
+        anywhere in a block.
+        """
+        blocks = -(-num_tokens // block_size)
+        if self.window_tokens is None:
+            return blocks
+        span = self.window_tokens - 1 + chunk
+        return min(blocks, -(-(span - 1) // block_size) + 1)
+
+    def shard(self, count: int) -> Self:
+        """Return the spec of one of `count` devices that divide the heads among them.
+
+        Raises:
+            ValueError: the heads cannot be divided so.
+        """
+        if count < 1 or self.num_kv_heads % count:
+            raise ValueError(
+                f"{self.num_kv_heads} KV heads cannot be divided among {count} shards: "
+                f"the number of shards must divide that of the heads"
+            )
+        return replace(self, num_kv_heads=self.num_kv_heads // count)
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec(LayerSpec):
+    """A layer that keeps the keys and values of every token of the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(LayerSpec):
+    """A layer whose tokens attend to the last `window` tokens, themselves included."""
+
+    window: int
+
+    @property
+    def window_tokens(self) -> int | None:
+        """See `LayerSpec.window_tokens`."""
+        return self.window
+
+
+@dataclass(frozen=True)
+class LatentSpec(LayerSpec):
+    """A layer of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    It keeps one vector a token, which all query heads share: the compressed keys and values and
+    the rotated part of the key. `head_dim` counts both parts.
+    """
+
+    sides: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_kv_heads != 1:
+            raise ValueError(
+                f"a latent has no heads: num_kv_heads must be 1, got {self.num_kv_heads}"
+            )
+
+    def shard(self, count: int) -> Self:
+        """Return the spec itself: every device keeps the whole latent."""
+        if count < 1:
+            raise ValueError(f"the number of shards must be at least 1, got {count}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -61,6 +163,15 @@ class LayerGroup:
     spec: LayerSpec
     layers: tuple[int, ...]
 
+    def positions_read(self, context: int) -> int:
+        """Tokens that the newest of `context` tokens attends to, summed over the layers."""
+        window = self.spec.window_tokens
+        return len(self.layers) * (context if window is None else min(context, window))
+
+    def bytes_read(self, context: int) -> int:
+        """Bytes of the cache that the newest of `context` tokens reads in these layers."""
+        return self.positions_read(context) * self.spec.slot_bytes
+
 
 def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     """Group the layers of a model, given the spec of each layer in order.
@@ -71,12 +182,17 @@ def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     and 4, and the groups are `A(0 2)`, `B(1 3)`, `B(4 5)`.
 
     Raises:
-        ValueError: there is no layer.
+        ValueError: there is no layer, or two layers store different things of a token.
     """
     if not specs:
         raise ValueError("a model needs at least one layer to have a cache, got no layer specs")
     layers_of: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
+        if spec.layout != specs[0].layout:
+            raise ValueError(
+                f"layer {layer} stores {spec}, layer 0 stores {specs[0]}: layers may differ in "
+                f"their window only, since a block has the same bytes in every group"
+            )
         layers_of.setdefault(spec, []).append(layer)
     size = math.gcd(*(len(layers) for layers in layers_of.values()))
     chunks = [

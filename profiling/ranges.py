@@ -34,6 +34,8 @@ PLAN: Final = "plan"
 LAUNCH: Final = "launch"
 PREPARE: Final = "prepare"
 COPY: Final = "copy"
+FORK: Final = "fork"
+SWAP: Final = "swap"
 REPLAY: Final = "replay"
 PREFILL: Final = "prefill"
 COMMIT: Final = "commit"
@@ -78,6 +80,8 @@ def _info(name: str, parent: str | None, category: str, what: str, payload: str)
 _TABLE: Final = (
     _info(STEP, None, "step", "one turn of the engine", "number of the step it launches"),
     _info(PLAN, STEP, "host", "choosing rows, blocks and a chunk of prefill", "number of the step"),
+    _info(SWAP, STEP, "device", "copying blocks to the host cache or back", "blocks"),
+    _info(FORK, STEP, "device", "copying blocks that a fork will write into", "blocks"),
     _info(LAUNCH, STEP, "host", "starting the step on the device", "bucket"),
     _info(PREPARE, LAUNCH, "host", "writing changes into the pinned mirror", "rows that changed"),
     _info(COPY, LAUNCH, "device", "the one copy from mirror to device", "bytes"),

@@ -10,16 +10,16 @@ Plain numbers in, plain numbers out; standard library only.
 from dataclasses import dataclass
 
 
-def step_bytes(weight_bytes_per_step: int, rows: int, context: int, kv_bytes_per_token: int) -> int:
-    """Return the bytes that a decode step must read: weights + rows * context * KV of a token.
+def step_bytes(weight_bytes_per_step: int, rows: int, kv_bytes_per_row: int) -> int:
+    """Return the bytes that a decode step must read: the weights, and the cache of every row.
 
     Args:
         weight_bytes_per_step: bytes of the weights that a step reads. An output head tied to the
             embedding counts once; an embedding that is not tied is only gathered from and does
             not count.
         rows: rows that decode, without padding.
-        context: tokens that each row attends to (the mean over rows, where they differ).
-        kv_bytes_per_token: keys and values of one token, summed over the layers.
+        kv_bytes_per_row: what a row reads of the cache, summed over the layers: of each layer the
+            tokens that it attends to (the mean over rows, where they differ), as they are stored.
 
     Raises:
         ValueError: if a number is negative.
@@ -27,27 +27,26 @@ def step_bytes(weight_bytes_per_step: int, rows: int, context: int, kv_bytes_per
     _require_not_negative(
         weight_bytes_per_step=weight_bytes_per_step,
         rows=rows,
-        context=context,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_row=kv_bytes_per_row,
     )
-    return weight_bytes_per_step + rows * context * kv_bytes_per_token
+    return weight_bytes_per_step + rows * kv_bytes_per_row
 
 
 def step_flops(
-    weights_per_step: int, rows: int, context: int, layers: int, heads: int, head_dim: int
+    weights_per_step: int, rows: int, positions: int, heads: int, key_dim: int, value_dim: int
 ) -> int:
     """Return the floating-point operations of a decode step.
 
     A multiply and an add a weight and row, and as many for q·k and for p·v of each query head and
-    position: rows * (2 * weights + 4 * layers * heads * head_dim * context).
+    position: rows * (2 * weights + 2 * positions * heads * (key_dim + value_dim)).
 
     Args:
         weights_per_step: number of weights that a row is multiplied with.
         rows: rows that decode, without padding.
-        context: tokens that each row attends to.
-        layers: layers with attention.
+        positions: tokens that each row attends to, summed over the layers.
         heads: query heads a layer.
-        head_dim: size of a head.
+        key_dim: elements of a head's key.
+        value_dim: elements of a head's value.
 
     Raises:
         ValueError: if a number is negative.
@@ -55,12 +54,12 @@ def step_flops(
     _require_not_negative(
         weights_per_step=weights_per_step,
         rows=rows,
-        context=context,
-        layers=layers,
+        positions=positions,
         heads=heads,
-        head_dim=head_dim,
+        key_dim=key_dim,
+        value_dim=value_dim,
     )
-    return rows * (2 * weights_per_step + 4 * layers * heads * head_dim * context)
+    return rows * (2 * weights_per_step + 2 * positions * heads * (key_dim + value_dim))
 
 
 def floor_seconds(bytes_per_step: int, bandwidth_bytes_per_s: float) -> float:

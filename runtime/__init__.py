@@ -15,6 +15,7 @@ from .errors import (
     StepgraphError,
     StepPreparationError,
 )
+from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
 from .request import CompletionOutput, RequestOutput, TokenLogprobs
 from .sampling_params import SamplingParams
 
@@ -25,6 +26,9 @@ __all__ = [
     "RequestOutput",
     "CompletionOutput",
     "TokenLogprobs",
+    "PromptEmbeds",
+    "EmbeddedSpan",
+    "EncodedContent",
     "StepgraphError",
     "CheckpointError",
     "ConfigError",

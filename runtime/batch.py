@@ -24,9 +24,16 @@ import numpy.typing as npt
 import torch
 
 from ..graphs.buffers import TensorSpec
-from .scheduler import PrefillChunk, TableUpdate
+from .plan import PrefillChunk, TableUpdate
 
-__all__ = ["StepInputs", "write_decode_rows", "write_prefill", "write_table_updates"]
+__all__ = [
+    "EmbedInputs",
+    "StepInputs",
+    "write_decode_rows",
+    "write_embeds",
+    "write_prefill",
+    "write_table_updates",
+]
 
 Int64Array = npt.NDArray[np.int64]
 A = TypeVar("A", torch.Tensor, Int64Array)
@@ -55,7 +62,7 @@ class StepInputs(Generic[A]):
     sample_index: A
     """int64 `[P]`: index into `token_ids` of the last token of each chunk."""
     table_updates: A
-    """int64 `[U, 3]`: (row, column, block) to write into the block tables."""
+    """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
 
     @staticmethod
     def layout(
@@ -75,7 +82,29 @@ class StepInputs(Generic[A]):
             "prefill_rows": ints(prefill_rows, fill=null_row),
             "sample_rows": ints(prefill_rows, fill=null_row),
             "sample_index": ints(prefill_rows),
-            "table_updates": ints(table_updates, 3),
+            "table_updates": ints(table_updates, 4),
+        }
+
+
+@dataclass(frozen=True)
+class EmbedInputs(Generic[A]):
+    """Embeddings in the place of tokens, for engines that take prompts with them.
+
+    In buffers of their own: they are large, and most steps have none. M: most tokens of a prefill
+    step.
+    """
+
+    embeds: A
+    """float32 `[M, hidden_size]`: what stands where `mask` is set."""
+    mask: A
+    """bool `[M]`: which tokens of the chunks are given as embeddings."""
+
+    @staticmethod
+    def layout(*, prefill_tokens: int, hidden_size: int) -> dict[str, TensorSpec]:
+        """Return shape and initial value of every field: no token is one."""
+        return {
+            "embeds": TensorSpec((prefill_tokens, hidden_size), torch.float32),
+            "mask": TensorSpec((prefill_tokens,), torch.bool, False),
         }
 
 
@@ -109,10 +138,26 @@ def write_prefill(
     host.token_rows[offset:bucket] = null_row
 
 
+def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[torch.Tensor]) -> None:
+    """Fill the embeddings that the chunks of a step show."""
+    host.mask.zero_()
+    offset = 0
+    for chunk in chunks:
+        for span in chunk.request.embeds:
+            start = max(span.position, chunk.start)
+            stop = min(span.stop, chunk.start + chunk.count)
+            if start < stop:
+                shown = span.content.embeds[start - span.position : stop - span.position]
+                to = slice(offset + start - chunk.start, offset + stop - chunk.start)
+                host.embeds[to] = shown
+                host.mask[to] = True
+        offset += chunk.count
+
+
 def write_table_updates(
     updates: Sequence[TableUpdate], null_row: int, host: StepInputs[Int64Array]
 ) -> None:
     """Fill `table_updates`; the padding writes the null block into the null row's table."""
-    host.table_updates[len(updates) :] = (null_row, 0, 0)
+    host.table_updates[len(updates) :] = (0, null_row, 0, 0)
     if updates:
-        host.table_updates[: len(updates)] = [(u.row, u.column, u.block) for u in updates]
+        host.table_updates[: len(updates)] = updates

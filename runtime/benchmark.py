@@ -174,13 +174,18 @@ def to_json(
     stats = engine.stats()
     # Half of the output is there on average while it is being decoded.
     context = case.input_len + case.output_len // 2
-    kv_bytes_per_token = engine.kv_bytes_per_token
+    kv_bytes = engine.kv_bytes_read(context)
     weight_bytes = engine.weight_bytes_per_step
     weights = weight_bytes // engine.config.dtype.itemsize
     roofline = Roofline(
-        step_bytes(weight_bytes, case.batch_size, context, kv_bytes_per_token),
+        step_bytes(weight_bytes, case.batch_size, kv_bytes),
         step_flops(
-            weights, case.batch_size, context, config.num_layers, config.num_heads, config.head_dim
+            weights,
+            case.batch_size,
+            engine.positions_read(context),
+            config.num_heads,
+            config.head_dim,
+            config.value_dim,
         ),
         bandwidth,
     )
@@ -189,7 +194,7 @@ def to_json(
     return {
         "model": case.model,
         "dtype": dtype,
-        "kv_dtype": dtype,
+        "kv_dtype": dtype if engine.config.storage == "model" else engine.config.storage,
         "mode": engine.config.mode,
         "device": str(engine.config.device),
         "batch_size": case.batch_size,
@@ -201,7 +206,7 @@ def to_json(
         "host_us": Summary.of(measurement.host_us).to_json(),
         "tokens_per_second": 1e3 * case.batch_size / step.p50,
         "padding": measurement.padding,
-        "kv_bytes": case.batch_size * context * kv_bytes_per_token,
+        "kv_bytes": case.batch_size * kv_bytes,
         "roofline": roofline.to_json(step.p50 / 1e3),
         "memory": stats["memory"],
         "captured": stats["prepared"],

@@ -7,11 +7,14 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["markdown_table", "rich_table"]
+from ..cache.benchmark import OperationCost
+
+__all__ = ["cache_table", "markdown_table", "rich_table"]
 
 COLUMNS = (
     "model",
     "dtype",
+    "KV",
     "mode",
     "batch",
     "input",
@@ -29,7 +32,7 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
-TEXT_COLUMNS = 3
+TEXT_COLUMNS = 4
 
 
 def rich_table(document: dict[str, Any]) -> Table:
@@ -58,6 +61,35 @@ def markdown_table(document: dict[str, Any]) -> str:
     return "\n".join([*map(line, [COLUMNS, rule, *cells[1:]]), "", caption(document)])
 
 
+def cache_table(costs: Sequence[OperationCost]) -> str:
+    """Return what the bookkeeping of the cache costs for each size of its pool, as Markdown."""
+    sizes = sorted({cost.num_blocks for cost in costs})
+    by_operation: dict[str, dict[int, OperationCost]] = {}
+    for cost in costs:
+        by_operation.setdefault(cost.operation, {})[cost.num_blocks] = cost
+    head = ["operation", *(f"ns, {size:,} blocks" for size in sizes), "ratio"]
+    rows = [
+        [
+            operation,
+            *(f"{of_size[size].nanoseconds:.0f}" for size in sizes),
+            f"{of_size[sizes[-1]].nanoseconds / of_size[sizes[0]].nanoseconds:.2f}",
+        ]
+        for operation, of_size in by_operation.items()
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in [head, rule, *rows]
+    ]
+    return "\n".join([*lines, "", f"nanoseconds a block (a row for `step`), n = {costs[0].n}"])
+
+
 def caption(document: dict[str, Any]) -> str:
     """Return what the numbers were measured on."""
     environment = document["environment"]
@@ -80,6 +112,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     return (
         case["model"],
         case["dtype"],
+        case["kv_dtype"],
         case["mode"],
         str(case["batch_size"]),
         str(case["input_len"]),

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import torch
 
+from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
 from .errors import ConfigError
 from .kernels import have_compiler
@@ -46,7 +47,9 @@ class EngineConfig:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1` …; `auto` takes CUDA where there is a device."""
     dtype: str = "auto"
-    """Of weights, activations and cache: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
+    """Of weights and activations: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
+    kv_dtype: str = "auto"
+    """Of the cache: `int8` or `fp8` (e4m3), a scale for each token and head; `auto`: as `dtype`."""
     mode: str = "auto"
     """`eager`, `compile`, `graph`; `auto`: the fastest the device has."""
     compile: bool = True
@@ -66,12 +69,24 @@ class EngineConfig:
     """Tokens of one step at most, decoding rows and prefill chunk together."""
     max_rows: int = 16
     """Requests that decode together at most."""
+    prefix_cache: bool = True
+    """Whether requests that begin alike share what is in the cache of their beginning."""
+    host_cache_bytes: int = 0
+    """Host memory (pinned for CUDA) that requests are swapped to when blocks run out; 0: none."""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    """When blocks run out: `swap` a request to the host cache, `recompute` it later, or (`auto`)
+    what takes less time by the measured speed of copies and of prefill."""
     max_model_len: int | None = None
     """Tokens of one sequence at most, prompt and output; None: what model and cache allow."""
     prefill_chunk: int = 512
     """Prompt tokens of one step at most: bounds how long a prefill can delay a decode step."""
     buckets: tuple[int, ...] | None = None
     """Numbers of rows to prepare decode steps for; `max_rows` is always one of them."""
+    prompt_embeds: bool = False
+    """Whether prompts may have embeddings in the place of tokens; every prefill step then reads a
+    buffer of `prefill_chunk` embeddings."""
+    encoder_cache_bytes: int = 0
+    """Host memory for what `Engine.encode` got from encoders; 0: nothing is kept."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own, and the weights of presets."""
 
@@ -79,11 +94,15 @@ class EngineConfig:
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
+        _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_int("host_cache_bytes", self.host_cache_bytes, 0, 1 << 60)
+        _check_int("encoder_cache_bytes", self.encoder_cache_bytes, 0, 1 << 60)
         for field, low, high in (
             ("num_blocks", 2, 1 << 40),
             ("memory_bytes", 1, 1 << 60),
@@ -93,8 +112,13 @@ class EngineConfig:
         ):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        if not isinstance(self.compile, bool):
-            raise ConfigError(f"compile must be True or False, not {self.compile!r}")
+        for field in ("compile", "prefix_cache", "prompt_embeds"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
+        if self.preemption == "swap" and not self.host_cache_bytes:
+            raise ConfigError(
+                "preemption='swap' needs a host cache to swap to: set host_cache_bytes"
+            )
         fraction = self.memory_fraction
         if fraction is not None and (
             isinstance(fraction, bool)
@@ -147,9 +171,21 @@ class ResolvedConfig:
     """What was asked for."""
     device: torch.device
     dtype: torch.dtype
+    storage: Storage
+    """How the cache stores keys and values."""
     mode: Mode
     max_model_len: int
     """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
+
+    @property
+    def kv_element_bytes(self) -> int:
+        """Bytes of one element of a stored key or value."""
+        return self.dtype.itemsize if self.storage == "model" else 1
+
+    @property
+    def kv_scale_bytes(self) -> int:
+        """Bytes of the scale of one stored vector."""
+        return SCALE_BYTES[self.storage]
 
     @classmethod
     def resolve(cls, config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
@@ -169,6 +205,7 @@ class ResolvedConfig:
             user=config,
             device=device,
             dtype=DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype],
+            storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
             mode=_resolve_mode(config.mode, device),
             max_model_len=config.max_model_len or longest,
         )

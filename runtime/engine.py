@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
+from ..cache.encoder_outputs import EncoderOutputCache, content_key
 from ..cache.kv_cache import KVCache
 from ..cache.memory import MemoryPlan
 from ..profiling.timeline import Timeline
+from .calibration import preemption_policy
 from .config import EngineConfig
+from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
+from .prompt_embeds import EncodedContent
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -40,8 +44,15 @@ class Engine:
         self._next_id = 0
         self._unclaimed: list[RequestOutput] = []  # of other requests, seen by `generate`
         user = parts.config.user
-        cache = KVCache(parts.groups, parts.plan.num_blocks, user.block_size)
-        self.max_model_len = min(parts.config.max_model_len, cache.capacity_tokens)
+        host = parts.runner.host_arena
+        cache = KVCache(
+            parts.groups,
+            parts.plan.num_blocks,
+            user.block_size,
+            chunk=min(user.prefill_chunk, parts.plan.max_batch_tokens),
+            host_blocks=0 if host is None else host.num_blocks,
+        )
+        self.max_model_len = cache.capacity_tokens(parts.config.max_model_len)
         """Tokens of the longest sequence that can be served, prompt and output."""
         self._open_loop: StepLoop | None = StepLoop(
             Scheduler(
@@ -50,6 +61,7 @@ class Engine:
                 max_batch_tokens=parts.plan.max_batch_tokens,
                 prefill_chunk=user.prefill_chunk,
                 max_prefill_rows=parts.runner.max_prefill_rows,
+                preemption=preemption_policy(parts.runner, user.preemption),
             ),
             parts.runner,
             in_flight=0 if parts.config.device.type == "cpu" else 1,
@@ -59,7 +71,10 @@ class Engine:
             parts.tokenizer,
             longest_sequence=self.max_model_len,
             seed=user.seed,
+            prefix_block_size=user.block_size if user.prefix_cache else None,
+            takes_embeds=user.prompt_embeds,
         )
+        self._encoded = EncoderOutputCache(user.encoder_cache_bytes)
 
     @classmethod
     def from_pretrained(
@@ -113,10 +128,14 @@ class Engine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt, text or token ids, and return its id.
 
-        Requests of smaller `priority` are served first, and preempted last.
+        Requests of smaller `priority` are served first, and preempted last. Only requests of the
+        same `cache_salt` share what the cache holds of their common beginning: give each tenant one
+        that the others cannot guess, or they can tell from the time of a first token whether a
+        prompt was asked before.
 
         Raises:
             RequestError: the request can never be served; nothing was queued.
@@ -134,7 +153,9 @@ class Engine:
         if not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}")
         self._loop.add(
-            self._intake.accept(request_id, prompt, params or SamplingParams(), priority)
+            self._intake.accept(
+                request_id, prompt, params or SamplingParams(), priority, cache_salt
+            )
         )
         return request_id
 
@@ -217,6 +238,49 @@ class Engine:
                     self.abort(request_id)
         return [done[request_id] for request_id in ids]
 
+    def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
+        """Return what an encoder makes of a content, for the spans of a `PromptEmbeds`.
+
+        What it made is kept in `encoder_cache_bytes` of host memory, by content: the encoder runs
+        again only for what has been pushed out since. One engine has one encoder.
+
+        Args:
+            content: the bytes of an image, for instance.
+            encoder: gives embeddings `[tokens, hidden_size]`, floating point, on any device.
+
+        Raises:
+            RequestError: `content` is not bytes, or the encoder gave no tensor of that shape.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        if not isinstance(content, bytes):
+            raise RequestError(f"content must be bytes, not {type(content).__name__}")
+        key = content_key(content)
+        embeds = self._encoded.get(key)
+        if embeds is None:
+            embeds = encoder(content)
+            hidden = self.model_config.hidden_size
+            if not isinstance(embeds, torch.Tensor) or embeds.shape[1:] != (hidden,):
+                shown = list(embeds.shape) if isinstance(embeds, torch.Tensor) else repr(embeds)
+                raise RequestError(
+                    f"the encoder must give a tensor [tokens, {hidden}], the model's hidden size,"
+                    f" not {shown}"
+                )
+            embeds = embeds.detach().to("cpu", copy=True)
+            self._encoded.put(key, embeds)
+        return EncodedContent(embeds, key)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what requests could share: the next ones compute their prompts from the start.
+
+        Requests under way keep what they hold. For measuring cold starts, or after weights changed.
+
+        Raises:
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        self._check_usable()
+        self._loop.scheduler.cache.forget_contents()
+
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
 
@@ -267,44 +331,29 @@ class Engine:
         """Bytes of the keys and values of one token, over all layers."""
         return sum(group.spec.slot_bytes * len(group.layers) for group in self._open_parts().groups)
 
+    def kv_bytes_read(self, context: int) -> int:
+        """Bytes of the cache that a row of `context` tokens reads in a decode step."""
+        return sum(group.bytes_read(context) for group in self._open_parts().groups)
+
+    def positions_read(self, context: int) -> int:
+        """Tokens that a row of `context` tokens attends to, summed over the layers."""
+        return sum(group.positions_read(context) for group in self._open_parts().groups)
+
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 
-        `memory` holds planned and measured bytes of each term, `prepared` what the steps cost at
-        start, `fallbacks` how often a launch found no prepared step.
+        `memory` holds planned and measured bytes of each term (measured None has a note that says
+        why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `blocks`
+        and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
+        how often a launch found no prepared step.
         """
-        parts = self._open_parts()
-        library = parts.runner.library
-        counters, reports = library.stats(), library.reports()
-        scheduler = self._loop.scheduler
-        return {
-            "healthy": self._failure is None,
-            "device": str(self.config.device),
-            "mode": self.config.mode,
-            "kernels": parts.model.kernels.name,
-            "max_model_len": self.max_model_len,
-            "steps": self._loop.num_steps,
-            "waiting": scheduler.num_waiting,
-            "running": scheduler.num_running,
-            **self._loop.counts,
-            "blocks": {
-                "size": scheduler.cache.block_size,
-                "usable": scheduler.cache.usable_blocks,
-                "free": scheduler.cache.num_free_blocks,
-            },
-            "prepared": {
-                "steps": counters.steps,
-                "seconds": sum(report.seconds for report in reports),
-                "bytes": sum(report.bytes for report in reports),
-            },
-            "load_seconds": parts.load_seconds,
-            "fallbacks": counters.misses,
-            "padding": counters.padding_fraction,
-            "memory": {
-                term.name: {"planned": term.planned, "measured": term.measured}
-                for term in parts.reconcile().terms
-            },
-        }
+        return engine_stats(
+            self._open_parts(),
+            self._loop,
+            self._encoded,
+            max_model_len=self.max_model_len,
+            healthy=self._failure is None,
+        )
 
     def check_integrity(self) -> None:
         """Assert every invariant that can be checked between two steps. For tests."""

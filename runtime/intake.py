@@ -7,8 +7,10 @@ import operator
 import time
 from collections.abc import Sequence
 
+from ..cache.prefix import PrefixHashes
 from .errors import RequestError
 from .models.config import ModelConfig
+from .prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from .request import Request, RequestGroup
 from .sampling import MAX_ROW_STOP_IDS
 from .sampling_params import SamplingParams
@@ -16,7 +18,9 @@ from .tokenizer import IncrementalDetokenizer, TextTokenizer
 
 __all__ = ["Intake", "Prompt"]
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | PromptEmbeds
+
+MAX_SALT_CHARS = 256
 
 
 class Intake:
@@ -29,26 +33,44 @@ class Intake:
         *,
         longest_sequence: int,
         seed: int,
+        prefix_block_size: int | None,
+        takes_embeds: bool,
     ) -> None:
-        """Take requests of at most `longest_sequence` tokens, prompt and output together."""
+        """Take requests of at most `longest_sequence` tokens, prompt and output together.
+
+        `prefix_block_size` is that of the blocks which requests share by content, if they do;
+        `takes_embeds` says whether the steps can read embeddings.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._longest = longest_sequence
         self._seed = seed
+        self._prefix_block_size = prefix_block_size
+        self._takes_embeds = takes_embeds
         self._arrivals = 0
 
     def accept(
-        self, group_id: str, prompt: Prompt, params: SamplingParams, priority: int
+        self,
+        group_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None = None,
     ) -> RequestGroup:
         """Return the requests of a prompt, one for each of `params.n` completions.
 
         Raises:
             RequestError: an empty or too long prompt, text without a tokenizer, a token outside
-                the vocabulary, or a parameter that names one.
+                the vocabulary, or a parameter that names one; a salt that is none.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be a SamplingParams, not {params!r}")
-        prompt_ids = self._token_ids(prompt)
+        embeds: tuple[EmbeddedSpan, ...] = ()
+        if isinstance(prompt, PromptEmbeds):
+            prompt_ids = self._token_ids(prompt.token_ids)
+            embeds = self._embeds(prompt, len(prompt_ids))
+        else:
+            prompt_ids = self._token_ids(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()
         self._arrivals += 1
@@ -61,6 +83,7 @@ class Intake:
                 f"min_tokens holds back {len(stops)} stop token ids, those of the model included:"
                 f" at most {MAX_ROW_STOP_IDS} are possible, name fewer in stop_token_ids"
             )
+        hashes = self._hashes(cache_salt)
         requests = [
             Request(
                 id=f"{group_id}/{index}",
@@ -72,10 +95,32 @@ class Intake:
                 stop_token_ids=frozenset(stops),
                 detokenizer=self._detokenizer(prompt_ids, params),
                 arrival_ns=arrival_ns,
+                embeds=embeds,
             )
             for index in range(params.n)
         ]
+        requests[0].prefix_hashes = hashes
+        requests[0].hashes_of(len(prompt_ids))
+        for request in requests:
+            request.siblings = [other for other in requests if other is not request]
+            if hashes is not None:
+                request.prefix_hashes = hashes.copy()
         return RequestGroup(group_id, prompt_ids, requests)
+
+    def _hashes(self, cache_salt: str | None) -> PrefixHashes | None:
+        if cache_salt is not None:
+            _check_salt(cache_salt)
+        if self._prefix_block_size is None:
+            return None
+        return PrefixHashes(self._prefix_block_size, cache_salt or "")
+
+    def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
+        if not self._takes_embeds:
+            raise RequestError(
+                "the prompt has embeddings, and this engine was made without room for them:"
+                " set prompt_embeds=True in its EngineConfig"
+            )
+        return check_spans(prompt.spans, num_tokens, self._config.hidden_size)
 
     def _detokenizer(
         self, prompt_ids: list[int], params: SamplingParams
@@ -84,7 +129,7 @@ class Intake:
             return None
         return IncrementalDetokenizer(self._tokenizer, prompt_ids, params.stop)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if prompt == "":  # before the tokenizer begins it with a token of its own
             raise RequestError("the prompt is empty: it must have at least one token")
         if isinstance(prompt, str):
@@ -126,6 +171,19 @@ class Intake:
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks")
         params.check_vocabulary(self._config.vocab_size)
+
+
+def _check_salt(salt: str) -> None:
+    """Refuse what is no salt before it is hashed."""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
+        shown = f"a string of {len(salt)} characters" if isinstance(salt, str) else repr(salt)
+        raise RequestError(
+            f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt must be encodable as UTF-8: {error}") from error
 
 
 def _derive(seed: int, index: int) -> int:

@@ -1,8 +1,7 @@
 """Checkpoints: find them, check them before a weight is read, and yield fused weights one by one.
 
-Weights come from safetensors files only; nothing here unpickles. The model multiplies once where
-the checkpoint has several matrices over the same input, so q, k, v and gate, up are stored as one
-tensor each; `fused_layout` is the table of what goes where.
+Weights come from safetensors files only; nothing here unpickles. `fused_layout` is the table of
+what goes where.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -22,12 +20,12 @@ from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
-    Shape,
     TensorHeader,
     read_config,
 )
 from .errors import CheckpointError
 from .models.config import ModelConfig
+from .models.layout import FusedTensor, fused_layout
 from .models.presets import preset
 
 __all__ = [
@@ -61,18 +59,6 @@ class Source:
     config: ModelConfig
     directory: Path | None
     """The checkpoint. `None` for a preset, whose weights are random."""
-
-
-class FusedTensor(NamedTuple):
-    """A parameter of ours: tensors of a checkpoint stacked along the first dimension."""
-
-    sources: tuple[str, ...]
-    source_shapes: tuple[Shape, ...]
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the stack."""
-        return (sum(shape[0] for shape in self.source_shapes), *self.source_shapes[0][1:])
 
 
 def resolve_source(source: str | Path) -> Source:
@@ -127,52 +113,6 @@ def _hub_snapshot(repository: str) -> Path:
         ) from error
 
 
-def fused_layout(config: ModelConfig) -> dict[str, FusedTensor]:
-    """Return the parameters of the model by our name, in the order a forward pass needs them.
-
-    Each says which tensors of a Hugging Face Llama checkpoint make it, in which order, and their
-    shapes. With tied embeddings there is no `lm_head.weight`.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layout = {
-        "embed_tokens.weight": _single("model.embed_tokens.weight", config.vocab_size, hidden)
-    }
-
-    def linear(ours: str, prefix: str, sources: dict[str, int], columns: int, bias: bool) -> None:
-        names = tuple(f"{prefix}.{source}" for source in sources)
-        rows = tuple(sources.values())
-        layout[f"{ours}.weight"] = FusedTensor(
-            tuple(f"{name}.weight" for name in names), tuple((n, columns) for n in rows)
-        )
-        if bias:
-            layout[f"{ours}.bias"] = FusedTensor(
-                tuple(f"{name}.bias" for name in names), tuple((n,) for n in rows)
-            )
-
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        qkv = {"q_proj": config.query_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        layout[f"{ours}.input_norm.weight"] = _single(f"{theirs}.input_layernorm.weight", hidden)
-        linear(f"{ours}.qkv", attention, qkv, hidden, config.attention_bias)
-        output = {"o_proj": hidden}
-        linear(f"{ours}.output", attention, output, config.query_size, config.attention_bias)
-        layout[f"{ours}.post_attention_norm.weight"] = _single(
-            f"{theirs}.post_attention_layernorm.weight", hidden
-        )
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        linear(f"{ours}.gate_up", mlp, gate_up, hidden, config.mlp_bias)
-        linear(f"{ours}.down", mlp, {"down_proj": hidden}, inner, config.mlp_bias)
-    layout["norm.weight"] = _single("model.norm.weight", hidden)
-    if not config.tie_word_embeddings:
-        layout["lm_head.weight"] = _single("lm_head.weight", config.vocab_size, hidden)
-    return layout
-
-
-def _single(source: str, *shape: int) -> FusedTensor:
-    return FusedTensor((source,), (shape,))
-
-
 def iter_weights(
     reader: CheckpointReader, config: ModelConfig, dtype: torch.dtype, *, progress: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,12 +137,15 @@ def iter_weights(
         total = sum(math.prod(fused.shape) for fused in layout.values())
         with _progress_bar(total, shown=progress) as advance:
             for name, fused in layout.items():
-                tensor = torch.empty(fused.shape, dtype=dtype)
+                tensor = torch.empty(fused.stacked_shape, dtype=dtype)
                 sizes = [shape[0] for shape in fused.source_shapes]
                 for part, source in zip(torch.split(tensor, sizes), fused.sources, strict=True):
-                    part.copy_(reader.tensor(source))
+                    if source is None:
+                        part.zero_()
+                    else:
+                        part.copy_(reader.tensor(source))
                 advance(tensor.numel())
-                yield name, tensor
+                yield name, tensor.view(fused.shape)
                 del tensor, part  # before the next one is allocated
 
     return read()
@@ -216,6 +159,7 @@ def _contradictions(
         source: shape
         for fused in layout.values()
         for source, shape in zip(fused.sources, fused.source_shapes, strict=True)
+        if source is not None
     }
     problems = []
     for name, shape in expected.items():
@@ -257,13 +201,14 @@ def random_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (our name, CPU tensor of `dtype`) for a model that has shapes but no checkpoint.
 
-    Norms are one, everything else is normal with standard deviation 0.02. A tensor depends on
+    Norms are neutral, everything else is normal with standard deviation 0.02. A tensor depends on
     its name and the seed only. Tensors of more than 262 147 elements repeat their values, which
     makes a model of eight billion a matter of memory bandwidth.
     """
     for name, fused in fused_layout(config).items():
         if name.endswith("norm.weight"):
-            yield name, torch.ones(fused.shape, dtype=dtype)
+            neutral = 0.0 if config.family.offset_norms else 1.0
+            yield name, torch.full(fused.shape, neutral, dtype=dtype)
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -19,9 +19,11 @@ import torch
 
 from ..profiling import ranges
 from ..profiling.timeline import Timeline
+from .launch import Launch, Sampled
+from .plan import StepPlan
 from .request import FinishReason, Request, RequestGroup, RequestOutput, RequestStatus
-from .runner import Launch, Runner, Sampled
-from .scheduler import Scheduler, StepPlan
+from .runner import Runner
+from .scheduler import Scheduler
 
 __all__ = ["StepLoop"]
 
@@ -48,7 +50,9 @@ class StepLoop:
         self.timeline = Timeline(TIMELINE_STEPS)
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
-        self.counts = dict.fromkeys(("requests", "finished", "output_tokens", "preemptions"), 0)
+        self.counts = dict.fromkeys(
+            ("requests", "finished", "output_tokens", "preemptions", "failed_copies"), 0
+        )
         self._in_flight = in_flight
         self._launched: deque[Launch] = deque()
         self._group_of: dict[Request, RequestGroup] = {}
@@ -146,16 +150,22 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> Launch | None:
         """Start a step, unless there is nothing to start."""
-        for request in plan.preempted:
+        for preemption in plan.preempted:
+            request = preemption.request
             request.status = RequestStatus.WAITING
             request.row = None
             request.num_computed = 0
             request.decoding = False
             request.num_preemptions += 1
             self.counts["preemptions"] += 1
+        self._copy_blocks(plan)
         for admission in plan.admitted:
-            admission.request.status = RequestStatus.RUNNING
-            admission.request.row = admission.row
+            request = admission.request
+            request.status = RequestStatus.RUNNING
+            request.row = admission.row
+            request.num_computed = admission.found.num_tokens
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = admission.found.num_tokens
         if plan.is_empty:
             return None
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
@@ -171,6 +181,27 @@ class StepLoop:
                 chunk.request.decoding = True
             chunk.request.num_computed += chunk.count
         return launch
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """Make the copies that a plan takes. If they fail, those who need them compute instead."""
+        try:
+            self.runner.swap_out(plan)
+        except Exception:
+            self._note_failed_copies("to the host")
+            for preemption in plan.preempted:
+                self.scheduler.cache.host.drop(preemption.request.id)
+        try:
+            self.runner.copy_in(plan)
+        except Exception:
+            self._note_failed_copies("to admitted requests")
+            for admission in tuple(plan.admitted):
+                if admission.found.copies or admission.found.swap_in:
+                    admission.request.may_fork = False
+                    self.scheduler.undo(plan, admission)
+
+    def _note_failed_copies(self, where: str) -> None:
+        self.counts["failed_copies"] += 1
+        logger.exception("copying blocks %s failed: their tokens will be computed again", where)
 
     def _commit(self, launch: Launch) -> int:
         """Take in the tokens of a launched step; return the nanoseconds waited for them."""
@@ -208,6 +239,7 @@ class StepLoop:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.row = None
+        request.siblings = []
         self.scheduler.remove(request)
         del self._group_of[request]
         self.counts["finished"] += 1

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ..cache.prefix import PrefixHashes
 from ..profiling.stats import RequestTiming
 from .sampling_params import SamplingParams
 from .tokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
+    from .prompt_embeds import EmbeddedSpan
 
 __all__ = [
     "CompletionOutput",
@@ -43,7 +47,7 @@ class RequestStatus(enum.Enum):
     """Where a request is. It moves between `WAITING` and `RUNNING` whenever it is preempted."""
 
     WAITING = enum.auto()
-    """Holds no row and no blocks: new, or preempted."""
+    """Holds no row and no blocks (but perhaps some on the host): new, or preempted."""
     RUNNING = enum.auto()
     """Holds a row and the blocks of its tokens."""
     FINISHED = enum.auto()
@@ -77,6 +81,12 @@ class Request:
     detokenizer: IncrementalDetokenizer | None
     arrival_ns: int
     """When it was added, on the clock of `time.perf_counter_ns`."""
+    prefix_hashes: PrefixHashes | None = None
+    """Of its blocks, as far as they have been asked for; None if it shares no blocks by content."""
+    embeds: tuple[EmbeddedSpan, ...] = ()
+    """What stands in the place of tokens of the prompt, by position."""
+    siblings: list[Request] = field(default_factory=list, repr=False)
+    """The other completions of the same prompt, until this one ends."""
 
     output_ids: list[int] = field(default_factory=list)
     token_ns: list[int] = field(default_factory=list)
@@ -92,6 +102,10 @@ class Request:
     """Whether a launched step has sampled from its last known token, so that the device holds the
     next one. False while its prompt, or after a preemption its whole sequence, is prefilled."""
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    """Tokens that it found computed when it was first admitted; None before."""
+    may_fork: bool = True
+    """Whether it may go on from what a sibling has computed; not after copies for that failed."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +122,21 @@ class Request:
         split = len(self.prompt_ids)
         head = self.prompt_ids[start:stop]
         return head + self.output_ids[max(start - split, 0) : max(stop - split, 0)]
+
+    def hashes_of(self, num_tokens: int) -> PrefixHashes | None:
+        """Return the block hashes of at least the first `num_tokens` tokens, which are known."""
+        if self.prefix_hashes is not None:
+            contents = self.contents if self.embeds else None
+            self.prefix_hashes.extend(self.tokens, num_tokens, contents)
+        return self.prefix_hashes
+
+    def contents(self, start: int, stop: int) -> bytes:
+        """Return what tells apart the embeddings at positions `start` to `stop` - 1."""
+        return b"".join(
+            span.content.key + (start - span.position).to_bytes(8, "little", signed=True)
+            for span in self.embeds
+            if span.position < stop and start < span.stop
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +196,8 @@ class RequestOutput:
     completions: tuple[CompletionOutput, ...]
     finished: bool
     num_preemptions: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that completion 0 did not compute: the cache had them already."""
     error: Exception | None = None
     """Why it ended with `finish_reason` `error`."""
 
@@ -204,5 +235,6 @@ class RequestOutput:
             completions=tuple(CompletionOutput(request) for request in group.requests),
             finished=group.finished,
             num_preemptions=sum(request.num_preemptions for request in group.requests),
+            cached_tokens=group.requests[0].num_cached_tokens or 0,
             error=next((r.error for r in group.requests if r.error is not None), None),
         )

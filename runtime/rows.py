@@ -24,20 +24,27 @@ class RowState:
     positions: torch.Tensor
     """int64 `[R]`: its position in the sequence."""
     block_tables: torch.Tensor
-    """int32 `[R, max_blocks_per_row]`. Columns past a row's blocks may name blocks it had once;
-    they are never read, because reads end at the row's position."""
+    """int32 `[groups, R, max_blocks_per_row]`. Columns past a row's blocks may name blocks it had
+    once; they are never read, because reads end at the row's position."""
     sampling: SamplingState
 
     @classmethod
     def allocate(
-        cls, max_rows: int, max_blocks_per_row: int, vocab_size: int, device: torch.device
+        cls,
+        max_rows: int,
+        num_groups: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> RowState:
         """Allocate the state of `max_rows` rows and the null row."""
         rows = max_rows + 1
         state = cls(
             token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(rows, max_blocks_per_row, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(
+                num_groups, rows, max_blocks_per_row, dtype=torch.int32, device=device
+            ),
             sampling=SamplingState.allocate(max_rows, vocab_size, device),
         )
         for tensor in state.tensors().values():
@@ -55,9 +62,9 @@ class RowState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @staticmethod
-    def bytes_for(max_rows: int, max_blocks_per_row: int, vocab_size: int) -> int:
+    def bytes_for(max_rows: int, num_groups: int, max_blocks_per_row: int, vocab_size: int) -> int:
         """Bytes that `allocate` takes."""
-        own = (max_rows + 1) * (8 + 8 + 4 * max_blocks_per_row)
+        own = (max_rows + 1) * (8 + 8 + 4 * num_groups * max_blocks_per_row)
         return own + SamplingState.bytes_for(max_rows, vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -70,7 +77,7 @@ class RowState:
         """Return the device address of each tensor; it may never change."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
-    def update_tables(self, updates_U3: torch.Tensor) -> None:
-        """Write (row, column, block) triples into the block tables."""
-        row, column, block = updates_U3.unbind(1)
-        self.block_tables.index_put_((row, column), block.to(torch.int32))
+    def update_tables(self, updates_U4: torch.Tensor) -> None:
+        """Write (group, row, column, block) entries into the block tables."""
+        group, row, column, block = updates_U4.unbind(1)
+        self.block_tables.index_put_((group, row, column), block.to(torch.int32))

@@ -7,123 +7,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 
-from ..cache.arena import Arena
-from ..graphs.buckets import (
-    Buckets,
-    default_row_buckets,
-    default_token_buckets,
-    default_width_buckets,
-)
+from ..cache.arena import Arena, HostArena
+from ..cache.spec import LayerGroup
 from ..graphs.buffers import StaticBuffers
 from ..graphs.library import StepLibrary
 from ..graphs.steps import CapturedStep, CompiledStep, CudaGraphCapturer, EagerStep, Step
 from ..profiling import ranges
-from .batch import Int64Array, StepInputs, write_decode_rows, write_prefill, write_table_updates
+from .batch import (
+    EmbedInputs,
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_embeds,
+    write_prefill,
+    write_table_updates,
+)
 from .config import ResolvedConfig, max_prefill_rows
-from .kernels import Kernels
+from .launch import Launch, Sampled, sampled_tokens, to_host
 from .models.decoder import Decoder
-from .request import Request, TokenLogprobs
+from .plan import StepPlan, TableUpdate
+from .request import Request
 from .rows import RowState
-from .scheduler import StepPlan, TableUpdate
 from .step_functions import StepFunctions, StepKey, StepOutput
+from .step_sizes import StepSizes, most_table_updates
 
-__all__ = ["Launch", "Runner", "Sampled", "StepSizes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token that a step sampled for a request."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step under way: who gets a token, and where the tokens will be."""
-
-    number: int
-    plan: StepPlan
-    bucket: int
-    """Rows of the decode step, or tokens of the prefill step where nobody decodes."""
-    parts: tuple[tuple[Sequence[Request | None], StepOutput], ...]
-    """The request of each lane (None: padding, or a chunk that does not sample) and the output,
-    on the host or on its way there."""
-    arrived: torch.cuda.Event | None
-    """Recorded behind the copies to the host; None where the device is the host."""
-    device_ns: int
-    """What the launching thread itself worked as the device; 0 where that is another processor."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """The sizes that steps are prepared for."""
-
-    rows: Buckets
-    tokens: Buckets
-    read_blocks: Buckets
-
-    @classmethod
-    def choose(cls, config: ResolvedConfig, kernels: Kernels, prefill_tokens: int) -> StepSizes:
-        """Choose the buckets; `prefill_tokens` is the largest chunk of a step."""
-        user = config.user
-        max_blocks_per_row = -(-config.max_model_len // user.block_size)
-        return cls(
-            rows=default_row_buckets(user.max_rows)
-            if user.buckets is None
-            else Buckets((*user.buckets, user.max_rows)),
-            tokens=default_token_buckets(prefill_tokens),
-            # Kernels that stop at a row's own length read no more for a wider table.
-            read_blocks=Buckets([max_blocks_per_row])
-            if kernels.bounded_by_length
-            else default_width_buckets(max_blocks_per_row, user.block_size),
-        )
-
-    def keys(self) -> list[StepKey]:
-        """Return the key of every step there will be."""
-        variants = [(width, full) for width in self.read_blocks for full in (False, True)]
-        return [
-            *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
-            *(StepKey("decode", size, *variant) for size in self.rows for variant in variants),
-        ]
-
-    def decode_key(self, rows: int, read_blocks: int, full_sampler: bool) -> StepKey:
-        """Return the key of the smallest decode step that fits."""
-        size = _fit(self.rows, rows)
-        return StepKey("decode", size, _fit(self.read_blocks, read_blocks), full_sampler)
-
-    def prefill_key(self, tokens: int, read_blocks: int, full_sampler: bool) -> StepKey:
-        """Return the key of the smallest prefill step that fits."""
-        size = _fit(self.tokens, tokens)
-        return StepKey("prefill", size, _fit(self.read_blocks, read_blocks), full_sampler)
-
-
-def _fit(buckets: Buckets, n: int) -> int:
-    size = buckets.fit(n)
-    assert size is not None, f"the plan has {n}, the largest bucket is {buckets.largest}"
-    return size
+__all__ = ["Runner"]
 
 
 class Runner:
     """Owns everything that lives on the device but the model: row state, inputs, steps."""
 
     def __init__(
-        self, model: Decoder, config: ResolvedConfig, arena: Arena, prefill_tokens: int
+        self,
+        model: Decoder,
+        config: ResolvedConfig,
+        arena: Arena,
+        groups: Sequence[LayerGroup],
+        prefill_tokens: int,
+        host: HostArena | None = None,
     ) -> None:
-        """Allocate buffers for steps of at most `prefill_tokens` prompt tokens."""
+        """Allocate buffers for steps of at most `prefill_tokens` prompt tokens.
+
+        `host` is where requests are swapped to, if they are.
+        """
         user, device = config.user, config.device
         self.device = device
         self.block_size = user.block_size
         self.max_prefill_rows = max_prefill_rows(user.max_rows)
         max_blocks_per_row = -(-config.max_model_len // user.block_size)
         self.state = RowState.allocate(
-            user.max_rows, max_blocks_per_row, model.config.vocab_size, device
+            user.max_rows, len(groups), max_blocks_per_row, model.config.vocab_size, device
         )
         self.null_row = self.state.null_row
         self.inputs = StaticBuffers.allocate(
@@ -132,34 +69,62 @@ class Runner:
                 max_rows=user.max_rows,
                 prefill_tokens=prefill_tokens,
                 prefill_rows=self.max_prefill_rows,
-                # Every decoding row takes a block at most, and a prompt as many as it has.
-                table_updates=user.max_rows + max_blocks_per_row,
+                table_updates=most_table_updates(config, len(groups)),
             ),
             device,
         )
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
+        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
+        if user.prompt_embeds:
+            self.embeds = StaticBuffers.allocate(
+                EmbedInputs[torch.Tensor],
+                EmbedInputs.layout(
+                    prefill_tokens=prefill_tokens, hidden_size=model.config.hidden_size
+                ),
+                device,
+            )
+        self._embeds_shown = False  # by the last prefill step
         self._decode_rows: list[int] = []  # as last written
         self._arena = arena
+        self.host_arena = host
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels, prefill_tokens)
         bind = partial(
-            StepFunctions, model, arena.tensor, user.block_size, self.state, self.inputs.device
+            StepFunctions,
+            model,
+            arena.tensor,
+            user.block_size,
+            self.state,
+            self.inputs.device,
+            None if self.embeds is None else self.embeds.device,
         )
         compiled = config.mode == "compile" or (config.mode == "graph" and user.compile)
         self._functions = bind(compiled=compiled)
         self.library = _library(config, self._functions, bind(compiled=False), self.sizes.keys())
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the arena, null block included."""
+        return self._arena.tensor.shape[2]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of row state and inputs."""
-        return self.state.nbytes + self.inputs.nbytes
+        embeds = 0 if self.embeds is None else self.embeds.nbytes
+        return self.state.nbytes + self.inputs.nbytes + embeds
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
         return {
             "arena": self._arena.address,
+            **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
             **{f"inputs.{k}": v for k, v in self.inputs.addresses().items()},
             **{f"state.{k}": v for k, v in self.state.addresses().items()},
+            **(
+                {}
+                if self.embeds is None
+                else {f"embeds.{k}": v for k, v in self.embeds.addresses().items()}
+            ),
         }
 
     def check_integrity(self) -> None:
@@ -167,7 +132,7 @@ class Runner:
         assert self.addresses() == self._addresses, "a static tensor has moved"
         self.inputs.check_integrity()
         assert int(self.state.positions[self.null_row]) == 0
-        assert not self.state.block_tables[self.null_row].any()
+        assert not self.state.block_tables[:, self.null_row].any()
 
     def prepare(self, progress: Callable[[int, int, StepKey], None] | None = None) -> None:
         """Compile and capture every step before there is a request."""
@@ -177,6 +142,26 @@ class Runner:
         """Let go of all steps and of what was compiled for them."""
         self.library.close()
         self._functions.close()
+
+    def swap_out(self, plan: StepPlan) -> None:
+        """Queue the copies of preempted requests to the host; before anything writes blocks."""
+        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+        if pairs:
+            assert self.host_arena is not None, "requests are swapped without a host arena"
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.host_arena.swap_out(pairs)
+
+    def copy_in(self, plan: StepPlan) -> None:
+        """Queue the copies that admitted requests begin with: a batch of blocks, and the host's."""
+        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
+        if copies:
+            with ranges.span(ranges.FORK, len(copies)):
+                self._arena.copy_blocks(copies)
+        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
+        if pairs:
+            assert self.host_arena is not None, "requests are swapped without a host arena"
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.host_arena.swap_in(pairs)
 
     def launch(self, number: int, plan: StepPlan) -> Launch:
         """Start the step `number`; returns without waiting for it, unless the device is the host.
@@ -214,18 +199,11 @@ class Runner:
         """Return the tokens of a launch; waits for them, and for nothing after them."""
         if launch.arrived is not None:
             launch.arrived.synchronize()
-        sampled: list[Sampled] = []
-        for lanes, output in launch.parts:
-            tokens: list[int] = output.tokens.tolist()
-            for lane, request in enumerate(lanes):
-                if request is not None:
-                    details = _logprobs(request, output, lane)
-                    sampled.append(Sampled(request, tokens[lane], details))
-        return sampled
+        return sampled_tokens(launch)
 
     def _outward(self, output: StepOutput) -> StepOutput:
         """Send an output on its way to the host, before another launch can overwrite it."""
-        return output if self.device.type == "cpu" else _to_host(output)
+        return output if self.device.type == "cpu" else to_host(output)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Put another token in the place of the one that was sampled last for a row."""
@@ -261,10 +239,22 @@ class Runner:
             if plan.prefill:
                 bucket = self._prefill_key(plan).size
                 write_prefill(plan.prefill, self.null_row, bucket, self._host)
+                self._bring_embeds(plan)
         if updates:
             self._copy_updates(updates)
         else:
             self._copy()
+
+    def _bring_embeds(self, plan: StepPlan) -> None:
+        """Copy over the embeddings that chunks show, or that none does after some did."""
+        if self.embeds is None:
+            return
+        shown = any(chunk.request.embeds for chunk in plan.prefill)
+        if shown or self._embeds_shown:
+            self.embeds.begin_write()
+            write_embeds(plan.prefill, self.embeds.host)
+            self.embeds.copy_to_device()
+        self._embeds_shown = shown
 
     def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
         self.inputs.begin_write()
@@ -307,36 +297,3 @@ def _library(
         return EagerStep(eager.bind(key), str(key))
 
     return StepLibrary(make_step, keys, lambda key: key.size, make_fallback)
-
-
-def _to_host(output: StepOutput) -> StepOutput:
-    """Return the output on its way into pinned memory.
-
-    The copies stand in the stream before the next launch: captured steps share their memory, so
-    any of them may overwrite the outputs of another. The host memory comes from torch's cache of
-    pinned memory, which gives a piece out again only after the copies into it are done.
-    """
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    details = output.details
-    if details is not None:
-        details = type(details)(**{f.name: copy(getattr(details, f.name)) for f in fields(details)})
-    return StepOutput(copy(output.tokens), output.logits, details)
-
-
-def _logprobs(request: Request, output: StepOutput, lane: int) -> TokenLogprobs | None:
-    """Return what `SamplingParams.logprobs` asks for, of one lane."""
-    count = request.params.logprobs
-    if count is None:
-        return None
-    assert output.details is not None, "log-probabilities come from the full sampler"
-    ids = output.details.top_ids[lane, :count].tolist()
-    values = output.details.top_logprobs[lane, :count].tolist()
-    return TokenLogprobs(
-        token_id=int(output.details.tokens[lane]),
-        logprob=float(output.details.logprob[lane]),
-        top=dict(zip(ids, values, strict=True)),
-    )

@@ -2,86 +2,33 @@
 
 A plan is made of two launches. Every request whose prompt is in the cache decodes one token; what
 is left of the step's token budget goes to chunks of prompts. Requests are served by `(priority,
-arrival)`. Blocks for all known tokens are taken when a request is admitted, so only decoding takes
-more; when none are left, the running request that would be served last loses its blocks and its
-row, and computes its sequence anew when there is room (preemption by recomputation).
+arrival)`. Blocks for all known tokens are taken when a request is admitted (in layers with a
+sliding window those that the next chunk needs), so mostly decoding takes more; when none are left,
+the running request that would be served last loses its blocks and its row. They wait on the host,
+or it computes its sequence anew when there is room (see `preemption.py`).
+
+A request that is admitted goes on from what the cache has of it: its own blocks on the host, the
+prompt that a sibling has computed, or blocks with the same content (see `cache/kv_cache.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..cache.kv_cache import KVCache
+from ..cache.kv_cache import KVCache, TableChange
+from .plan import Admission, Preemption, PrefillChunk, StepPlan, TableUpdate
+from .preemption import PreemptionPolicy
 from .request import Request, RequestStatus
 
-__all__ = ["Admission", "PrefillChunk", "Scheduler", "StepPlan", "TableUpdate"]
+__all__ = ["Scheduler"]
 
 _order = attrgetter("order")
 
 
 def _is_alive(request: Request) -> bool:
     return request.status is not RequestStatus.FINISHED
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A waiting request that gets a row."""
-
-    request: Request
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """`count` known tokens of a request from position `start`: their keys and values come next."""
-
-    request: Request
-    row: int
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one is sampled.
-
-        To be asked before the step is committed, which makes one more token known.
-        """
-        return self.start + self.count == self.request.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TableUpdate:
-    """Write `block` into column `column` of a row's block table."""
-
-    row: int
-    column: int
-    block: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What the next step does. Made by `Scheduler.plan`, read by the runner and the engine."""
-
-    preempted: list[Request] = field(default_factory=list)
-    """Requests that lost their row and blocks; they wait again."""
-    admitted: list[Admission] = field(default_factory=list)
-    table_updates: list[TableUpdate] = field(default_factory=list)
-    """Blocks that rows got, in any order; no (row, column) occurs twice."""
-    prefill: list[PrefillChunk] = field(default_factory=list)
-    decode: list[Request] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to launch."""
-        return not (self.prefill or self.decode)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(chunk.count for chunk in self.prefill)
 
 
 class Scheduler:
@@ -95,6 +42,7 @@ class Scheduler:
         max_batch_tokens: int,
         prefill_chunk: int,
         max_prefill_rows: int,
+        preemption: PreemptionPolicy | None = None,
     ) -> None:
         assert max_batch_tokens > max_rows >= 1
         assert prefill_chunk >= 1
@@ -104,11 +52,14 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.max_prefill_rows = max_prefill_rows
+        self.preemption = preemption or PreemptionPolicy()
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
         self._running: list[Request] = []  # by order
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first
+        self._publish_at: dict[Request, int] = {}  # computed tokens that fill its next block
+        self._refused: tuple[Request, int, int, int] | None = None  # what did not fit, and when
 
     @property
     def num_waiting(self) -> int:
@@ -122,8 +73,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request, one that fits into the cache when it runs alone."""
-        heapq.heappush(self._waiting, (request.order, request))
-        self._num_waiting += 1
+        self._queue(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended; its row and blocks are free at once.
@@ -135,6 +85,7 @@ class Scheduler:
         if request in self._rows:
             self._leave(request)
             return
+        self.cache.host.drop(request.id)
         self._num_waiting -= 1
         if len(self._waiting) > 2 * self._num_waiting + 64:
             self._waiting = [entry for entry in self._waiting if _is_alive(entry[1])]
@@ -147,45 +98,105 @@ class Scheduler:
         makes the plan true.
         """
         plan = StepPlan()
+        for request, at in self._publish_at.items():
+            if request.num_computed >= at:
+                self._publish(request)
         self._plan_decode(plan)
         self._plan_prefill(plan)
         return plan
+
+    def undo(self, plan: StepPlan, admission: Admission) -> None:
+        """Take back an admission of the plan just made, whose copies failed; it waits again.
+
+        Nothing of what it found is kept, so the next time it computes all of its tokens or shares
+        blocks that are where they should be.
+        """
+        request, row = admission.request, admission.row
+        plan.admitted.remove(admission)
+        plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not request]
+        plan.table_updates = [update for update in plan.table_updates if update.row != row]
+        self._give_up_row(request)
+        self.cache.release(request.id)
+        self._queue(request)
 
     def _plan_decode(self, plan: StepPlan) -> None:
         for request in tuple(self._running):
             if request not in self._rows or not request.decoding or request.reached_max_tokens:
                 continue
-            while not self._grow(plan, request, request.num_computed + 1):
-                victim = self._running[-1]
-                self._leave(victim)
-                heapq.heappush(self._waiting, (victim.order, victim))
-                self._num_waiting += 1
-                plan.preempted.append(victim)
-                if victim is request:
-                    break
-            else:
+            if self._make_room(plan, request, request.num_computed + 1, may_leave=True):
                 plan.decode.append(request)
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = min(self.prefill_chunk, self.max_batch_tokens - len(plan.decode))
-        for request in self._running:
-            if not request.decoding:
+        for request in tuple(self._running):
+            if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
+                break
+            if request not in self._rows or request.decoding:
+                continue
+            stop = min(request.num_tokens, request.num_computed + budget)
+            if self._make_room(plan, request, stop, may_leave=False):
                 budget = self._add_chunk(plan, request, request.num_computed, budget)
         if plan.preempted:  # they would be admitted again with the blocks they just lost
             return
         while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._head()
-            if head is None or not self._has_room_for(head):
+            if head is None or not self._admit(plan, head, budget):
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            row = heapq.heappop(self._free_rows)
-            self._rows[head] = row
-            insort(self._running, head, key=_order)
-            grown = self._grow(plan, head, head.num_tokens)
-            assert grown, "room was checked before admission"
-            plan.admitted.append(Admission(head, row))
-            budget = self._add_chunk(plan, head, 0, budget)
+            budget = self._add_chunk(plan, head, plan.admitted[-1].found.num_tokens, budget)
+
+    def _admit(self, plan: StepPlan, head: Request, budget: int) -> bool:
+        """Give the first waiting request a row and blocks, if it is its time and there is room.
+
+        Every running request must still be able to take one more block a group: without that the
+        newcomer would be the first to be preempted, a step later.
+        """
+        siblings = self._siblings(head)
+        if siblings is None:
+            return False
+        running, free = len(self._running), self.cache.num_free_blocks
+        # Nothing is looked up again for a request that was refused when there was as much room.
+        if (
+            self._refused is not None
+            and self._refused[:2] == (head, len(siblings))
+            and running >= self._refused[2]
+            and free <= self._refused[3]
+        ):
+            return False
+        found = self.cache.admit(
+            head.id,
+            head.num_tokens,
+            chunk=budget,
+            headroom=running * self.cache.num_groups,
+            hashes=head.hashes_of(head.num_tokens),
+            siblings=siblings,
+        )
+        if found is None:
+            self._refused = (head, len(siblings), running, free)
+            return False
+        self._refused = None
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        row = heapq.heappop(self._free_rows)
+        self._rows[head] = row
+        insort(self._running, head, key=_order)
+        if head.prefix_hashes is not None:
+            self._publish_at[head] = self.cache.block_size
+        plan.admitted.append(Admission(head, row, found))
+        self._update_tables(plan, head, self.cache.table_of(head.id))
+        return True
+
+    def _siblings(self, request: Request) -> list[tuple[str, int]] | None:
+        """Return who has computed the request's prompt, or None if only somebody is about to.
+
+        All but the last token of the prompt: whoever goes on from it samples a token of its own.
+        """
+        shared = len(request.prompt_ids) - 1
+        waits_on_host = self.cache.host.find(request.id) is not None
+        if not shared or not request.may_fork or waits_on_host:
+            return []
+        running = [s for s in request.siblings if s in self._rows]
+        computed = [(s.id, shared) for s in running if s.num_computed >= shared]
+        return None if running and not computed else computed
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan as much of a prompt as the budget allows; return what is left of the budget."""
@@ -204,31 +215,82 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return None
 
-    def _has_room_for(self, request: Request) -> bool:
-        """Whether all known tokens fit, and every running request can still take one more block.
+    def _make_room(
+        self, plan: StepPlan, request: Request, num_tokens: int, *, may_leave: bool
+    ) -> bool:
+        """Take the blocks that tokens up to `num_tokens` need, from others if need be.
 
-        Without that headroom the newcomer would be the first to be preempted, a step later.
+        Returns False if there are not enough: then the request has been preempted itself, or
+        (not `may_leave`) keeps what it has and waits for those that are served before it.
         """
-        headroom = len(self._running)
-        needed = self.cache.blocks_for(request.num_tokens)
-        return needed + headroom <= self.cache.num_free_blocks
-
-    def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
-        """Take the blocks that `num_tokens` tokens need; return whether there were enough."""
-        grown = self.cache.grow(request.id, num_tokens)
-        if grown is None:
-            return False
-        (blocks,) = grown
-        if blocks:
-            row = self._rows[request]
-            first = len(self.cache.block_table(request.id)) - len(blocks)
-            plan.table_updates += [TableUpdate(row, first + i, b) for i, b in enumerate(blocks)]
+        # Siblings may be about to go on from the last token of the prompt, which reads a block that
+        # this request's next token does not: it is kept for them if there is room.
+        slid = not request.siblings or request.num_computed != len(request.prompt_ids)
+        if slid:
+            self._slide(plan, request)
+        while (grown := self.cache.grow(request.id, num_tokens)) is None:
+            if not slid:
+                self._slide(plan, request)
+                slid = True
+                continue
+            victim = self._running[-1]
+            if victim is request and not may_leave:
+                return False
+            self._preempt(plan, victim)
+            if victim is request:
+                return False
+        self._update_tables(plan, request, grown)
         return True
 
+    def _slide(self, plan: StepPlan, request: Request) -> None:
+        """Give back what a request's next token, and all after it, will not read."""
+        dropped = self.cache.slide(request.id, request.num_computed)
+        self._update_tables(plan, request, dropped)
+
+    def _preempt(self, plan: StepPlan, victim: Request) -> None:
+        plan.decode = [request for request in plan.decode if request is not victim]
+        plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
+        if self._publish_at.get(victim, victim.num_computed + 1) <= victim.num_computed:
+            self._publish(victim)
+        pairs = None
+        num_blocks = self.cache.num_blocks_of(victim.id)
+        if self.preemption.swaps(num_blocks, victim.num_computed):
+            pairs = self.cache.swap_out(victim.id, victim.num_computed)
+        if pairs is None:
+            self.cache.release(victim.id)
+        self._give_up_row(victim)
+        self._queue(victim)
+        plan.preempted.append(Preemption(victim, pairs))
+
+    def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
+        if changes:
+            row = self._rows[request]
+            plan.table_updates += [TableUpdate(g, row, column, b) for g, column, b in changes]
+
+    def _publish(self, request: Request) -> None:
+        """Let others share what launched steps have computed of a request's known tokens."""
+        known = min(request.num_computed, request.num_tokens)
+        hashes = request.hashes_of(known)
+        if hashes is not None:
+            self.cache.publish(request.id, hashes, known)
+            size = self.cache.block_size
+            self._publish_at[request] = (known // size + 1) * size
+
     def _leave(self, request: Request) -> None:
+        """End a running request."""
+        if request in self._publish_at:
+            self._publish(request)
+        self._give_up_row(request)
+        self.cache.release(request.id)
+
+    def _queue(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.order, request))
+        self._num_waiting += 1
+
+    def _give_up_row(self, request: Request) -> None:
         self._running.remove(request)
         heapq.heappush(self._free_rows, self._rows.pop(request))
-        self.cache.release(request.id)
+        self._publish_at.pop(request, None)
 
     def check_integrity(self) -> None:
         """Assert that rows, queues and blocks agree with each other."""
@@ -238,6 +300,7 @@ class Scheduler:
         assert len(self._rows) == len(self._running)
         assert all(request in self._rows for request in self._running)
         assert [r.order for r in self._running] == sorted(r.order for r in self._running)
+        assert self._publish_at.keys() <= self._rows.keys()
         alive = [r for _, r in self._waiting if _is_alive(r)]
         assert len(alive) == self._num_waiting
         assert not any(request in self._rows for request in alive)

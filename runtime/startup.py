@@ -6,18 +6,18 @@ headers, the memory plan. Then the weights are read, and every step is made read
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ..cache.arena import Arena
-from ..cache.device_memory import available_bytes, is_shared_with_os
-from ..cache.memory import MemoryPlan, ModelFootprint, Reconciliation, plan_memory
+from ..cache.arena import Arena, HostArena
+from ..cache.device_memory import DeviceMemory
+from ..cache.memory import MemoryBudgetError, MemoryPlan, Reconciliation, plan_memory
+from ..cache.memory_plan import format_bytes
 from ..cache.spec import LayerGroup, group_layers
 from ..profiling import ranges
 from .checkpoint import CheckpointReader
@@ -26,13 +26,14 @@ from .errors import ConfigError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
 from .loading import Source, iter_weights, random_weights, resolve_source
+from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
-from .runner import Runner, StepSizes
+from .runner import Runner
 from .step_functions import StepKey
 from .tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["EngineParts", "start"]
+__all__ = ["RESERVE_BYTES", "EngineParts", "layer_groups", "plan_engine", "start"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -51,21 +52,37 @@ class EngineParts:
     plan: MemoryPlan
     arena: Arena
     runner: Runner
-    load_seconds: float
-    """What reading (and packing) the weights took."""
+    step_memory: StepMemory
+    """What steps hold while they run."""
+    phases: tuple[Phase, ...]
+    """What loading, making the cache and preparing the steps left behind."""
+
+    @property
+    def load_seconds(self) -> float:
+        """What reading (and packing) the weights took."""
+        return sum(phase.seconds for phase in self.phases if phase.name == "load")
 
     def reconcile(self) -> Reconciliation:
-        """Set what is held now against the plan.
-
-        Activations and logits come and go within a step and are not among the measured terms.
-        """
+        """Set what is held now, and what steps held when they were measured, against the plan."""
+        runner = self.runner
+        host = 0 if runner.host_arena is None else runner.host_arena.nbytes
+        mirrors = 0
+        if self.config.device.type == "cuda":
+            mirrors = runner.inputs.nbytes + (runner.embeds.nbytes if runner.embeds else 0)
         return self.plan.reconcile(
             {
                 "weights": self.model.weight_bytes,
                 "cache": self.arena.nbytes,
-                "static_buffers": self.runner.nbytes,
-                "captured_graphs": sum(report.bytes for report in self.runner.library.reports()),
-            }
+                "static_buffers": runner.nbytes,
+                "captured_graphs": 0,
+                "host_cache": host,
+                "host_buffers": mirrors,
+                **self.step_memory.measured,
+            },
+            {
+                "reserve": "not held: left for workspaces and fragmentation",
+                **self.step_memory.notes,
+            },
         )
 
 
@@ -74,22 +91,43 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     found = resolve_source(source)
     resolved = ResolvedConfig.resolve(config, found.config)
     kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype)
-    groups = group_layers(attention_specs(found.config, resolved.dtype.itemsize))
-    plan = plan_engine(found.config, resolved, kernels, groups)
+    groups = layer_groups(found.config, resolved)
+    plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())
-    began = time.perf_counter()
-    with ranges.span(ranges.LOAD, plan.weights):
-        model = _load(found, resolved, kernels, progress=progress)
-    load_seconds = time.perf_counter() - began
-    arena = Arena(groups, plan.num_blocks, config.block_size, resolved.dtype, resolved.device)
-    prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
-    runner = Runner(model, resolved, arena, prefill_tokens)
-    with _preparation_bar(shown=progress) as report:
-        runner.prepare(report)
+    # No row grows longer than the cache: tables and reads need not be wider.
+    resolved = dataclasses.replace(resolved, max_model_len=plan.longest_request)
+    log = PhaseLog(resolved.device)
+    with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
+        model = _load(found, resolved, kernels, groups, progress=progress)
+    with log.phase("cache"):
+        arena = Arena(
+            groups,
+            plan.num_blocks,
+            config.block_size,
+            resolved.dtype,
+            resolved.device,
+            resolved.storage,
+        )
+        host = HostArena(arena, plan.host_blocks) if plan.host_blocks else None
+        prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
+        runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
+    with log.phase("prepare"):
+        captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
+        with _preparation_bar(shown=progress) as report:
+            runner.prepare(report if captured is None else _both(report, captured))
+    with log.phase("measure"):
+        step_memory = measure_steps(runner, kernels, captured)
     tokenizer = None if found.directory is None else load_tokenizer(found.directory)
-    parts = EngineParts(resolved, model, tokenizer, groups, plan, arena, runner, load_seconds)
+    parts = EngineParts(
+        resolved, model, tokenizer, groups, plan, arena, runner, step_memory, tuple(log.phases)
+    )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
+
+
+def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of a model whose cache is stored as `config` says."""
+    return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
 
 
 def plan_engine(
@@ -97,65 +135,70 @@ def plan_engine(
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
 ) -> MemoryPlan:
-    """Size the cache; no weight is read for it.
+    """Size the cache; no weight is read for it, and no device is asked but `memory`.
 
     Raises:
-        MemoryBudgetError: the budget has no room for the smallest cache.
+        MemoryBudgetError: the budget has no room for the smallest cache, or the host none for
+            what lies there.
         ConfigError: `max_model_len` was asked for, and the cache cannot hold one such sequence.
     """
     user = config.user
-    steps = StepSizes.choose(config, kernels, user.prefill_chunk).keys()
-    footprint = model_footprint(
-        model, config, kernels, groups, captured_steps=len(steps) if config.mode == "graph" else 0
+    footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
+    plan = plan_memory(
+        footprint,
+        user.memory_budget(config.device),
+        available_bytes=memory.available,
+        num_blocks=user.fixed_blocks,
+        max_batch_tokens=user.max_batch_tokens,
+        # As many batch tokens as slots, but no more than a step can use.
+        batch_tokens_per_block=user.block_size,
+        cap_blocks=footprint.most_blocks if memory.shared_with_os else None,
+        reserve_bytes=RESERVE_BYTES[config.device.type],
     )
-    plan = _solve(footprint, config)
-    capacity = (plan.num_blocks - 1) * user.block_size
-    if user.max_model_len is not None and capacity < user.max_model_len:
+    if not plan.host_shared and plan.host_total > memory.host_available:
+        raise MemoryBudgetError(
+            f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
+            f"({format_bytes(plan.host_buffers)}) do not fit the {memory.host_available} bytes "
+            f"({format_bytes(memory.host_available)}) that the host has: lower host_cache_bytes"
+        )
+    if user.max_model_len is not None and plan.longest_request < user.max_model_len:
         raise ConfigError(
-            f"max_model_len={user.max_model_len}, but the cache holds {capacity} tokens:"
-            " raise the memory budget, or lower max_model_len\n" + plan.format()
+            f"max_model_len={user.max_model_len}, but the cache holds requests of at most "
+            f"{plan.longest_request} tokens: raise the memory budget, or lower max_model_len\n"
+            + plan.format()
         )
     return plan
 
 
-def _solve(footprint: ModelFootprint, config: ResolvedConfig) -> MemoryPlan:
-    """Solve for blocks and batch tokens.
-
-    Neither given, there are as many batch tokens as slots, but no more than a step can use.
-    """
-    user = config.user
-    solve = partial(
-        plan_memory,
-        footprint,
-        user.memory_budget(config.device),
-        available_bytes=available_bytes(config.device),
-        block_size=user.block_size,
-        num_blocks=user.fixed_blocks,
-        batch_tokens_per_block=user.block_size,
-        cap_blocks=footprint.most_blocks(user.block_size)
-        if is_shared_with_os(config.device)
-        else None,
-        reserve_bytes=RESERVE_BYTES[config.device.type],
-    )
-    if user.max_batch_tokens is not None:
-        return solve(max_batch_tokens=user.max_batch_tokens)
-    plan = solve()
-    useful = user.max_rows + user.prefill_chunk
-    least = user.max_rows + 1  # a step of decoding rows has to leave room for a prompt's token
-    if least <= plan.max_batch_tokens <= useful:
-        return plan
-    return solve(max_batch_tokens=min(max(plan.max_batch_tokens, least), useful))
-
-
-def _load(source: Source, config: ResolvedConfig, kernels: Kernels, *, progress: bool) -> Decoder:
-    model = Decoder(source.config, kernels, config.dtype, config.device)
+def _load(
+    source: Source,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    groups: tuple[LayerGroup, ...],
+    *,
+    progress: bool,
+) -> Decoder:
+    model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
     if source.directory is None:
         model.store(random_weights(source.config, config.dtype, config.user.seed))
     else:
         with CheckpointReader(source.directory) as reader:
             model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()
+
+
+def _both(
+    report: Callable[[int, int, StepKey], None], captured: CapturePeaks
+) -> Callable[[int, int, StepKey], None]:
+    """Return a progress callback that also takes the peak of the step that was prepared."""
+
+    def progress(done: int, total: int, key: StepKey) -> None:
+        captured(key)
+        report(done, total, key)
+
+    return progress
 
 
 @contextmanager

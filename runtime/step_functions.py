@@ -24,7 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from .batch import StepInputs
+from .batch import EmbedInputs, StepInputs
 from .models.decoder import AttentionInputs, Decoder
 from .rows import RowState
 from .sampling import SampleOutput, sample_full, sample_greedy
@@ -72,14 +72,19 @@ class StepFunctions:
         block_size: int,
         state: RowState,
         inputs: StepInputs[torch.Tensor],
+        embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,
     ) -> None:
-        """Bind the tensors; with `compiled`, what runs over them is compiled at its first call."""
+        """Bind the tensors; with `compiled`, what runs over them is compiled at its first call.
+
+        `embeds` are read by prefill steps, where prompts may have embeddings.
+        """
         self.model = model
         self.arena = arena
         self.block_size = block_size
         self.state = state
         self.inputs = inputs
+        self.embeds = embeds
         self._compiled: dict[str, Callable[..., Any]] | None = None
         if compiled:
             parts = (self._forward_pass, self._greedy, self._full)
@@ -117,9 +122,16 @@ class StepFunctions:
             inputs.token_rows[:size].clone(),
             inputs.prefill_rows.clone(),
             key.read_blocks,
+            *self._embeds(size),
         )
         last = inputs.sample_index
         return self._sample(key, hidden[last], inputs.sample_rows.clone(), positions[last])
+
+    def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Return embeddings and mask of a prefill step, or nothing where there are never any."""
+        if self.embeds is None:
+            return ()
+        return self.embeds.embeds[:size].clone(), self.embeds.mask[:size].clone()
 
     def _forward_pass(
         self,
@@ -128,20 +140,30 @@ class StepFunctions:
         token_rows_T: torch.Tensor,
         rows_R: torch.Tensor,
         read_blocks: int,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the final hidden states `[T, hidden_size]`.
 
         Token at position 37 of row 2, blocks of 16: it is written to slot
-        `block_tables[2, 37 // 16] * 16 + 37 % 16`.
+        `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
         """
         block_tables = self.state.block_tables
-        blocks_T = block_tables[token_rows_T, positions_T // self.block_size]
-        slots_T = blocks_T.to(torch.int64) * self.block_size + positions_T % self.block_size
+        blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
+        slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
         inputs = AttentionInputs(
-            positions_T, slots_T, token_rows_T, rows_R, block_tables, read_blocks
+            positions=positions_T,
+            slots=slots_GT,
+            token_rows=token_rows_T,
+            rows=rows_R,
+            block_tables=block_tables,
+            read_blocks=read_blocks,
+            block_size=self.block_size,
         )
-        hidden: torch.Tensor = self.model(token_ids_T, self.arena, inputs)
-        return hidden
+        x_TD = self.model.embed(token_ids_T)
+        if embeds_TD is not None and embed_mask_T is not None:
+            x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        return self.model.decode(x_TD, self.arena, inputs)
 
     def _sample(
         self,
@@ -196,5 +218,7 @@ def _own_code(bound: Callable[..., Any]) -> MethodType:
     method = cast(MethodType, bound)
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
-    own = FunctionType(code, function.__globals__, closure=function.__closure__)
+    own = FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
+    )
     return MethodType(own, method.__self__)

@@ -1,4 +1,4 @@
-"""Tiny random Llamas on disk, each beside the transformers model that it was saved from."""
+"""Tiny random models on disk, each beside the transformers model that it was saved from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -24,6 +24,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     # Six query heads over two kv heads, and 6 * 16 != 48.
@@ -58,6 +65,72 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
     "linear_rope": {"rope_parameters": LINEAR_ROPE},
     "text": {"vocab_size": 320, "num_hidden_layers": 2},
+    # Other families. Prompts of the tests are longer than several of their windows.
+    "qwen3": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 6,  # of which the last two slide: three groups of two layers
+        "use_sliding_window": True,
+        "sliding_window": 11,
+        "max_window_layers": 4,
+        "head_dim": 14,
+        "attention_bias": True,
+    },
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": 13,
+        "head_dim": 20,
+        "tie_word_embeddings": False,
+    },
+    "mistral_full": {"model_type": "mistral", "sliding_window": None},
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 7.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,  # the sixth alone does not slide
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 6,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "head_dim": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 22,
+        "kv_lora_rank": 18,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rms_norm_eps": 1e-3,  # of the norms between layers only
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
 }
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -78,7 +151,7 @@ class TinyModel:
     """A checkpoint, and what transformers makes of it in float32."""
 
     directory: Path
-    reference: LlamaForCausalLM
+    reference: PreTrainedModel
 
     @property
     def vocab_size(self) -> int:
@@ -113,24 +186,34 @@ class TinyModel:
         """Logits behind every token, float32 `[len(token_ids), V]`."""
         return self.reference(torch.tensor([token_ids])).logits[0]
 
+    def reload(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The checkpoint as transformers runs it in another dtype, soft caps included."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.directory, dtype=dtype, attn_implementation="eager"
+        ).eval()
 
-def randomize(model: LlamaForCausalLM) -> None:
+
+def randomize(model: PreTrainedModel) -> None:
     """Give weights that spread the logits (standard deviation about 3), so argmax is robust.
 
     Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
     and embeddings are small beside it: else a model with tied ones would repeat its last token.
+    Gemma multiplies its embeddings by the root of the hidden size, and its norms by one plus their
+    weight.
     """
     torch.manual_seed(3)
+    gemma = model.config.model_type.startswith("gemma")
+    one = 0.0 if gemma else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif name == "model.norm.weight":
-                parameter.normal_(1.5, 0.25)
+                parameter.normal_(20.0 if gemma else 1.5, 0.25)
             elif "norm" in name:
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(one, 0.2)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, 0.3)
+                parameter.normal_(0.0, 0.02 if gemma else 0.3)
             else:
                 parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
 
@@ -170,7 +253,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
         if variant not in made:
             settings = BASE | VARIANTS[variant]
             shard = settings.pop("max_shard_size", "1GB")
-            model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+            config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             randomize(model)
             model.generation_config = GenerationConfig(eos_token_id=EOS_TOKEN_IDS)
             directory = tmp_path_factory.mktemp(variant)

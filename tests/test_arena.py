@@ -1,87 +1,171 @@
-"""The arena: layout, views, the null block, one address for life."""
+"""The arenas: layout, the null block, copies, one address for life."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from stepgraph.cache.arena import Arena
+from stepgraph.cache.arena import Arena, HostArena, Storage
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, group_layers
+from stepgraph.cache.spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    LayerGroup,
+    LayerSpec,
+    SlidingWindowSpec,
+    group_layers,
+)
 
 CPU = torch.device("cpu")
 SPEC = FullAttentionSpec(num_kv_heads=3, head_dim=8, element_bytes=2)
+WINDOW = SlidingWindowSpec(num_kv_heads=3, head_dim=8, element_bytes=2, window=5)
+BYTES = replace(SPEC, element_bytes=1, scale_bytes=2)
+LATENT = LatentSpec(num_kv_heads=1, head_dim=12, element_bytes=2)
+LATENT_BYTES = replace(LATENT, element_bytes=1, scale_bytes=2)
 NUM_BLOCKS, BLOCK_SIZE = 7, 4
+LAYOUTS: list[tuple[LayerSpec, Storage, tuple[int, ...]]] = [
+    (SPEC, "model", (2, 2, NUM_BLOCKS, 3, BLOCK_SIZE, 8)),
+    (BYTES, "int8", (2, 2, NUM_BLOCKS, 3, BLOCK_SIZE * (8 + 2))),
+    (BYTES, "fp8", (2, 2, NUM_BLOCKS, 3, BLOCK_SIZE * (8 + 2))),
+    (LATENT, "model", (2, 1, NUM_BLOCKS, 1, BLOCK_SIZE, 12)),
+    (LATENT_BYTES, "int8", (2, 1, NUM_BLOCKS, 1, BLOCK_SIZE * (12 + 2))),
+]
+DEVICES = [
+    CPU,
+    pytest.param(
+        torch.device("cuda"),
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 
 
-def make_arena(groups: tuple[LayerGroup, ...] | None = None, device: torch.device = CPU) -> Arena:
-    if groups is None:
-        groups = group_layers([SPEC] * 2)
-    return Arena(groups, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, device)
+def make_arena(
+    spec: LayerSpec = SPEC, storage: Storage = "model", device: torch.device = CPU
+) -> Arena:
+    return Arena(group_layers([spec] * 2), NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, device, storage)
 
 
-def test_layout() -> None:
-    arena = make_arena()
-    assert arena.tensor.shape == (2, 2, NUM_BLOCKS, 3, BLOCK_SIZE, 8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory, in which NaNs are equal if their bits are."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def randomise(tensor: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 256, as_bytes(tensor).shape, dtype=torch.uint8, generator=generator)
+    tensor.view(torch.uint8).copy_(noise)
+
+
+@pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
+def test_layout(spec: LayerSpec, storage: Storage, shape: tuple[int, ...]) -> None:
+    arena = make_arena(spec, storage)
+    assert arena.tensor.shape == shape
+    assert arena.tensor.dtype == (torch.bfloat16 if storage == "model" else torch.uint8)
     assert arena.tensor.is_contiguous()
-    assert arena.nbytes == 2 * NUM_BLOCKS * SPEC.block_bytes(BLOCK_SIZE)
+    assert arena.nbytes == 2 * NUM_BLOCKS * spec.block_bytes(BLOCK_SIZE)
     assert arena.address == arena.tensor.data_ptr()
+    assert arena.storage == storage
 
 
-def test_views_are_windows_on_the_arena() -> None:
-    arena = make_arena()
-    expected = torch.randn(arena.tensor.shape).bfloat16()
-    address = arena.address
-    for layer in (0, 1):
-        arena.key_blocks(layer).copy_(expected[layer, 0])
-        arena.value_blocks(layer).copy_(expected[layer, 1])
-    assert torch.equal(arena.tensor, expected)
-    assert arena.address == address
+def test_a_head_of_a_block_is_one_run_of_memory() -> None:
+    tensor = make_arena().tensor
+    assert tensor[1, 0, 5, 2].is_contiguous()
+    assert tensor.stride()[2:] == (3 * BLOCK_SIZE * 8, BLOCK_SIZE * 8, 8, 1)
 
 
-def test_slots_of_a_head_are_adjacent() -> None:
-    keys = make_arena().key_blocks(1)
-    assert keys[5, 2].is_contiguous()
-    assert keys.stride() == (3 * BLOCK_SIZE * 8, BLOCK_SIZE * 8, 8, 1)
-
-
-def test_null_block_is_zero_and_nothing_else_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        return torch.full(*args, float("nan"), **kwargs)
+@pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
+def test_null_block_is_zero_and_nothing_else_is_touched(
+    spec: LayerSpec, storage: Storage, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(*args: object, dtype: torch.dtype, **kwargs: object) -> torch.Tensor:
+        poison = float("nan") if dtype.is_floating_point else 255
+        return torch.full(*args, poison, dtype=dtype, **kwargs)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    tensor = make_arena().tensor
-    assert tensor[:, :, NULL_BLOCK].eq(0).all()
-    assert tensor[:, :, 1:].isnan().all()
+    tensor = make_arena(spec, storage).tensor
+    assert tensor.shape == shape
+    assert as_bytes(tensor[:, :, NULL_BLOCK]).eq(0).all()
+    rest = tensor[:, :, 1:]
+    assert (rest.isnan() if storage == "model" else rest.eq(255)).all()
 
 
-def test_groups_share_the_arena_by_layer_index() -> None:
-    groups = (LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, SPEC, (1, 3)))
-    arena = make_arena(groups)
+def test_groups_share_the_arena() -> None:
+    groups = (LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, WINDOW, (1, 3)))
+    arena = Arena(groups, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, CPU)
     assert arena.tensor.shape[0] == 2
-    assert [arena.layer_index(layer) for layer in range(4)] == [0, 0, 1, 1]
-    assert arena.key_blocks(2).data_ptr() == arena.key_blocks(3).data_ptr()
-    with pytest.raises(KeyError):
-        arena.layer_index(4)
 
 
 def test_unequal_groups_are_refused() -> None:
-    other = FullAttentionSpec(num_kv_heads=6, head_dim=8, element_bytes=2)
+    def arena(*groups: LayerGroup) -> Arena:
+        return Arena(groups, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, CPU)
+
     with pytest.raises(ValueError, match="groups of one arena must be alike"):
-        make_arena(group_layers([SPEC, other]))
+        arena(LayerGroup(0, SPEC, (0,)), LayerGroup(1, replace(SPEC, num_kv_heads=6), (1,)))
     with pytest.raises(ValueError, match="groups of one arena must be alike"):
-        make_arena((LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, SPEC, (1,))))
+        arena(LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, SPEC, (1,)))
     with pytest.raises(ValueError, match="at least one layer group"):
-        make_arena(())
+        arena()
 
 
-def test_dtype_must_have_the_size_of_the_spec() -> None:
-    with pytest.raises(ValueError, match=r"float32 has 4 bytes per element, the spec says 2"):
+def test_dtype_and_storage_must_have_the_bytes_of_the_spec() -> None:
+    with pytest.raises(ValueError, match=r"takes 4 bytes per element and 0 per scale, the spec"):
         Arena(group_layers([SPEC]), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"takes 1 bytes per element and 2 per scale, the spec"):
+        make_arena(SPEC, "int8")
+    with pytest.raises(ValueError, match=r"takes 2 bytes per element and 0 per scale, the spec"):
+        make_arena(BYTES, "model")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda() -> None:
-    arena = make_arena(device=torch.device("cuda"))
-    assert arena.tensor.is_cuda
-    assert arena.tensor[:, :, NULL_BLOCK].eq(0).all()
+# Copies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
+def test_copied_blocks_are_the_same_bytes_in_all_layers(
+    spec: LayerSpec, storage: Storage, shape: tuple[int, ...], device: torch.device
+) -> None:
+    arena = make_arena(spec, storage, device)
+    address = arena.address
+    randomise(arena.tensor, seed=1)
+    before = as_bytes(arena.tensor).clone()
+    arena.copy_blocks([])
+    assert torch.equal(as_bytes(arena.tensor), before)
+    arena.copy_blocks([(2, 6), (2, 1), (5, 3)])
+    expected = before.clone()
+    for source, destination in [(2, 6), (2, 1), (5, 3)]:
+        expected[:, :, destination] = before[:, :, source]
+    assert torch.equal(as_bytes(arena.tensor), expected)
+    assert arena.address == address
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
+def test_to_the_host_and_back(
+    spec: LayerSpec, storage: Storage, shape: tuple[int, ...], device: torch.device
+) -> None:
+    arena = make_arena(spec, storage, device)
+    host = HostArena(arena, 3)
+    addresses = arena.address, host.address
+    assert host.num_blocks == 3
+    assert host.nbytes == 3 * arena.nbytes // NUM_BLOCKS
+    randomise(arena.tensor, seed=2)
+    before = as_bytes(arena.tensor).clone()
+    host.swap_out([(4, 2), (1, 0)])
+    assert torch.equal(as_bytes(arena.tensor), before)
+    arena.tensor[:, :, 1:].view(torch.uint8).fill_(255)  # others had the blocks meanwhile
+    host.swap_in([(2, 6), (0, 4)])
+    expected = torch.full_like(before, 255)
+    expected[:, :, NULL_BLOCK] = before[:, :, NULL_BLOCK]
+    expected[:, :, 6], expected[:, :, 4] = before[:, :, 4], before[:, :, 1]
+    assert torch.equal(as_bytes(arena.tensor), expected)
+    assert (arena.address, host.address) == addresses
+
+
+def test_a_host_block_is_one_run_of_memory() -> None:
+    arena = make_arena()
+    assert HostArena(arena, 2)._tensor[1].is_contiguous()
+    assert HostArena(arena, 0).nbytes == 0

@@ -12,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime.batch import (
+    EmbedInputs,
     Int64Array,
     StepInputs,
     write_decode_rows,
+    write_embeds,
     write_prefill,
     write_table_updates,
 )
+from stepgraph.runtime.plan import PrefillChunk, TableUpdate
+from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduler import PrefillChunk, TableUpdate
 
 POISON = -(2**40) - 7
 
@@ -139,6 +142,31 @@ def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
 
 
+@given(prefills(), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=3))
+def test_embeds(prefill: tuple[list[PrefillChunk], int], places: list[tuple[int, int]]) -> None:
+    """Each token of a chunk shows the vector of its position, if a span covers it."""
+    chunks, _ = prefill
+    layout = EmbedInputs.layout(prefill_tokens=16, hidden_size=2)
+    host = StaticBuffers.allocate(EmbedInputs[torch.Tensor], layout, "cpu").device
+    host.embeds.fill_(float("nan"))
+    host.mask.fill_(True)  # of the step before
+    spans, position = [], 0
+    for gap, length in places:
+        position += gap
+        spans.append(EmbeddedSpan(position, EncodedContent.of(torch.randn(length, 2))))
+        position += length
+    for chunk in chunks:
+        chunk.request.embeds = tuple(spans)
+    write_embeds(chunks, host)
+    shown = {s.position + i: row for s in spans for i, row in enumerate(s.content.embeds)}
+    expected = [shown.get(position) for _, position, _ in tokens_of(chunks)]
+    assert host.mask.tolist() == [row is not None for row in expected] + [False] * (
+        16 - len(expected)
+    )
+    for index, row in enumerate(expected):
+        assert row is None or torch.equal(host.embeds[index], row)
+
+
 def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
     chunk = PrefillChunk(make_request([1, 2, 3, 4, 5], 5), 0, 0, 5)
     with pytest.raises(AssertionError):
@@ -153,11 +181,11 @@ def test_decode_rows(order: list[int], count: int) -> None:
     assert untouched(host, "decode_rows")
 
 
-@given(st.lists(st.builds(TableUpdate, *[st.integers(0, 99)] * 3), max_size=5))
+@given(st.lists(st.builds(TableUpdate, *[st.integers(0, 99)] * 4), max_size=5))
 def test_table_updates(updates: list[TableUpdate]) -> None:
     host = poisoned()
     write_table_updates(updates, 9, host)
-    expected = [(u.row, u.column, u.block) for u in updates] + [(9, 0, 0)] * (5 - len(updates))
+    expected = [tuple(update) for update in updates] + [(0, 9, 0, 0)] * (5 - len(updates))
     assert [tuple(line) for line in host.table_updates.tolist()] == expected
     assert untouched(host, "table_updates")
 
@@ -174,7 +202,7 @@ def test_fresh_buffers_point_at_the_null_row() -> None:
         "prefill_rows": (2,),
         "sample_rows": (2,),
         "sample_index": (2,),
-        "table_updates": (5, 3),
+        "table_updates": (5, 4),
     }
     for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
         assert (getattr(inputs, name) == 3).all(), name

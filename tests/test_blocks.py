@@ -1,4 +1,4 @@
-"""The block pool against a plain model: a list of free blocks and a dictionary of counts."""
+"""The block pool against a plain model: a list of free blocks, dictionaries of counts and keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.free_order = list(range(1, num_blocks))
         self.counts = dict.fromkeys(range(1, num_blocks), 0)
+        self.keys: dict[bytes, int] = {}
+        self.evictions = 0
 
     @rule(n=st.integers(0, 6))
     def allocate(self, n: int) -> None:
@@ -25,14 +27,32 @@ class PoolMachine(RuleBasedStateMachine):
         expected, self.free_order = self.free_order[:n], self.free_order[n:]
         assert self.pool.allocate(n) == expected
         self.counts.update(dict.fromkeys(expected, 1))
+        evicted = [key for key, block in self.keys.items() if block in expected]
+        self.evictions += len(evicted)
+        for key in evicted:
+            del self.keys[key]
+
+    @rule(data=st.data(), key=st.sampled_from([b"\0a", b"\0b", b"\1a", b"\xffa"]))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(self.counts)))
+        if self.counts[block] == 0:
+            with pytest.raises(AssertionError, match="cannot be published"):
+                self.pool.publish(block, key)
+            return
+        taken = key in self.keys or block in self.keys.values()
+        assert self.pool.publish(block, key) == (not taken)
+        if not taken:
+            self.keys[key] = block
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.counts)))
-        self.pool.share(block)
-        if self.counts[block] == 0:
-            self.free_order.remove(block)
-        self.counts[block] += 1
+        shared = data.draw(st.lists(st.sampled_from(sorted(self.counts)), max_size=3))
+        assert self.pool.count_free(shared) == sum(self.counts[block] == 0 for block in shared)
+        self.pool.share(shared)
+        for block in shared:
+            if self.counts[block] == 0:
+                self.free_order.remove(block)
+            self.counts[block] += 1
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
@@ -52,13 +72,17 @@ class PoolMachine(RuleBasedStateMachine):
             pool.free([wrong])
         if wrong not in self.free_order:
             with pytest.raises(AssertionError):
-                pool.share(wrong)
+                pool.share([wrong])
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
         assert self.pool.num_free == len(self.free_order)
         assert {b: self.pool.ref_count(b) for b in self.counts} == self.counts
+        assert self.pool.num_published == len(self.keys)
+        assert self.pool.num_evictions == self.evictions
+        for key in (b"\0a", b"\0b", b"\1a", b"\xffa"):
+            assert self.pool.find(key) == self.keys.get(key)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
@@ -93,10 +117,25 @@ def test_out_of_blocks_takes_nothing() -> None:
 def test_freed_block_can_be_shared_back() -> None:
     pool = BlockPool(5)
     pool.free(pool.allocate(4))
-    pool.share(2)
+    pool.share([2])
     assert pool.allocate(3) == [1, 3, 4]
     pool.free([2])
     assert pool.allocate(1) == [2]
+
+
+def test_contents_outlive_their_holders_until_the_block_is_handed_out() -> None:
+    pool = BlockPool(4)
+    first, second, third = pool.allocate(3)
+    assert pool.publish(first, b"a")
+    assert not pool.publish(first, b"b")  # one block, one key
+    assert not pool.publish(second, b"a")  # one key, one block
+    pool.free([third, first, second])
+    assert pool.find(b"a") == first
+    assert pool.allocate(1) == [third]
+    assert pool.find(b"a") == first
+    assert pool.allocate(1) == [first]
+    assert pool.find(b"a") is None
+    assert (pool.num_published, pool.num_evictions) == (0, 1)
 
 
 def test_double_free_in_one_call() -> None:
@@ -119,6 +158,9 @@ def test_too_few_blocks(num_blocks: int) -> None:
         (lambda pool: pool._prev.__setitem__(2, 3), "links around free block 2"),
         (lambda pool: setattr(pool, "_num_free", 1), "counted as free"),
         (lambda pool: pool._ref_counts.__setitem__(0, 1), "null block has a holder"),
+        (lambda pool: pool._keys.__setitem__(2, b"a"), "keys and blocks disagree"),
+        (lambda pool: pool._keys.__setitem__(0, b"a"), "null block is published"),
+        (lambda pool: setattr(pool, "_num_published", 1), "counted as published"),
     ],
 )
 def test_integrity_check_sees_damage(damage, message: str) -> None:

@@ -142,7 +142,7 @@ def test_missing_and_unexpected_tensors_are_named(checkpoint: Path) -> None:
         ({"tie_word_embeddings": False}, ["missing: lm_head.weight"]),
         ({"num_key_value_heads": 4}, ["num_attention_heads = 6", "num_key_value_heads = 4"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "'llama3'"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import AttentionForm, kv_storage
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -15,6 +16,15 @@ Attention = Callable[..., Tensor]
 BOTH = [kernels.reference_paged_attention, kernels.paged_attention]
 # heads, kv heads, head_dim
 SHAPES = [(9, 3, 64), (4, 4, 8), (14, 2, 33), (5, 1, 80), (13, 1, 7), (2, 2, 128)]
+# What a form can be, besides plain.
+FORMS = {
+    "window": {"window": 70},
+    "softcap": {"softcap": 2.0},
+    "int8": {"storage": "int8"},
+    "fp8": {"storage": "fp8"},
+    "latent": {"latent": True, "value_dim": 20},
+    "all": {"latent": True, "value_dim": 34, "window": 131, "softcap": 3.0, "storage": "fp8"},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,21 +38,21 @@ class Case:
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     arena: Tensor
     slots: Tensor
     block_tables: Tensor
     token_rows: Tensor
     rows: Tensor
     positions: Tensor
+    form: AttentionForm
     expected: Tensor
     valid_tokens: int
     layer: int = 1
-    scale: float = 0.3
 
     @property
     def read_blocks(self) -> int:
-        return -(-(int(self.positions.max()) + 1) // self.arena.shape[4])
+        return -(-(int(self.positions.max()) + 1) // self.form.block_size)
 
     def run(self, attention: Attention, read_blocks: int | None = None) -> tuple[Tensor, Tensor]:
         """Output and arena of a call that owns its arena."""
@@ -58,8 +68,8 @@ class Case:
             self.token_rows,
             self.rows,
             self.positions,
-            self.scale,
             self.read_blocks if read_blocks is None else read_blocks,
+            self.form,
         )
         return out, arena
 
@@ -70,12 +80,38 @@ class Case:
             self,
             q=self.q[tokens],
             k=self.k[tokens],
-            v=self.v[tokens],
+            v=None if self.v is None else self.v[tokens],
             slots=self.slots[tokens],
             token_rows=token_rows,
             rows=token_rows,
             positions=self.positions[tokens],
         )
+
+
+def poisoned_arena(shape: tuple[int, ...], dtype: torch.dtype, storage: str) -> Tensor:
+    """`[layers, sides, blocks, heads, block_size, width]` full of NaN; as bytes if quantised."""
+    if storage == "model":
+        return torch.full(shape, torch.nan, dtype=dtype)
+    *outer, block_size, width = shape
+    return torch.full((*outer, block_size * (width + 2)), 0xFF, dtype=torch.uint8)
+
+
+def stored(x: Tensor, storage: str) -> Tensor:
+    """What is read back of x."""
+    if storage == "model":
+        return x.double()
+    return kv_storage.dequantise(*kv_storage.quantise(x, storage), storage).double()
+
+
+def attend_float64(
+    q_HD: Tensor, keys_NGD: Tensor, values_NGE: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention of one token to N positions, as the textbook has it."""
+    group = q_HD.shape[0] // keys_NGD.shape[1]
+    scores = torch.einsum("hd,nhd->hn", q_HD, keys_NGD.repeat_interleave(group, 1)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.einsum("hn,nhe->he", scores.softmax(-1), values_NGE.repeat_interleave(group, 1))
 
 
 def make_case(
@@ -85,46 +121,77 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
     seed: int = 0,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    storage: str = "model",
+    latent: bool = False,
+    value_dim: int = 0,
+    scale: float = 0.3,
 ) -> Case:
-    """`chunks`: for each row how many positions are cached and how many tokens follow now."""
+    """`chunks`: for each row how many positions are cached and how many tokens follow now.
+
+    What no token sees is poison. Table columns below all windows of a row name the null block or
+    one that belongs to nobody.
+    """
     rng = torch.Generator().manual_seed(seed)
     h, g, d = heads
+    form = AttentionForm(block_size, scale, window, softcap, storage, value_dim or d)
     max_blocks = max(-(-(cached + new) // block_size) for cached, new in chunks) + 1
-    num_blocks = 1 + len(chunks) * max_blocks
+    num_blocks = 2 + len(chunks) * max_blocks
     null_row = len(chunks)
     ids = torch.randperm(num_blocks - 1, generator=rng).to(torch.int32) + 1
     block_tables = torch.zeros(null_row + 1, max_blocks, dtype=torch.int32)
-    arena = torch.full((2, 2, num_blocks, g, block_size, d), torch.nan, dtype=dtype)
+    sides = 1 if latent else 2
+    arena = poisoned_arena((2, sides, num_blocks, g, block_size, d), dtype, storage)
     tokens = sum(new for _, new in chunks) + padding
     q = torch.randn(tokens, h, d, generator=rng).to(dtype)
     # Views of one fused projection, as a model makes them.
-    fused = torch.randn(tokens, 2 * g * d, generator=rng).to(dtype)
-    k, v = (side.view(tokens, g, d) for side in fused.split(g * d, dim=1))
+    fused = torch.randn(tokens, sides * g * d, generator=rng).to(dtype)
+    kv = [side.view(tokens, g, d) for side in fused.split(g * d, dim=1)]
     slots = torch.zeros(tokens, dtype=torch.int64)
     token_rows = torch.full((tokens,), null_row)
     positions = torch.zeros(tokens, dtype=torch.int64)
-    expected = torch.full((tokens, h, d), torch.nan, dtype=torch.float64)
+    expected = torch.full((tokens, h, form.value_dim), torch.nan, dtype=torch.float64)
     first = 0
     for row, (cached, new) in enumerate(chunks):
+        seen = max(0, cached - window + 1) if window else 0
         used = -(-(cached + new) // block_size)
-        block_tables[row, :used] = ids[row * max_blocks : row * max_blocks + used]
+        gone = seen // block_size
+        block_tables[row, :gone] = torch.arange(gone) % 2 * ids[-1]
+        block_tables[row, gone:used] = ids[row * max_blocks + gone : row * max_blocks + used]
         position = torch.arange(cached + new)
         slot = block_tables[row, position // block_size] * block_size + position % block_size
-        history = torch.randn(2, cached, g, d, generator=rng).to(dtype)
-        old = slot[:cached]
-        arena[1, 0][old // block_size, :, old % block_size] = history[0]
-        arena[1, 1][old // block_size, :, old % block_size] = history[1]
         mine = slice(first, first + new)
         slots[mine], token_rows[mine], positions[mine] = slot[cached:], row, position[cached:]
-        keys = torch.cat([history[0], k[mine]]).double().repeat_interleave(h // g, dim=1)
-        values = torch.cat([history[1], v[mine]]).double().repeat_interleave(h // g, dim=1)
+        read = []
+        for side, x in zip(arena[1], kv, strict=True):
+            history = torch.randn(cached, g, d, generator=rng).to(dtype)
+            kv_storage.write_blocks(side, slot[seen:cached], history[seen:], block_size, storage)
+            read.append(stored(torch.cat([history, x[mine]]), storage))
         for t in range(new):
-            n = cached + t + 1
-            scores = torch.einsum("hd,nhd->hn", q[first + t].double(), keys[:n]) * 0.3
-            expected[first + t] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[:n])
+            end = cached + t + 1
+            span = slice(max(0, end - window) if window else 0, end)
+            keys, values = read[0][span], read[-1][span, :, : form.value_dim]
+            expected[first + t] = attend_float64(
+                q[first + t].double(), keys, values, scale, softcap
+            )
         first += new
     rows = token_rows if all(new == 1 for _, new in chunks) else torch.arange(null_row + 1)
-    return Case(q, k, v, arena, slots, block_tables, token_rows, rows, positions, expected, first)
+    return Case(
+        q,
+        kv[0],
+        None if latent else kv[1],
+        arena,
+        slots,
+        block_tables,
+        token_rows,
+        rows,
+        positions,
+        form,
+        expected,
+        first,
+    )
 
 
 def check(case: Case, attention: Attention, tolerance: float) -> None:
@@ -132,15 +199,14 @@ def check(case: Case, attention: Attention, tolerance: float) -> None:
     n = case.valid_tokens
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out[:n].double(), case.expected[:n], atol=tolerance, rtol=tolerance)
-    # Every slot that was asked for is written, and nothing else is.
-    touched = torch.zeros(arena.shape[2], arena.shape[4], dtype=torch.bool)
-    touched.view(-1)[case.slots] = True
-    block, offset = case.slots // arena.shape[4], case.slots % arena.shape[4]
-    assert torch.equal(arena[1, 0][block, :, offset][:n], case.k[:n])
-    assert torch.equal(arena[1, 1][block, :, offset][:n], case.v[:n])
-    kept = ~touched[None, None, :, None, :, None].expand_as(arena).clone()
-    kept[0] = True
-    torch.testing.assert_close(arena[kept], case.arena[kept], rtol=0, atol=0, equal_nan=True)
+    # Every slot that was asked for is written, and nothing else is but the null block.
+    written = case.arena.clone()
+    for side, x in zip(written[case.layer], (case.k, case.v), strict=False):
+        if x is not None:
+            kv_storage.write_blocks(
+                side, case.slots[:n], x[:n], case.form.block_size, case.form.storage
+            )
+    assert torch.equal(arena[:, :, 1:].view(torch.uint8), written[:, :, 1:].view(torch.uint8))
 
 
 @pytest.mark.parametrize("attention", BOTH)
@@ -170,7 +236,46 @@ def test_half_precision(
     check(make_case([(40, 30), (0, 20)], heads, dtype=dtype, padding=1), attention, tolerance)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 128, 129, 1000])
+@pytest.mark.parametrize("block_size", [1, 16, 32, 256])
+def test_windows(attention: Attention, window: int, block_size: int) -> None:
+    decode = [(0, 1), (127, 1), (128, 1), (139, 1), (300, 1)]
+    check(make_case(decode, (4, 2, 16), block_size, padding=2, window=window), attention, 1e-5)
+    prefill = [(0, 37), (250, 61), (5, 1), (126, 5)]
+    check(make_case(prefill, (6, 2, 33), block_size, padding=2, window=window), attention, 1e-5)
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_forms_in_all_dtypes(
+    attention: Attention, dtype: torch.dtype, form: dict[str, object]
+) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    heads = (6, 1, 34) if "latent" in form else (6, 2, 34)
+    for block_size, chunks in ((16, [(200, 1), (9, 1)]), (4, [(150, 20), (0, 33)])):
+        check(make_case(chunks, heads, block_size, dtype, 1, **form), attention, tolerance)
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
+@pytest.mark.parametrize("heads", [(128, 1, 96), (71, 1, 40)])
+def test_many_queries_share_a_latent_head(
+    attention: Attention, storage: str, heads: tuple[int, int, int]
+) -> None:
+    form = {"latent": True, "value_dim": heads[2] - 32, "storage": storage, "scale": 0.1}
+    for chunks in ([(140, 1), (3, 1)], [(40, 3), (0, 20)]):
+        check(make_case(chunks, heads, padding=1, **form), attention, 1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+def test_soft_caps_of_scores_near_and_far(softcap: float) -> None:
+    case = make_case([(300, 1), (20, 30)], (4, 2, 64), softcap=softcap, scale=6.0)
+    check(case, kernels.paged_attention, 5e-5)
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_random_calls_agree(seed: int) -> None:
     """What the two compute is the same for arguments drawn at random."""
     rng = torch.Generator().manual_seed(seed)
@@ -179,17 +284,40 @@ def test_random_calls_agree(seed: int) -> None:
         return int(torch.randint(low, high, (), generator=rng))
 
     chunks = [(draw(0, 270), draw(1, 50)) for _ in range(draw(1, 5))]
-    g = draw(1, 4)
-    case = make_case(chunks, (g * draw(1, 6), g, draw(1, 70)), draw(1, 40), padding=draw(0, 4))
+    latent = draw(0, 3) == 0
+    g = 1 if latent else draw(1, 4)
+    d = 2 * draw(1, 35)
+    storage = ("model", "model", "int8", "fp8")[draw(0, 4)]
+    case = make_case(
+        chunks,
+        (g * draw(1, 6), g, d + draw(0, 2) * (storage == "model")),
+        draw(1, 40),
+        padding=draw(0, 4),
+        window=draw(0, 2) * draw(1, 300),
+        softcap=draw(0, 2) * 1.5,
+        storage=storage,
+        latent=latent,
+        value_dim=draw(1, d) if latent else 0,
+    )
     for attention in BOTH:
         check(case, attention, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 33), (13, 1, 7)])
-def test_a_token_does_not_see_its_batch(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "form"),
+    [
+        *[(heads, {}) for heads in [(9, 3, 64), (14, 2, 33), (13, 1, 7)]],
+        *[((6, 1, 34), form) for form in FORMS.values()],
+        ((6, 2, 34), {"window": 1}),
+        ((66, 1, 34), {"window": 150, "storage": "int8"}),
+    ],
+)
+def test_a_token_does_not_see_its_batch(
+    dtype: torch.dtype, heads: tuple[int, int, int], form: dict[str, object]
+) -> None:
     """Bitwise: alone, in another order, in a chunk, with more threads, or read wider."""
-    case = make_case([(0, 40), (100, 70), (390, 1)], heads, dtype=dtype, padding=2)
+    case = make_case([(0, 40), (100, 70), (390, 1)], heads, dtype=dtype, padding=2, **form)
     out, arena = case.run(kernels.paged_attention)
     written = replace(case, arena=arena)
     for t in [0, 1, 17, 39, 40, 67, 68, 69, 109, 110]:
@@ -212,11 +340,39 @@ def test_a_token_does_not_see_its_batch(dtype: torch.dtype, heads: tuple[int, in
 def test_a_later_token_that_is_not_finite_harms_no_earlier_one() -> None:
     case = make_case([(3, 9)], (4, 2, 16))
     out, _ = case.run(kernels.paged_attention)
+    assert case.v is not None
     k, v = case.k.clone(), case.v.clone()
     k[5], v[5] = torch.nan, torch.inf
     poisoned, _ = replace(case, k=k, v=v).run(kernels.paged_attention)
     assert torch.equal(poisoned[:5], out[:5])
     assert torch.isnan(poisoned[5:]).all()
+
+
+@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
+def test_what_is_not_finite_leaves_with_the_window(storage: str) -> None:
+    case = make_case([(3, 40)], (4, 2, 16), window=6, storage=storage)
+    assert case.v is not None
+    out, _ = case.run(kernels.paged_attention)
+    for side, value in ((case.k, torch.nan), (case.v, torch.inf)):
+        broken = side.clone()
+        broken[20] = value
+        change = {"k": broken} if side is case.k else {"v": broken}
+        poisoned, _ = replace(case, **change).run(kernels.paged_attention)
+        assert torch.equal(poisoned[:20], out[:20])
+        assert not torch.isfinite(poisoned[20:26]).any()
+        assert torch.equal(poisoned[26:], out[26:])
+
+
+def test_columns_below_the_window_are_not_looked_at() -> None:
+    case = make_case([(300, 1), (200, 20)], (4, 2, 16), window=50)
+    out, _ = case.run(kernels.paged_attention)
+    tables = case.block_tables.clone()
+    tables[0, : (301 - 50) // 16] = -5
+    tables[1, : (201 - 50) // 16] = 1_000_000
+    assert torch.equal(replace(case, block_tables=tables).run(kernels.paged_attention)[0], out)
+    tables[1, (201 - 50) // 16] = 1_000_000
+    with pytest.raises(IndexError, match=r"block_tables\[1, 9\] is 1000000"):
+        replace(case, block_tables=tables).run(kernels.paged_attention)
 
 
 def test_compiled_call_writes_the_arena_in_place() -> None:
@@ -236,8 +392,8 @@ def test_compiled_call_writes_the_arena_in_place() -> None:
                 case.token_rows,
                 case.rows,
                 case.positions,
-                case.scale,
                 read_blocks,
+                case.form,
             )
         return q
 
@@ -286,9 +442,32 @@ def test_indices_out_of_range_are_named(change: dict[str, object], message: str)
         case.run(kernels.paged_attention, read_blocks=1)
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
-    case = make_case([(2, 3)])
-    with pytest.raises(RuntimeError, match="share one dtype"):
-        replace(case, q=case.q.double()).run(kernels.paged_attention)
-    with pytest.raises(RuntimeError, match="do not fit together"):
-        replace(case, k=case.k[:, :1], v=case.v[:, :1]).run(kernels.paged_attention)
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ({}, lambda case: {"q": case.q.double()}, "share one dtype"),
+        ({}, lambda case: {"arena": case.arena.double()}, "share one dtype.* arena of Double"),
+        ({}, lambda case: {"k": case.k[:, :1], "v": case.v[:, :1]}, "arena is .* 2, .* 1, 16, 64"),
+        ({}, lambda case: {"k": case.k[:, :2]}, "do not fit together"),
+        ({}, lambda case: {"v": None}, "arena is a contiguous"),
+        ({}, lambda case: {"form": case.form._replace(block_size=8)}, "arena is a contiguous"),
+        ({}, lambda case: {"form": case.form._replace(block_size=0)}, "block_size is 0"),
+        ({}, lambda case: {"form": case.form._replace(value_dim=8)}, "value_dim is 8"),
+        ({}, lambda case: {"form": case.form._replace(window=-1)}, "window -1"),
+        ({}, lambda case: {"form": case.form._replace(softcap=-2.0)}, "softcap -2"),
+        ({}, lambda case: {"form": case.form._replace(storage="int4")}, "fp8, got 'int4'"),
+        (
+            {},
+            lambda case: {"form": case.form._replace(storage="fp8")},
+            "quantised arena is .* 1056",
+        ),
+        ({"storage": "int8"}, lambda case: {"arena": case.arena[..., :-16]}, "quantised arena"),
+        ({"latent": True, "heads": (2, 1, 8)}, lambda case: {"v": case.k}, "arena is a contiguous"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    form: dict[str, object], change: Callable[[Case], dict[str, object]], message: str
+) -> None:
+    case = make_case([(2, 3)], **form)
+    with pytest.raises(RuntimeError, match=message):
+        replace(case, **change(case)).run(kernels.paged_attention, read_blocks=1)

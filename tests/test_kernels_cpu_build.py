@@ -27,10 +27,12 @@ def test_a_library_is_built_once_and_found_again(
     monkeypatch.setattr(cpu, "_run", lambda command, _: compiled.append(command) or "")
     with pytest.raises(FileNotFoundError):
         kernels.build_cpu_ops()  # nothing was linked, so there is nothing to move into place
-    assert len(compiled) == 5  # the macros, three sources, the library
+    assert len(compiled) == 7  # the macros, five sources, the library
 
 
 PORTABLE = """
+import itertools
+
 import torch
 from stepgraph.runtime import kernels
 
@@ -44,25 +46,39 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
     torch.testing.assert_close(out.double(), expected, atol=10 * tolerance, rtol=tolerance)
     assert torch.equal(kernels.packed_linear(x[4:5], packed, bias.to(dtype), 50)[0], out[4])
 
-for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)):
-    arena = torch.full((1, 2, 30, 2, 16, 40), torch.nan, dtype=dtype)
+plain = kernels.AttentionForm(16, 0.2, value_dim=40)
+forms = [
+    plain,
+    plain._replace(window=70, softcap=3.0),
+    plain._replace(storage="int8", window=150),
+    plain._replace(storage="fp8", softcap=2.0),
+]
+types = ((torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2))
+for form, (dtype, tolerance) in itertools.product(forms, types):
+    if form.storage == "model":
+        arena = torch.full((1, 2, 30, 2, 16, 40), torch.nan, dtype=dtype)
+    else:
+        arena = torch.full((1, 2, 30, 2, 16 * 42), 0xFF, dtype=torch.uint8)
     tables = torch.arange(1, 29, dtype=torch.int32).view(2, 14)
     positions = torch.arange(200)
     q, k, v = (torch.randn(200, heads, 40).to(dtype) for heads in (6, 2, 2))
+    k[..., :9] /= 512  # small numbers beside large ones: those below the normal ones of fp8
     rows = torch.zeros(200, dtype=torch.int64)
-    fixed = (tables, rows, torch.tensor([0]), positions, 0.2, 14)
     slots = tables[0, positions // 16] * 16 + positions % 16
+    fixed = (0, slots, tables, rows, torch.tensor([0]), positions, 14, form)
+    written = [arena.clone(), arena.clone()]
     results = [
-        attention(q, k, v, arena.clone(), 0, slots, *fixed)
-        for attention in (kernels.paged_attention, kernels.reference_paged_attention)
+        attention(q, k, v, into, *fixed)
+        for attention, into in zip(
+            (kernels.paged_attention, kernels.reference_paged_attention), written, strict=True
+        )
     ]
     torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
-    written = arena.clone()
-    kernels.paged_attention(q, k, v, written, 0, slots, *fixed)
+    assert torch.equal(*(into.view(torch.uint8) for into in written))
     last = slice(199, 200)
     alone = kernels.paged_attention(
-        q[last], k[last], v[last], written, 0, slots[last], tables, rows[last], rows[last],
-        positions[last], 0.2, 14,
+        q[last], k[last], v[last], written[0], 0, slots[last], tables, rows[last], rows[last],
+        positions[last], 14, form,
     )
     assert torch.equal(alone[0], results[0][199])
 """

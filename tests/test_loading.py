@@ -23,7 +23,14 @@ from stepgraph.runtime.loading import (
     resolve_source,
 )
 from stepgraph.runtime.models.presets import PRESETS
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
@@ -70,10 +77,10 @@ def reference(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     for i, layer in enumerate(model.model.layers):
         attention, mlp, ours = layer.self_attn, layer.mlp, f"layers.{i}"
         fused[f"{ours}.input_norm.weight"] = layer.input_layernorm.weight
-        fused[f"{ours}.post_attention_norm.weight"] = layer.post_attention_layernorm.weight
+        fused[f"{ours}.mlp_norm.weight"] = layer.post_attention_layernorm.weight
         parts = {
-            "qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
-            "output": (attention.o_proj,),
+            "attention.qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+            "attention.output": (attention.o_proj,),
             "gate_up": (mlp.gate_proj, mlp.up_proj),
             "down": (mlp.down_proj,),
         }
@@ -239,6 +246,86 @@ class TestContradictions:
     def test_untied_without_a_head(self, single: Path) -> None:
         rewrite(single / "model.safetensors", {}, "lm_head.weight")
         assert "missing: lm_head.weight [61, 32]" in self.refusal(single)
+
+
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 10,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 10, "attention_bias": True}),
+    "gemma2": ("gemma2", {"num_key_value_heads": 2, "head_dim": 10}),
+    "gemma3": ("gemma3_text", {"num_key_value_heads": 2, "head_dim": 10}),
+    "mla": ("deepseek_v2", MLA | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True}),
+    "mla, compressed queries": ("deepseek_v3", MLA | {"q_lora_rank": 14, "attention_bias": True}),
+}
+
+
+def save_family(directory: Path, name: str) -> PreTrainedModel:
+    model_type, changes = FAMILIES[name]
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **changes,
+    )
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-2.0, 2.0)
+    model.save_pretrained(directory)
+    return model
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_every_tensor_of_the_checkpoint_has_its_place(self, tmp_path: Path, name: str) -> None:
+        model = save_family(tmp_path, name)
+        source = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        layout = fused_layout(read_config(tmp_path))
+        placed = [part for fused in layout.values() for part in fused.sources if part is not None]
+        assert sorted(placed) == sorted(source)
+        for ours, tensor in load_all(tmp_path).items():
+            assert tensor.shape == layout[ours].shape
+            parts = [
+                torch.zeros(shape) if part is None else source[part]
+                for part, shape in zip(
+                    layout[ours].sources, layout[ours].source_shapes, strict=True
+                )
+            ]
+            expected = torch.cat(parts).view(tensor.shape)
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_contradictions_are_named(self, tmp_path: Path, name: str) -> None:
+        save_family(tmp_path, name)
+        path = tmp_path / "model.safetensors"
+        names = sorted(load_file(path))
+        for missing in names[:: len(names) // 6]:
+            kept = load_file(path)
+            wrong = {missing: torch.randn(*kept[missing].shape, 2)}
+            rewrite(path, {}, missing)
+            with pytest.raises(CheckpointError, match=f"missing: {missing}"):
+                load_all(tmp_path)
+            rewrite(path, wrong)
+            with pytest.raises(CheckpointError, match=f"shape: {missing} expected"):
+                load_all(tmp_path)
+            save_file(kept, path)
+        rewrite(path, {"model.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 2)})
+        with pytest.raises(CheckpointError, match=r"unexpected: .*experts\.gate_up_proj"):
+            load_all(tmp_path)
 
 
 class TestBrokenFiles:
@@ -431,6 +518,14 @@ class TestRandomWeights:
             else:
                 assert abs(tensor.float().std().item() - 0.02) < 1e-4
                 assert abs(tensor.float().mean().item()) < 2e-4
+
+    def test_norms_that_are_offsets_are_zero(self) -> None:
+        gemma = dataclasses.replace(
+            PRESETS["gemma-3-1b"], num_layers=1, layer_types=(), vocab_size=64
+        )
+        norms = [t for n, t in random_weights(gemma, torch.bfloat16) if n.endswith("norm.weight")]
+        assert len(norms) == 7
+        assert not any(norm.any() for norm in norms)
 
     def test_no_two_rows_and_no_two_layers_are_equal(self) -> None:
         weights = dict(random_weights(self.CONFIG, torch.bfloat16, seed=3))

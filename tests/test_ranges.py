@@ -87,7 +87,7 @@ TestEmitterAgainstStack = EmitterAgainstStack.TestCase
 def test_the_dictionary_is_complete_and_sound() -> None:
     assert set(ranges.RANGES) == {
         "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit", "capture",
-        "load", "warmup",
+        "load", "warmup", "swap", "fork",
     }  # fmt: skip
     for name, info in ranges.RANGES.items():
         assert info.name == name

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stepgraph.cache.prefix import PrefixHashes
 from stepgraph.runtime.errors import RequestError
+from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import (
     Request,
     RequestGroup,
@@ -144,6 +147,51 @@ def test_timing_is_that_of_the_tokens_shown() -> None:
     later = RequestOutput.of(group).timing
     assert later is not None
     assert later.itl_ms == [5.0, 20.0, 10.0]
+
+
+def test_hashes_are_those_of_the_known_tokens() -> None:
+    request = make_request([1, 2, 3, 4, 5], [6], prefix_hashes=PrefixHashes(2, "salt"))
+    expected = PrefixHashes(2, "salt")
+    expected.extend(lambda start, stop: [1, 2, 3, 4, 5, 6, 7, 8][start:stop], 8)
+    assert request.hashes_of(3) is request.prefix_hashes
+    assert len(request.prefix_hashes or ()) == 1
+    request.hashes_of(6)
+    request.output_ids += [7, 8]
+    hashes = request.hashes_of(8)
+    assert hashes is not None
+    assert [hashes[block] for block in range(len(hashes))] == [expected[i] for i in range(4)]
+
+
+def test_who_shares_nothing_is_not_hashed() -> None:
+    assert make_request([1, 2, 3, 4], []).hashes_of(4) is None
+
+
+def test_hashes_tell_embeddings_apart() -> None:
+    """By content, and by where in it a block begins; what stands behind a block is not its own."""
+
+    def hashes(*spans: tuple[int, float]) -> list[bytes]:
+        embeds = tuple(
+            EmbeddedSpan(position, EncodedContent.of(torch.full((3, 4), value)))
+            for position, value in spans
+        )
+        request = make_request([7] * 8, [], prefix_hashes=PrefixHashes(2), embeds=embeds)
+        found = request.hashes_of(8)
+        assert found is not None
+        return [found[block] for block in range(4)]
+
+    plain, one, other, later = hashes(), hashes((2, 0.5)), hashes((2, 0.25)), hashes((3, 0.5))
+    assert plain[0] == one[0] == other[0] == later[0]
+    assert len({plain[1], one[1], other[1], later[1]}) == 4
+    assert hashes((2, 0.5)) == one
+    assert hashes((2, 0.5), (6, 1.0))[:3] == one[:3]
+
+
+def test_cached_tokens_are_those_of_completion_0() -> None:
+    requests = [make_request([1, 2], []), make_request([1, 2], [], num_cached_tokens=1)]
+    group = RequestGroup("a", [1, 2], requests)
+    assert RequestOutput.of(group).cached_tokens == 0
+    requests[0].num_cached_tokens = 16
+    assert RequestOutput.of(group).cached_tokens == 16
 
 
 def test_several_completions() -> None:

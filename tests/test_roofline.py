@@ -57,7 +57,7 @@ def test_floors_of_known_models(shape: Shape, floors: dict[int, tuple[int, int |
         for context, microseconds in zip((1024, 8192), pair, strict=True):
             if microseconds is not None:
                 moved = step_bytes(
-                    2 * shape.weights_per_step, rows, context, shape.kv_bytes_per_token
+                    2 * shape.weights_per_step, rows, context * shape.kv_bytes_per_token
                 )
                 assert floor_seconds(moved, 4.3e12) * 1e6 == pytest.approx(microseconds, abs=1)
 
@@ -71,13 +71,13 @@ def test_flops_against_matrix_multiplications_counted_one_by_one() -> None:
     products.append((rows, hidden, vocab))
     weights = layers * 2 * hidden * heads * head_dim + hidden * vocab
     expected = sum(2 * m * k * n for m, k, n in products)
-    assert step_flops(weights, rows, context, layers, heads, head_dim) == expected
+    assert step_flops(weights, rows, layers * context, heads, head_dim, head_dim) == expected
 
 
 @given(counts, st.integers(0, 4096), st.integers(0, 2**20), st.integers(0, 2**24))
 def test_bytes_are_exact_and_linear_in_rows(weights: int, rows: int, context: int, kv: int) -> None:
-    assert step_bytes(weights, 0, context, kv) == weights
-    one_more = step_bytes(weights, rows + 1, context, kv) - step_bytes(weights, rows, context, kv)
+    assert step_bytes(weights, 0, context * kv) == weights
+    one_more = step_bytes(weights, rows + 1, context * kv) - step_bytes(weights, rows, context * kv)
     assert one_more == context * kv
 
 
@@ -101,8 +101,8 @@ def test_a_fraction_above_one_is_told_not_clamped() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: step_bytes(-1, 1, 1, 1), "weight_bytes_per_step is -1"),
-        (lambda: step_bytes(1, 1, -4, 1), "context is -4"),
+        (lambda: step_bytes(-1, 1, 1), "weight_bytes_per_step is -1"),
+        (lambda: step_bytes(1, 1, -4), "kv_bytes_per_row is -4"),
         (lambda: step_flops(1, -2, 1, 1, 1, 1), "rows is -2"),
         (lambda: floor_seconds(1, 0.0), r"bandwidth_bytes_per_s is 0\.0; it must be positive"),
         (lambda: floor_seconds(1, math.nan), "bandwidth_bytes_per_s is nan"),

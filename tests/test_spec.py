@@ -4,52 +4,132 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.spec import FullAttentionSpec, group_layers
+from stepgraph.cache.spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    SlidingWindowSpec,
+    group_layers,
+)
 
-A = FullAttentionSpec(num_kv_heads=8, head_dim=64, element_bytes=2)
-B = FullAttentionSpec(num_kv_heads=4, head_dim=128, element_bytes=2)
-C = FullAttentionSpec(num_kv_heads=8, head_dim=64, element_bytes=1)
+FULL = FullAttentionSpec(num_kv_heads=8, head_dim=64, element_bytes=2)
+SLIDING = SlidingWindowSpec(num_kv_heads=8, head_dim=64, element_bytes=2, window=512)
+WIDER = replace(SLIDING, window=1024)
+LATENT = LatentSpec(num_kv_heads=1, head_dim=512 + 64, element_bytes=2)
 
 
 def test_bytes() -> None:
     # Llama-3.2-1B in bfloat16: 8 heads of 64, keys and values.
-    assert A.slot_bytes == 2048
-    assert A.block_bytes(16) == 32768
-    assert C.slot_bytes == A.slot_bytes // 2
+    assert FULL.slot_bytes == SLIDING.slot_bytes == 2048
+    assert FULL.block_bytes(16) == 32768
+    # In 8 bits, with a bfloat16 scale for each head of keys and of values.
+    assert replace(FULL, element_bytes=1, scale_bytes=2).slot_bytes == 1024 + 2 * 8 * 2
+    # DeepSeek-V2: one vector of 512 compressed and 64 rotated elements.
+    assert LATENT.slot_bytes == 1152
+    assert replace(LATENT, element_bytes=1, scale_bytes=2).slot_bytes == 578
 
 
-@pytest.mark.parametrize("field", ["num_kv_heads", "head_dim", "element_bytes"])
+@pytest.mark.parametrize("field", ["num_kv_heads", "head_dim", "element_bytes", "window"])
 def test_fields_are_positive(field: str) -> None:
-    values = {"num_kv_heads": 8, "head_dim": 64, "element_bytes": 2, field: 0}
+    values = {"num_kv_heads": 8, "head_dim": 64, "element_bytes": 2, "window": 4, field: 0}
     with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
-        FullAttentionSpec(**values)
+        SlidingWindowSpec(**values)
+
+
+def test_other_bad_fields() -> None:
+    with pytest.raises(ValueError, match="scale_bytes must be at least 0, got -1"):
+        replace(FULL, scale_bytes=-1)
+    with pytest.raises(ValueError, match="num_kv_heads must be 1, got 2"):
+        replace(LATENT, num_kv_heads=2)
+
+
+def test_shards_divide_the_heads() -> None:
+    assert SLIDING.shard(4) == replace(SLIDING, num_kv_heads=2)
+    assert FULL.shard(1) == FULL
+    assert LATENT.shard(8) == LATENT
+    for count in (0, -1, 3, 16):
+        with pytest.raises(ValueError, match=f"8 KV heads cannot be divided among {count} shards"):
+            FULL.shard(count)
+    with pytest.raises(ValueError, match="number of shards must be at least 1, got 0"):
+        LATENT.shard(0)
+
+
+@given(
+    window=st.none() | st.integers(1, 20),
+    position=st.integers(0, 60),
+    block_size=st.integers(1, 9),
+)
+def test_first_column_is_that_of_the_first_token_attended_to(
+    window: int | None, position: int, block_size: int
+) -> None:
+    spec: LayerSpec = FULL if window is None else replace(SLIDING, window=window)
+    attended = [p for p in range(position + 1) if window is None or p > position - window]
+    assert spec.first_column(position, block_size) == attended[0] // block_size
+
+
+@given(
+    window=st.none() | st.integers(1, 14),
+    num_tokens=st.integers(0, 40),
+    block_size=st.integers(1, 6),
+    chunk=st.integers(1, 9),
+)
+def test_most_blocks_is_what_the_worst_chunk_takes(
+    window: int | None, num_tokens: int, block_size: int, chunk: int
+) -> None:
+    spec: LayerSpec = FULL if window is None else replace(SLIDING, window=window)
+    most = 0
+    for start in range(num_tokens):  # a prefix may be there already, so a chunk begins anywhere
+        for stop in range(start + 1, min(start + chunk, num_tokens) + 1):
+            begin = 0 if window is None else max(0, start - window + 1) // block_size
+            most = max(most, -(-stop // block_size) - begin)
+    assert spec.most_blocks(num_tokens, block_size, chunk) == most
+
+
+# Groups ------------------------------------------------------------------------------------------
 
 
 def test_equal_layers_are_one_group() -> None:
-    (group,) = group_layers([A] * 5)
-    assert (group.index, group.spec, group.layers) == (0, A, (0, 1, 2, 3, 4))
+    (group,) = group_layers([FULL] * 5)
+    assert (group.index, group.spec, group.layers) == (0, FULL, (0, 1, 2, 3, 4))
 
 
 def test_spec_with_more_layers_is_split() -> None:
-    groups = group_layers([A, B, A, B, B, B])
+    groups = group_layers([FULL, SLIDING, FULL, SLIDING, SLIDING, SLIDING])
     assert [(g.index, g.spec, g.layers) for g in groups] == [
-        (0, A, (0, 2)),
-        (1, B, (1, 3)),
-        (2, B, (4, 5)),
+        (0, FULL, (0, 2)),
+        (1, SLIDING, (1, 3)),
+        (2, SLIDING, (4, 5)),
     ]
 
 
-def test_no_layers() -> None:
+def test_hybrids_of_five_to_one() -> None:
+    # Six layers of Gemma 3: one group a layer.
+    groups = group_layers([SLIDING] * 5 + [FULL])
+    assert [g.layers for g in groups] == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert [g.spec for g in groups] == [SLIDING] * 5 + [FULL]
+    # Gemma 3 1B has 26, the last two sliding: 22 and 4 make groups of two.
+    specs = [FULL if layer % 6 == 5 else SLIDING for layer in range(26)]
+    groups = group_layers(specs)
+    assert {len(g.layers) for g in groups} == {2}
+    assert [g.layers for g in groups if g.spec == FULL] == [(5, 11), (17, 23)]
+    assert len(groups) == 13
+
+
+def test_unlike_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
         group_layers([])
+    for other in (replace(FULL, num_kv_heads=4), replace(FULL, scale_bytes=2), LATENT):
+        with pytest.raises(ValueError, match=r"layer 2 stores .* may differ in their window only"):
+            group_layers([FULL, SLIDING, other])
 
 
-@given(st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=40))
-def test_grouping_is_a_partition_into_equal_sizes(specs: list[FullAttentionSpec]) -> None:
+@given(st.lists(st.sampled_from([FULL, SLIDING, WIDER]), min_size=1, max_size=40))
+def test_grouping_is_a_partition_into_equal_sizes(specs: list[LayerSpec]) -> None:
     groups = group_layers(specs)
     assert [g.index for g in groups] == list(range(len(groups)))
     assert sorted(layer for g in groups for layer in g.layers) == list(range(len(specs)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelBuildError
-from .attention import paged_attention, reference_paged_attention
+from .attention import AttentionForm, paged_attention, reference_paged_attention
 from .cpu import build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
@@ -73,6 +73,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
 
 
 __all__ = [
+    "AttentionForm",
     "Kernels",
     "Mode",
     "select_kernels",

@@ -21,8 +21,21 @@ import torch
 from ..errors import KernelBuildError
 
 _HERE = Path(__file__).parent
-_UNITS = ("cpu_ops.cpp", "cpu_attention.cpp", "cpu_linear.cpp")
-_HEADERS = ("cpu_kernels.h", "cpu_vec.h", "cpu_attention_math.h")
+_UNITS = (
+    "cpu_ops.cpp",
+    "cpu_attention.cpp",
+    "cpu_attention_int8.cpp",
+    "cpu_attention_fp8.cpp",
+    "cpu_linear.cpp",
+)
+_HEADERS = (
+    "cpu_kernels.h",
+    "cpu_vec.h",
+    "cpu_storage.h",
+    "cpu_attention_math.h",
+    "cpu_attention_worker.h",
+    "cpu_attention.h",
+)
 _TAIL_LINES = 30
 
 

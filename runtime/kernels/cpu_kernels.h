@@ -22,23 +22,28 @@ struct LinearArgs {
 template <class T>
 void packed_linear(const LinearArgs<T>& args);
 
+// How the arena stores vectors; see `cpu_storage.h`.
+enum class Storage { kModel, kInt8, kFp8 };
+
 // Paged attention over one layer; the arena is written first. See `attention.py` for the meaning.
 template <class T>
 struct AttentionArgs {
   const T* q;                  // [tokens, heads, head_dim], last dimension dense, as k and v
   const T* k;                  // [tokens, kv_heads, head_dim]
-  const T* v;
+  const T* v;                  // likewise, or null: values are the first value_dim of the keys
   int64_t q_strides[2], k_strides[2], v_strides[2];  // token, head
-  T* keys;                     // [num_blocks, kv_heads, block_size, head_dim], contiguous
-  T* values;                   // likewise
+  uint8_t* keys;               // one side of a layer: [num_blocks, kv_heads, bytes of a head]
+  uint8_t* values;             // likewise; without v the keys
   const int64_t* slots;        // [tokens]
   const int32_t* block_tables; // [.., max_blocks]
   int64_t max_blocks;
   const int64_t* token_rows;   // [tokens]
   const int64_t* positions;    // [tokens]
-  T* out;                      // [tokens, heads, head_dim], contiguous
-  int64_t tokens, heads, kv_heads, head_dim, num_blocks, block_size;
-  float scale;
+  T* out;                      // [tokens, heads, value_dim], contiguous
+  int64_t tokens, heads, kv_heads, head_dim, value_dim, num_blocks, block_size;
+  int64_t window;              // positions that a token sees, itself included; 0: all
+  float scale, softcap;        // softcap 0: none
+  Storage storage;
   int threads;
 };
 

@@ -80,11 +80,27 @@ inline U32x16 round_to_bf16(F32x16 value) {
   return value == value ? rounded : (U32x16{} + 0x7fc00000u);
 }
 
+// 32 floats as bf16 in their order: a, then b.
+inline U32x16 pack_bf16(F32x16 a, F32x16 b) {
+#if STEPGRAPH_AVX512_BF16
+  return bits<U32x16>(_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+  const U32x16 first = round_to_bf16(a), second = round_to_bf16(b);
+  uint16_t out[32];
+  for (int i = 0; i < 16; ++i) {
+    out[i] = static_cast<uint16_t>(first[i] >> 16);
+    out[i + 16] = static_cast<uint16_t>(second[i] >> 16);
+  }
+  return load<U32x16>(out);
+#endif
+}
+
 // What a kernel needs to know of an element type T:
 //   Word        the 32-bit word of a packed step (`uint32_t`: a pair of bf16; else a float)
 //   kPerWord    elements a word holds
 //   words       16 words from consecutive elements
 //   load32      32 elements as two vectors, in an order of its own that store32 undoes
+//   store32_in_order  the same of two vectors in the order of the elements
 template <class T>
 struct Element;
 
@@ -101,20 +117,7 @@ struct Element<c10::BFloat16> {
   static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {
     store(p, (round_to_bf16(a) >> 16) | round_to_bf16(b));
   }
-  static void store32_in_order(c10::BFloat16* p, F32x16 a, F32x16 b) {
-#if STEPGRAPH_AVX512_BF16
-    const auto both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-    std::memcpy(p, &both, 64);
-#else
-    const U32x16 first = round_to_bf16(a), second = round_to_bf16(b);
-    uint16_t out[32];
-    for (int i = 0; i < 16; ++i) {
-      out[i] = static_cast<uint16_t>(first[i] >> 16);
-      out[i + 16] = static_cast<uint16_t>(second[i] >> 16);
-    }
-    std::memcpy(p, out, 64);
-#endif
-  }
+  static void store32_in_order(c10::BFloat16* p, F32x16 a, F32x16 b) { store(p, pack_bf16(a, b)); }
 };
 
 template <>
@@ -156,6 +159,7 @@ struct Element<c10::Half> {
       p[i + 16] = static_cast<c10::Half>(b[i]);
     }
   }
+  static void store32_in_order(c10::Half* p, F32x16 a, F32x16 b) { store32(p, a, b); }
 };
 
 // ---- the inner loop ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a decoder of the Llama family is made of, read from a Hugging Face `config.json`."""
+"""What a decoder is made of, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args
-
-import torch
+from typing import Any
 
 from ..errors import CheckpointError, ConfigError
+from .families import (
+    FAMILIES,
+    Family,
+    LayerType,
+    family_of,
+    read_field,
+    read_optional,
+    read_ropes,
+    read_windows,
+    refuse_experts,
+)
+from .rope import UNSCALED, Rope, RopeScaling, RopeType
 
-__all__ = ["ModelConfig", "RopeScaling", "RopeType", "rope_inverse_frequencies"]
+__all__ = ["LatentConfig", "LayerType", "ModelConfig", "Rope", "RopeScaling", "RopeType"]
 
-RopeType = Literal["default", "linear", "llama3"]
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-"""The model types that can be served, and the class name that checkpoints give each."""
-_ACTIVATIONS = ("silu",)
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _CONFIG_JSON_NAMES = {
@@ -29,52 +35,57 @@ _CONFIG_JSON_NAMES = {
 }
 """Fields that `config.json` calls otherwise."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the context a model was first trained on.
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high
-    ones and blends those between (see `rope_inverse_frequencies`). Raises `ConfigError`.
+    A token is cached as one vector that all heads share: a latent, from which each head's keys and
+    values are projected, and a key that carries the position. Raises `ConfigError`.
     """
 
-    type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    """`llama3`: wavelengths above `original_max_position_embeddings` / this are stretched."""
-    high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below `original_max_position_embeddings` / this are kept."""
-    original_max_position_embeddings: int = 8192
-    """`llama3`: positions of the first training."""
+    q_lora_rank: int | None
+    """Elements that the queries are compressed to; None: they are projected at once."""
+    kv_lora_rank: int
+    """Elements of the latent."""
+    qk_nope_head_dim: int
+    """Elements of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Elements that are rotated; all heads share those of the key."""
+    v_head_dim: int
+    """Elements of a head's values."""
+    rope_interleave: bool = True
+    """Whether the elements of a rotated pair are neighbours."""
 
     def __post_init__(self) -> None:
-        if self.type not in get_args(RopeType):
-            raise ConfigError(
-                f"rope type {self.type!r} is not supported; supported are "
-                + ", ".join(map(repr, get_args(RopeType)))
-            )
-        if not 1 <= self.factor < math.inf:
-            raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1")
-        if self.type == "llama3":
-            if not 0 < self.low_freq_factor < self.high_freq_factor:
+        names = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        if self.q_lora_rank is not None:
+            names.append("q_lora_rank")
+        _require_positive(self, names)
+        for name in ("kv_lora_rank", "qk_rope_head_dim"):
+            if getattr(self, name) % 2:
                 raise ConfigError(
-                    f"rope low_freq_factor = {self.low_freq_factor} must be above 0 and below "
-                    f"high_freq_factor = {self.high_freq_factor}"
+                    f"{name} = {getattr(self, name)} must be even: rotary embeddings turn pairs "
+                    "of elements"
                 )
-            if self.original_max_position_embeddings < 1:
-                raise ConfigError(
-                    "rope original_max_position_embeddings = "
-                    f"{self.original_max_position_embeddings} must be at least 1"
-                )
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache holds of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's queries."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family. Raises `ConfigError` if contradictory."""
+    """A decoder-only transformer. Raises `ConfigError` if contradictory."""
 
     model_type: str = "llama"
+    """Names the `Family`, which says what all models of this type have in common."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -83,12 +94,15 @@ class ModelConfig:
     num_heads: int
     """Query heads."""
     num_kv_heads: int
-    """Key/value heads; each serves `num_heads // num_kv_heads` query heads."""
+    """Key/value heads; each serves `num_heads // num_kv_heads` query heads. 1 if `latent`."""
     head_dim: int
-    """Elements of one head; `num_heads * head_dim` need not be `hidden_size`."""
+    """Elements of one head; `num_heads * head_dim` need not be `hidden_size`. If `latent`, those of
+    the vector that is cached, which the queries are brought to as well."""
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = UNSCALED
+    sliding_rope: Rope | None = None
+    """The rotation of sliding layers; None: they have that of the others."""
     max_position_embeddings: int
     """Tokens of context the model was trained for."""
     tie_word_embeddings: bool
@@ -98,6 +112,18 @@ class ModelConfig:
     mlp_bias: bool = False
     """Whether the gate, up and down projections have biases."""
     hidden_act: str = "silu"
+    layer_types: tuple[LayerType, ...] = ()
+    """Of each layer; empty: all attend to everything before them."""
+    sliding_window: int | None = None
+    """Tokens that a token of a sliding layer attends to, itself included."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are multiplied by this to the power of -1/2; None: by that of `head_dim`."""
+    attn_logit_softcapping: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    final_logit_softcapping: float | None = None
+    """Logits x become cap * tanh(x / cap)."""
+    latent: LatentConfig | None = None
+    """The dimensions of multi-head latent attention."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Each of these ends an output."""
@@ -105,25 +131,39 @@ class ModelConfig:
     """The dtype of the checkpoint's weights, as torch names it."""
 
     def __post_init__(self) -> None:
-        _require_supported("model_type", self.model_type, _ARCHITECTURES)
+        _require_supported("model_type", self.model_type, FAMILIES)
         _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
         _require_supported("torch_dtype", self.torch_dtype, _DTYPES)
+        _require_positive(
+            self,
+            (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "max_position_embeddings",
+            ),
+        )
         for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_theta",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} = {value} must be a positive number")
+        if self.sliding_rope is not None:
+            theta = self.sliding_rope.theta
+            if not (theta > 0 and math.isfinite(theta)):
+                raise ConfigError(f"rope_theta = {theta} of sliding layers must be positive")
+        for rope in (Rope(self.rope_theta, self.rope_scaling), self.sliding_rope):
+            if rope is not None and rope.scaling.type == "yarn" and rope.theta <= 1:
+                raise ConfigError(f"rope_theta = {rope.theta} must be above 1 for yarn scaling")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads = {self.num_heads} must be a multiple of "
@@ -133,6 +173,33 @@ class ModelConfig:
             raise ConfigError(
                 f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
             )
+        self._check_layers()
+        self._check_token_ids()
+
+    def _check_layers(self) -> None:
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ConfigError(
+                f"layer_types lists {len(self.layer_types)} layers, num_layers = {self.num_layers}"
+            )
+        if "sliding_attention" in self.layer_types:
+            if self.sliding_window is None:
+                raise ConfigError(
+                    "layer_types has 'sliding_attention', but sliding_window is not in use: "
+                    "it must be at least 1"
+                )
+            _require_positive(self, ("sliding_window",))
+        if (self.latent is not None) != self.family.latent:
+            raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
+        if self.latent is not None:
+            if self.layer_types:
+                raise ConfigError("layer_types must be empty with latent attention")
+            if (self.num_kv_heads, self.head_dim) != (1, self.latent.cached_dim):
+                raise ConfigError(
+                    f"num_kv_heads = {self.num_kv_heads} and head_dim = {self.head_dim} must be 1 "
+                    f"and {self.latent.cached_dim}, those of the cached vector"
+                )
+
+    def _check_token_ids(self) -> None:
         token_ids = self.eos_token_ids
         if self.bos_token_id is not None:
             token_ids = (self.bos_token_id, *token_ids)
@@ -144,8 +211,13 @@ class ModelConfig:
                 )
 
     @property
+    def family(self) -> Family:
+        """What all models of this type have in common."""
+        return FAMILIES[self.model_type]
+
+    @property
     def query_size(self) -> int:
-        """Elements of the queries of one token."""
+        """Elements of the queries of one token, as attention takes them."""
         return self.num_heads * self.head_dim
 
     @property
@@ -153,92 +225,138 @@ class ModelConfig:
         """Elements of the keys of one token in one layer (as many as of the values)."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of one head that attention returns."""
+        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        if self.latent is not None:
+            return float(self.latent.qk_head_dim**-0.5) * self.rope_scaling.latent_score_scale
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token of the layer attends to, itself included; None: all before it."""
+        return self.sliding_window if self._slides(layer) else None
+
+    def rope(self, layer: int) -> Rope:
+        """The rotation of the layer."""
+        if self.sliding_rope is not None and self._slides(layer):
+            return self.sliding_rope
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    def _slides(self, layer: int) -> bool:
+        return bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+
     @staticmethod
     def from_hf(
         config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         """Read the fields of a `config.json`, in the layout of transformers 4 or 5.
 
-        End-of-text tokens are those of `config` followed by those of `generation_config`.
-        Raises `CheckpointError` for what cannot be served (unknown architecture, activation,
-        rope type, quantized weights) and for missing, mistyped or contradictory fields.
+        Keys that are left out have the values that transformers assumes for the family.
+        End-of-text tokens are those of `config` followed by those of `generation_config`. Raises
+        `CheckpointError` for what cannot be served (unknown architecture, activation, rope type,
+        mixtures of experts, quantized weights) and for missing, mistyped or contradictory fields.
         """
-        model_type = _supported_model_type(config)
+        model_type, family = family_of(config)
         if config.get("quantization_config") is not None:
             raise CheckpointError(
                 "the checkpoint is quantized (quantization_config is set); only checkpoints in "
                 + ", ".join(_DTYPES)
                 + " can be loaded"
             )
-        heads = _field(config, "num_attention_heads", int)
-        hidden_size = _field(config, "hidden_size", int)
-        max_positions = _field(config, "max_position_embeddings", int)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            raise CheckpointError(f"rope_parameters must be an object, not {rope!r}")
-        partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if partial not in (None, 1):
-            raise CheckpointError(
-                f"partial_rotary_factor = {partial} is not supported; every element of a head must "
-                "be rotated"
-            )
-        if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
-            raise CheckpointError(
-                f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
-                "where the config has no head_dim"
-            )
-        bos = config.get("bos_token_id")
+        if config.get("use_bidirectional_attention"):
+            raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
         eos = _token_ids(config) + _token_ids(generation_config or {})
+        names = {**_CONFIG_JSON_NAMES, "hidden_act": family.activation_key}
+        config = {**family.defaults, **config}
         try:
             return ModelConfig(
                 model_type=model_type,
-                vocab_size=_field(config, "vocab_size", int),
-                hidden_size=hidden_size,
-                intermediate_size=_field(config, "intermediate_size", int),
-                num_layers=_field(config, "num_hidden_layers", int),
-                num_heads=heads,
-                num_kv_heads=_field(config, "num_key_value_heads", int, heads),
-                head_dim=_field(config, "head_dim", int, hidden_size // max(heads, 1)),
-                rms_norm_eps=_field(config, "rms_norm_eps", float, 1e-6),
-                rope_theta=_field({**config, **rope}, "rope_theta", float, 10000.0),
-                rope_scaling=_rope_scaling(rope, max_positions),
-                max_position_embeddings=max_positions,
-                tie_word_embeddings=_field(config, "tie_word_embeddings", bool, False),
-                attention_bias=_field(config, "attention_bias", bool, False),
-                mlp_bias=_field(config, "mlp_bias", bool, False),
-                hidden_act=_field(config, "hidden_act", str, "silu"),
-                bos_token_id=None if bos is None else _field(config, "bos_token_id", int),
+                vocab_size=read_field(config, "vocab_size", int),
+                intermediate_size=read_field(config, "intermediate_size", int),
+                rms_norm_eps=read_field(config, "rms_norm_eps", float, 1e-6),
+                tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
+                mlp_bias=family.mlp_bias and read_field(config, "mlp_bias", bool, False),
+                hidden_act=read_field(config, family.activation_key, str, family.activation),
+                final_logit_softcapping=read_optional(config, "final_logit_softcapping", float),
+                bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 torch_dtype=_dtype_name(config),
+                **_attention_fields(config, family),
             )
         except ConfigError as error:
-            message = re.sub(
-                r"\w+", lambda word: _CONFIG_JSON_NAMES.get(word[0], word[0]), str(error)
-            )
+            message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
             raise CheckpointError(message) from error
 
 
-def rope_inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return the angle by which each pair of elements turns per position: float32 `[head_dim / 2]`.
+def _attention_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` that describe the layers and their attention."""
+    num_layers = read_field(config, "num_hidden_layers", int)
+    heads = read_field(config, "num_attention_heads", int)
+    hidden_size = read_field(config, "hidden_size", int)
+    max_positions = read_field(config, "max_position_embeddings", int)
+    rope, sliding_rope = read_ropes(config, family, max_positions)
+    layer_types, window = read_windows(config, family, num_layers)
+    fields: dict[str, Any] = {
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "hidden_size": hidden_size,
+        "max_position_embeddings": max_positions,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "sliding_rope": sliding_rope,
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "attention_bias": family.attention_bias
+        and read_field(config, "attention_bias", bool, False),
+    }
+    if family.query_scalar:
+        fields["query_pre_attn_scalar"] = read_field(config, "query_pre_attn_scalar", float)
+    if family.score_softcap:
+        fields["attn_logit_softcapping"] = read_optional(config, "attn_logit_softcapping", float)
+    if family.latent:
+        return fields | _latent_fields(config, family, num_layers, heads)
+    if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
+        raise CheckpointError(
+            f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
+            "where the config has no head_dim"
+        )
+    fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
+    fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
+    return fields
 
-    Pair i turns by `rope_theta ** (-2i / head_dim)` radians (Su et al. 2021, "RoFormer").
-    `linear` scaling divides all of them by the factor (Chen et al. 2023). `llama3` scaling
-    weighs by how often a pair turned within the first training's context, n = L / wavelength:
-    below `low_freq_factor` turns it is divided by the factor, above `high_freq_factor` it is
-    kept, in between the two blend linearly in n (Llama 3.1).
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies: torch.Tensor = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling.type == "default":
-        return frequencies
-    stretched = frequencies / scaling.factor
-    if scaling.type == "linear":
-        return stretched
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
-    return (1.0 - kept) * stretched + kept * frequencies
+
+def _latent_fields(
+    config: Mapping[str, Any], family: Family, num_layers: int, heads: int
+) -> dict[str, Any]:
+    refuse_experts(config, num_layers)
+    kv_heads = read_field(config, "num_key_value_heads", int, heads)
+    if kv_heads != heads:
+        raise CheckpointError(
+            f"num_key_value_heads = {kv_heads} must be num_attention_heads = {heads}: latent "
+            "attention shares its cache among all heads"
+        )
+    interleave = family.rope_interleaved
+    if interleave is None:
+        interleave = read_field(config, "rope_interleave", bool)
+    latent = LatentConfig(
+        q_lora_rank=read_optional(config, "q_lora_rank", int),
+        kv_lora_rank=read_field(config, "kv_lora_rank", int),
+        qk_nope_head_dim=read_field(config, "qk_nope_head_dim", int),
+        qk_rope_head_dim=read_field(config, "qk_rope_head_dim", int),
+        v_head_dim=read_field(config, "v_head_dim", int),
+        rope_interleave=interleave,
+    )
+    return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
 
 
 def _require_supported(field: str, value: str, supported: Iterable[str]) -> None:
@@ -247,33 +365,10 @@ def _require_supported(field: str, value: str, supported: Iterable[str]) -> None
         raise ConfigError(f"{field} = {value!r} is not supported; supported: {names}")
 
 
-def _supported_model_type(config: Mapping[str, Any]) -> str:
-    model_type = str(config.get("model_type"))
-    architectures = config.get("architectures")
-    supported = _ARCHITECTURES.get(model_type)
-    # Checkpoints name the class they were saved from; a bare config has only the model type.
-    named = architectures if isinstance(architectures, list) and architectures else [supported]
-    if supported is None or supported not in named:
-        found = ", ".join(str(name) for name in named if name) or "(unnamed)"
-        raise CheckpointError(
-            f"architecture {found} (model_type {model_type!r}) is not supported; supported: "
-            + ", ".join(_ARCHITECTURES.values())
-        )
-    return model_type
-
-
-def _field(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Return a field checked for its type; absent and null mean the default, if there is one."""
-    value = config.get(name)
-    if value is None:
-        if default is None:
-            raise CheckpointError(f"the config has no {name}")
-        return default
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:  # not isinstance: to Python, true is an int
-        raise CheckpointError(f"{name} must be of type {kind.__name__}, not {value!r}")
-    return value
+def _require_positive(config: object, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} = {getattr(config, name)} must be at least 1")
 
 
 def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -284,24 +379,6 @@ def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not all(type(token_id) is int for token_id in values):
         raise CheckpointError(f"eos_token_id must be an integer or a list of them, not {value!r}")
     return tuple(values)
-
-
-def _rope_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` (4), which may say just `type`."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "linear":
-        return RopeScaling(type="linear", factor=_field(rope, "factor", float))
-    if kind == "llama3":
-        return RopeScaling(
-            type="llama3",
-            factor=_field(rope, "factor", float),
-            low_freq_factor=_field(rope, "low_freq_factor", float),
-            high_freq_factor=_field(rope, "high_freq_factor", float),
-            original_max_position_embeddings=_field(
-                rope, "original_max_position_embeddings", int, max_positions
-            ),
-        )
-    return RopeScaling(type=cast(RopeType, kind))
 
 
 def _dtype_name(config: Mapping[str, Any]) -> str:

@@ -1,114 +1,56 @@
-"""The Llama-family decoder, described by `ModelConfig`.
+"""The decoder of every family, described by `ModelConfig`.
 
-Shape suffixes: T tokens of a step, R rows of a step, H query heads, G key/value heads, E head_dim,
-D hidden_size, F intermediate_size, V vocab_size, B sampled positions.
+Shape suffixes: T tokens of a step, E half of what is rotated of a head, D hidden_size, F
+intermediate_size, K kinds of rotation, V vocab_size, B sampled positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...cache.spec import FullAttentionSpec
-from ..kernels import Kernels, packed_embedding
-from .config import ModelConfig, rope_inverse_frequencies
+from ...cache.arena import Storage
+from ...cache.spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    LayerGroup,
+    LayerSpec,
+    SlidingWindowSpec,
+)
+from ..kernels import Kernels
+from .attention import Attention, AttentionInputs, LatentAttention, Place
+from .config import ModelConfig
+from .modules import Projection, RMSNorm
+from .rope import inverse_frequencies
 
-__all__ = ["AttentionInputs", "Decoder"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """Where the tokens of one forward pass stand and where their keys and values go."""
-
-    positions: torch.Tensor
-    """int64 `[T]`: position of each token in its sequence."""
-    slots: torch.Tensor
-    """int64 `[T]`, the write index: slot of each token; padding writes to the null block."""
-    token_rows: torch.Tensor
-    """int64 `[T]`: row of each token."""
-    rows: torch.Tensor
-    """int64 `[R]`: the distinct rows of the pass, padded with the null row. R = T when decoding."""
-    block_tables: torch.Tensor
-    """int32 `[max_rows + 1, max_blocks_per_row]`: the read index of every row."""
-    read_blocks: int
-    """Columns of the block tables that may be read: all positions lie below them."""
-
-
-class Projection(nn.Module):
-    """A linear layer whose weight is stored the way the chosen kernels want it."""
-
-    def __init__(self, kernels: Kernels, out_features: int, in_features: int) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.out_features = out_features
-        self.in_features = in_features
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
-
-    def store(self, weight: torch.Tensor, device: torch.device) -> None:
-        """Take the weight `[out_features, in_features]`, packed if the kernels pack."""
-        packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
-        self.weight = nn.Parameter(packed.to(device), requires_grad=False)
-
-    def rows(self, index_T: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
-        assert self.weight is not None
-        if self.kernels.pack is None:
-            return F.embedding(index_T, self.weight)
-        return packed_embedding(index_T, self.weight, self.in_features)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        assert self.weight is not None
-        return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, accumulated in float32 (Zhang & Sennrich 2019)."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight: nn.Parameter | None = None
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        assert self.weight is not None
-        x = x_TD.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(x_TD.dtype)
-
-
-def rotate(x_TNE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions (Su et al. 2021) in the half-split layout of Hugging Face weights."""
-    x = x_TNE.float()
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_TNE.dtype)
+__all__ = ["AttentionInputs", "Decoder", "attention_specs"]
 
 
 class Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, index: int) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels, layer: int, place: Place) -> None:
         super().__init__()
-        self.kernels = kernels
-        self.index = index
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
         hidden, inner = config.hidden_size, config.intermediate_size
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.input_norm = RMSNorm(config.rms_norm_eps)
-        self.qkv = Projection(kernels, q_size + 2 * kv_size, hidden)
-        self.output = Projection(kernels, hidden, q_size)
-        self.post_attention_norm = RMSNorm(config.rms_norm_eps)
+        self.hidden_act = config.hidden_act
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.rms_norm_eps, offset=config.family.offset_norms)
+
+        self.input_norm = norm()
+        self.attention: Attention | LatentAttention = (
+            Attention(config, kernels, layer, place)
+            if config.latent is None
+            else LatentAttention(config, kernels, layer, place, config.latent)
+        )
+        self.attention_output_norm = norm() if config.family.output_norms else None
+        self.mlp_norm = norm()
         self.gate_up = Projection(kernels, 2 * inner, hidden)
         self.down = Projection(kernels, hidden, inner)
+        self.mlp_output_norm = norm() if config.family.output_norms else None
 
     def forward(
         self,
@@ -118,58 +60,69 @@ class Layer(nn.Module):
         arena: torch.Tensor,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        tokens = x_TD.shape[0]
-        qkv = self.qkv(self.input_norm(x_TD)).view(tokens, -1, self.head_dim)
-        q_THE, k_TGE, v_TGE = qkv.split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
-        attended_THE = self.kernels.attention(
-            rotate(q_THE, cos_TE, sin_TE),
-            rotate(k_TGE, cos_TE, sin_TE),
-            v_TGE.contiguous(),
-            arena,
-            self.index,
-            inputs.slots,
-            inputs.block_tables,
-            inputs.token_rows,
-            inputs.rows,
-            inputs.positions,
-            self.scale,
-            inputs.read_blocks,
-        )
-        x_TD = x_TD + self.output(attended_THE.reshape(tokens, -1))
-        gate_TF, up_TF = self.gate_up(self.post_attention_norm(x_TD)).chunk(2, dim=-1)
-        out_TD: torch.Tensor = x_TD + self.down(F.silu(gate_TF) * up_TF)
-        return out_TD
+        attended_TD = self.attention(self.input_norm(x_TD), cos_TE, sin_TE, arena, inputs)
+        if self.attention_output_norm is not None:
+            attended_TD = self.attention_output_norm(attended_TD)
+        x_TD = x_TD + attended_TD
+        gate_TF, up_TF = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
+        out_TD: torch.Tensor = self.down(self.activate(gate_TF) * up_TF)
+        if self.mlp_output_norm is not None:
+            out_TD = self.mlp_output_norm(out_TD)
+        return x_TD + out_TD
+
+    def activate(self, gate_TF: torch.Tensor) -> torch.Tensor:
+        if self.hidden_act == "silu":
+            return F.silu(gate_TF)
+        return F.gelu(gate_TF, approximate="tanh")
 
 
 class Decoder(nn.Module):
     """Token ids to hidden states to logits, reading and writing the arena.
 
     Built empty; `store` gives it its weights one by one, under the names of
-    `loading.fused_layout`.
+    `layout.fused_layout`.
     """
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[LayerGroup],
+        storage: Storage = "model",
     ) -> None:
+        """`groups` are those of the arena, `storage` is how it stores what layers write."""
         super().__init__()
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
+        places = {
+            layer: Place(group.index, position, storage)
+            for group in groups
+            for position, layer in enumerate(group.layers)
+        }
         self.embed_tokens = Projection(kernels, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(config, kernels, index) for index in range(config.num_layers)
+            Layer(config, kernels, layer, places[layer]) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.rms_norm_eps)
+        self.norm = RMSNorm(config.rms_norm_eps, offset=config.family.offset_norms)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
             else Projection(kernels, config.vocab_size, config.hidden_size)
         )
-        frequencies = rope_inverse_frequencies(config).to(device)
-        self.inverse_frequencies = nn.Buffer(frequencies, persistent=False)
+        self.embedding_scale: float | None = None
+        if config.family.scaled_embeddings:
+            # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
+            self.embedding_scale = torch.tensor(config.hidden_size**0.5).to(dtype).item()
+        ropes = [config.rope(layer) for layer in range(config.num_layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self.rope_kinds = [kinds.index(rope) for rope in ropes]
+        self.amplitudes = [rope.scaling.amplitude for rope in kinds]
+        frequencies_KE = torch.stack([inverse_frequencies(r, config.rope_dim) for r in kinds])
+        self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take every weight; those of linear layers are packed as the kernels want them."""
@@ -198,25 +151,55 @@ class Decoder(nn.Module):
             return self.weight_bytes
         return self.weight_bytes - sum(p.nbytes for p in self.embed_tokens.parameters())
 
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
+        x_TD = self.embed_tokens.rows(token_ids_T)
+        return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
+
     def forward(
         self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """Return the final hidden states `[T, hidden_size]`; writes the tokens' keys and values."""
-        x_TD = self.embed_tokens.rows(token_ids_T)
-        angles_TE = inputs.positions[:, None].float() * self.inverse_frequencies
-        cos_TE, sin_TE = angles_TE.cos(), angles_TE.sin()
-        for layer in self.layers:
-            x_TD = layer(x_TD, cos_TE, sin_TE, arena, inputs)
+        return self.decode(self.embed(token_ids_T), arena, inputs)
+
+    def decode(
+        self, x_TD: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
+    ) -> torch.Tensor:
+        """As `forward`, for tokens that are embedded."""
+        angles_KTE = inputs.positions[:, None].float() * self.inverse_frequencies[:, None]
+        cos_KTE, sin_KTE = angles_KTE.cos(), angles_KTE.sin()
+        rotations = [
+            (cos_TE, sin_TE) if amplitude == 1.0 else (cos_TE * amplitude, sin_TE * amplitude)
+            for cos_TE, sin_TE, amplitude in zip(
+                cos_KTE.unbind(), sin_KTE.unbind(), self.amplitudes, strict=True
+            )
+        ]
+        for layer, kind in zip(self.layers, self.rope_kinds, strict=True):
+            x_TD = layer(x_TD, *rotations[kind], arena, inputs)
         normed: torch.Tensor = self.norm(x_TD)
         return normed
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, vocab_size]` in the model's dtype."""
         logits: torch.Tensor = self.lm_head(hidden_BD)
-        return logits
+        cap = self.config.final_logit_softcapping
+        if cap is None:
+            return logits
+        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
 
 
-def attention_specs(config: ModelConfig, element_bytes: int) -> list[FullAttentionSpec]:
-    """Return what each layer stores in the cache."""
-    spec = FullAttentionSpec(config.num_kv_heads, config.head_dim, element_bytes)
-    return [spec] * config.num_layers
+def attention_specs(
+    config: ModelConfig, element_bytes: int, scale_bytes: int = 0
+) -> list[LayerSpec]:
+    """Return what each layer stores in the cache.
+
+    `element_bytes` are those of a stored element, `scale_bytes` those of the scale of a vector.
+    """
+    sizes = (config.num_kv_heads, config.head_dim, element_bytes, scale_bytes)
+    if config.latent is not None:
+        return [LatentSpec(*sizes)] * config.num_layers
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    return [
+        FullAttentionSpec(*sizes) if window is None else SlidingWindowSpec(*sizes, window=window)
+        for window in windows
+    ]

@@ -1,0 +1,68 @@
+"""Chained block hashes: two blocks have the same hash if everything up to their end is the same.
+
+    hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, contents shown in it)
+    hash before block 0 = BLAKE2b-256(salt), personalised: no salt can pass for a block
+
+256 bits, so nobody can find two prompts with one hash; and a salt, so that those who do not know it
+cannot learn from the time of a first token what others have asked (CVE-2025-46570).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+__all__ = ["HASH_BYTES", "PrefixHashes"]
+
+HASH_BYTES = 32
+
+
+class PrefixHashes:
+    """The hashes of the full blocks of one sequence, which grows."""
+
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        """Begin an empty sequence; only sequences with the same `salt` have hashes in common."""
+        self._block_size = block_size
+        root = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt")
+        self._root = root.digest()
+        self._hashes: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Full blocks hashed so far."""
+        return len(self._hashes)
+
+    def __getitem__(self, block: int) -> bytes:
+        """Hash of the sequence up to the end of a block: `HASH_BYTES` bytes."""
+        return self._hashes[block]
+
+    def copy(self) -> PrefixHashes:
+        """Return the same sequence, to be continued another way."""
+        other = PrefixHashes(self._block_size)
+        other._root, other._hashes = self._root, self._hashes.copy()
+        return other
+
+    def extend(
+        self,
+        tokens: Callable[[int, int], Sequence[int]],
+        num_tokens: int,
+        contents: Callable[[int, int], bytes] | None = None,
+    ) -> None:
+        """Hash the blocks that are full with `num_tokens` tokens, and have not been hashed.
+
+        Args:
+            tokens: gives the token ids at positions start to stop - 1, each below 2^63.
+            num_tokens: tokens of the sequence that are known.
+            contents: gives what else stands at positions start to stop - 1 (embeddings that were
+                given in the place of tokens), as bytes that tell it apart from everything else;
+                None if nothing does.
+        """
+        size = self._block_size
+        for block in range(len(self._hashes), num_tokens // size):
+            start, stop = block * size, (block + 1) * size
+            parent = self._hashes[-1] if self._hashes else self._root
+            digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+            digest.update(array("q", tokens(start, stop)).tobytes())
+            if contents is not None:
+                digest.update(contents(start, stop))
+            self._hashes.append(digest.digest())

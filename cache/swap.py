@@ -1,0 +1,76 @@
+"""Which blocks of the host cache hold the keys and values of requests that lost their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .blocks import BlockPool
+
+__all__ = ["HostBlocks", "SwappedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedRequest:
+    """What of a request waits on the host."""
+
+    num_tokens: int
+    """Tokens whose keys and values wait."""
+    blocks: list[tuple[int, int, int]]
+    """(layer group, column of its block table, host block)."""
+
+
+class HostBlocks:
+    """The blocks `0 .. num_blocks - 1` of the host arena; there is no null block among them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Manage `num_blocks` blocks, which may be none."""
+        # Block i is block i + 1 of the pool, whose first one nobody gets.
+        self._pool = BlockPool(num_blocks + 1) if num_blocks else None
+        self._requests: dict[str, SwappedRequest] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds."""
+        return 0 if self._pool is None else self._pool.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return 0 if self._pool is None else self._pool.num_blocks - 1
+
+    def find(self, request_id: str) -> SwappedRequest | None:
+        """Return what waits of a request, or None."""
+        return self._requests.get(request_id)
+
+    def put(
+        self, request_id: str, num_tokens: int, columns: Sequence[tuple[int, int]]
+    ) -> list[int] | None:
+        """Take a block for each (group, column) of a request; None if there are not enough."""
+        assert request_id not in self._requests, f"request {request_id} is swapped already"
+        if len(columns) > self.num_free:
+            return None
+        taken = [] if self._pool is None else [b - 1 for b in self._pool.allocate(len(columns))]
+        self._requests[request_id] = SwappedRequest(
+            num_tokens,
+            [(group, column, host) for (group, column), host in zip(columns, taken, strict=True)],
+        )
+        return taken
+
+    def drop(self, request_id: str) -> None:
+        """Forget what waits of a request, if anything does."""
+        swapped = self._requests.pop(request_id, None)
+        if swapped is not None and self._pool is not None:
+            self._pool.free(host + 1 for _, _, host in swapped.blocks)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free or belongs to one request."""
+        if self._pool is None:
+            return
+        self._pool.check_integrity()
+        held = Counter(host for s in self._requests.values() for _, _, host in s.blocks)
+        for host in range(self.num_blocks):
+            assert held[host] == self._pool.ref_count(host + 1) <= 1, (
+                f"host block {host} belongs to {held[host]} swapped requests"
+            )

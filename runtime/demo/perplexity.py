@@ -1,0 +1,84 @@
+"""How well the demo model predicts text it never saw, for each way of storing keys and values.
+
+Run with `python -m stepgraph.runtime.demo.perplexity --kv-dtype auto int8 fp8`. Every token goes
+through a decode step of the engine (teacher forcing), so what is judged is what serves requests:
+quantisation when a token is written, and again each time it is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from ..config import EngineConfig
+from ..engine import Engine
+from .train import encode, read_sources, source_files
+
+__all__ = ["held_out_tokens", "perplexity"]
+
+CONTEXT = 2048
+
+
+def held_out_tokens() -> list[int]:
+    """Return the files of this Python's standard library that were kept from the demo's training.
+
+    A file is held out by the hash of its path, whatever the version of Python; each begins with the
+    end-of-text token.
+    """
+    tokenizer = Tokenizer.from_file(str(Path(__file__).parent / "tokenizer.json"))
+    _, held_out = source_files(Path(sysconfig.get_paths()["stdlib"]))
+    tokens: list[int] = encode(tokenizer, read_sources(held_out)).tolist()
+    return tokens
+
+
+def perplexity(engine: Engine, tokens: Sequence[int], window: int) -> float:
+    """Return exp(mean negative log-likelihood of a token), over windows of `window` tokens.
+
+    The first token of a window is given, and what is left after the last whole window is not used.
+
+    Raises:
+        ValueError: there are fewer than `window` tokens, or it is shorter than 2.
+        RequestError: the window does not fit a sequence of the engine.
+    """
+    if not 2 <= window <= len(tokens):
+        raise ValueError(f"window must be from 2 to the {len(tokens)} tokens given, not {window}")
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - window + 1, window):
+        piece = list(tokens[start : start + window])
+        logits = engine.score(piece[:-1])
+        target = torch.tensor(piece[1:])
+        total += torch.nn.functional.cross_entropy(logits.double(), target, reduction="sum").item()
+        count += len(target)
+    return math.exp(total / count)
+
+
+def main() -> None:
+    """Print a line of JSON for each way of storing keys and values."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kv-dtype", nargs="+", default=["auto", "int8", "fp8"])
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=None, help="use the first ones only")
+    options = parser.parse_args()
+    tokens = held_out_tokens()[: options.tokens]
+    for kv_dtype in options.kv_dtype:
+        config = EngineConfig(kv_dtype=kv_dtype, max_rows=1, max_model_len=CONTEXT)
+        with Engine.from_pretrained("demo", config) as engine:
+            result = {
+                "kv_dtype": kv_dtype,
+                "kv_bytes_per_token": engine.kv_bytes_per_token,
+                "window": options.window,
+                "tokens": len(tokens) // options.window * (options.window - 1),
+                "perplexity": perplexity(engine, tokens, options.window),
+            }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

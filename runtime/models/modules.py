@@ -1,0 +1,89 @@
+"""Parts of a decoder layer that hold weights.
+
+Shape suffixes: T tokens of a step, H query heads, D hidden_size or any width, R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels import Kernels, packed_embedding
+
+__all__ = ["HeadProjection", "Projection", "RMSNorm"]
+
+
+class Projection(nn.Module):
+    """A linear layer whose weight is stored the way the chosen kernels want it."""
+
+    def __init__(self, kernels: Kernels, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.out_features = out_features
+        self.in_features = in_features
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+
+    def store(self, weight: torch.Tensor, device: torch.device) -> None:
+        """Take the weight `[out_features, in_features]`, packed if the kernels pack."""
+        packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
+        self.weight = nn.Parameter(packed.to(device), requires_grad=False)
+
+    def rows(self, index_T: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
+        assert self.weight is not None
+        if self.kernels.pack is None:
+            return F.embedding(index_T, self.weight)
+        return packed_embedding(index_T, self.weight, self.in_features)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features)
+
+
+class HeadProjection(nn.Module):
+    """Matrices of each head from the latent to keys and values: `[H, keys + values, R]`.
+
+    Attention lives in the latent space: instead of a key that comes from a latent, the query is
+    brought to the latent (q . (W c) = (W^T q) . c), and what comes out is a mixture of latents,
+    from which the mixture of values is projected.
+    """
+
+    def __init__(self, key_dim: int) -> None:
+        super().__init__()
+        self.key_dim = key_dim
+        self.weight: nn.Parameter | None = None
+
+    def queries_to_latent(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Return `[T, H, R]`; D is the size of a key."""
+        assert self.weight is not None
+        return torch.bmm(q_THD.transpose(0, 1), self.weight[:, : self.key_dim]).transpose(0, 1)
+
+    def latent_to_values(self, x_THR: torch.Tensor) -> torch.Tensor:
+        """Return `[T, H, D]`; D is the size of a value."""
+        assert self.weight is not None
+        up_HRD = self.weight[:, self.key_dim :].transpose(1, 2)
+        return torch.bmm(x_THR.transpose(0, 1), up_HRD).transpose(0, 1)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, accumulated in float32 (Zhang & Sennrich 2019).
+
+    With `offset` it is multiplied by one plus the weight, in float32, before it is rounded.
+    """
+
+    def __init__(self, eps: float, *, offset: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.weight: nn.Parameter | None = None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Norm the last dimension; there may be others before it."""
+        assert self.weight is not None
+        x = x_TD.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (x * (1.0 + self.weight.float())).to(x_TD.dtype)
+        return self.weight * x.to(x_TD.dtype)

@@ -1,0 +1,164 @@
+"""Rotary positions (Su et al. 2021, "RoFormer"): how far each pair of elements turns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from ..errors import ConfigError
+
+__all__ = ["UNSCALED", "Rope", "RopeScaling", "RopeType", "inverse_frequencies", "rotate"]
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context a model was first trained on.
+
+    `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
+    high ones and blend those between (see `inverse_frequencies`). Raises `ConfigError`.
+    """
+
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 8192
+    """`llama3`, `yarn`: positions of the first training."""
+    low_freq_factor: float = 1.0
+    """`llama3`: wavelengths above `original_max_position_embeddings` / this are stretched."""
+    high_freq_factor: float = 4.0
+    """`llama3`: wavelengths below `original_max_position_embeddings` / this are kept."""
+    beta_fast: float = 32.0
+    """`yarn`: pairs that turn more often than this in the first training's context are kept."""
+    beta_slow: float = 1.0
+    """`yarn`: pairs that turn less often than this are stretched."""
+    truncate: bool = True
+    """`yarn`: whether the blend begins and ends at whole pairs."""
+    attention_factor: float | None = None
+    """`yarn`: what cosines and sines are multiplied by; None: it follows from the factor."""
+    mscale: float | None = None
+    """`yarn`: weight of log(factor) in what cosines and sines are multiplied by."""
+    mscale_all_dim: float | None = None
+    """Weight of log(factor) in what the scores of latent attention are multiplied by; `yarn`
+    divides cosines and sines by its root where `mscale` is given too."""
+
+    def __post_init__(self) -> None:
+        if self.type not in get_args(RopeType):
+            raise ConfigError(
+                f"rope type {self.type!r} is not supported; supported are "
+                + ", ".join(map(repr, get_args(RopeType)))
+            )
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1")
+        if self.type in ("llama3", "yarn") and self.original_max_position_embeddings < 1:
+            raise ConfigError(
+                "rope original_max_position_embeddings = "
+                f"{self.original_max_position_embeddings} must be at least 1"
+            )
+        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope low_freq_factor = {self.low_freq_factor} must be above 0 and below "
+                f"high_freq_factor = {self.high_freq_factor}"
+            )
+        if self.type == "yarn" and not 0 < self.beta_slow <= self.beta_fast < math.inf:
+            raise ConfigError(
+                f"rope beta_slow = {self.beta_slow} must be above 0 and at most "
+                f"beta_fast = {self.beta_fast}"
+            )
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"rope {name} = {value} must be a number of at least 0")
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by: 1 but for `yarn`."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._log_scale(self.mscale) / self._log_scale(self.mscale_all_dim)
+        return self._log_scale(1.0)
+
+    @property
+    def latent_score_scale(self) -> float:
+        """What the scores of latent attention are multiplied by (DeepSeek-V2)."""
+        if self.type == "default" or not self.mscale_all_dim:
+            return 1.0
+        return self._log_scale(self.mscale_all_dim) ** 2
+
+    def _log_scale(self, weight: float) -> float:
+        """The temperature that YaRN found for a factor (Peng et al. 2023, equation 22)."""
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+
+UNSCALED = RopeScaling()
+
+
+class Rope(NamedTuple):
+    """The rotation of a layer: its base and how it is stretched."""
+
+    theta: float
+    scaling: RopeScaling = UNSCALED
+
+
+def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
+    """Return the angle by which each pair of elements turns per position: float32 `[dim / 2]`.
+
+    Pair i turns by `theta ** (-2i / dim)` radians. `linear` scaling divides all of them by the
+    factor (Chen et al. 2023). The others weigh by how often a pair turns within the context L of
+    the first training, n = L / wavelength: slow pairs are divided by the factor, fast ones kept.
+    `llama3` blends linearly in n between `low_freq_factor` and `high_freq_factor` (Llama 3.1);
+    `yarn` blends linearly in i between the pairs that turn `beta_fast` and `beta_slow` times (Peng
+    et al. 2023, section 3.2).
+    """
+    theta, scaling = rope
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    frequencies: torch.Tensor = 1.0 / (theta**exponents)
+    if scaling.type == "default":
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.type == "linear":
+        return stretched
+    if scaling.type == "llama3":
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    else:
+        first, last = _yarn_blend(rope, dim)
+        kept = 1.0 - ((torch.arange(dim // 2) - first) / (last - first)).clamp(0.0, 1.0)
+    return (1.0 - kept) * stretched + kept * frequencies
+
+
+def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
+    """Return the pairs, as fractions if not truncated, where the blend begins and ends."""
+    theta, scaling = rope
+
+    def pair_that_turns(times: float) -> float:
+        wavelengths = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+        return dim * math.log(wavelengths) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return first, last + 0.001 if first == last else last
+
+
+def rotate(
+    x_TNE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
+    """Turn the pairs of each vector; `cos_TE` and `sin_TE` are float32 `[T, E / 2]`.
+
+    A pair is (i, i + E / 2), or (2i, 2i + 1) if `interleaved`; the result has the first layout in
+    both cases, which changes no product of two rotated vectors.
+    """
+    x = x_TNE.float()
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    cos, sin = cos_TE[:, None], sin_TE[:, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_TNE.dtype)

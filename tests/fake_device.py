@@ -1,0 +1,309 @@
+"""A device without tensors, on which any mistake of the scheduler or the loop changes the tokens.
+
+It keeps what a real one keeps: block tables, newest tokens, positions and sampling state by row,
+keys and values by slot, and a host arena. Nothing on it is ever cleaned up, but a block loses its
+contents when it is handed out afresh: who reads a slot of it before writing it, or copying it,
+fails. The values written for a token depend on all that the windows of the layer groups show before
+it, and so does the sampled token, and on the row's seed. A wrong or lost block, a stale row, a copy
+at the wrong time, a token too many or a missed recomputation shows as another output than that of
+`oracle`, which knows no rows and no blocks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepgraph.cache.blocks import NULL_BLOCK
+from stepgraph.runtime.launch import Sampled
+from stepgraph.runtime.plan import Preemption, StepPlan
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.scheduler import Scheduler
+
+VOCAB = 11
+
+Windows = tuple[int | None, ...]
+"""The window of each layer group; None: full attention."""
+
+Contents = dict[int, int]
+"""Of a block: offset -> value. What was never written is not there."""
+
+
+class InjectedError(Exception):
+    """A copy of blocks that fails because a test wants it to."""
+
+
+def digest(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+def values_of(seen: Sequence[Sequence[int]], token: int) -> list[int]:
+    """What each group caches for a token: depends on all that the windows show before it."""
+    return [digest(group, token, seen) for group in range(len(seen))]
+
+
+def next_token(seed: int, seen: Sequence[Sequence[int]]) -> int:
+    return digest(seed, seen) % VOCAB
+
+
+def begin_of(window: int | None, position: int) -> int:
+    """First position that the token at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+@lru_cache(4096)
+def oracle(request: Request, windows: Windows = (None,)) -> tuple[list[int], str]:
+    """The output of a request that runs alone, and why it ends."""
+    values: list[list[int]] = [[] for _ in windows]
+    output: list[int] = []
+
+    def seen(position: int) -> list[list[int]]:
+        shown = zip(values, windows, strict=True)
+        return [v[begin_of(w, position) :] for v, w in shown]
+
+    def write(token: int) -> None:
+        new = values_of(seen(len(values[0])), token)
+        for group, value in zip(values, new, strict=True):
+            group.append(value)
+
+    for token in request.prompt_ids:
+        write(token)
+    while True:
+        output.append(next_token(request.seed, seen(len(values[0]) - 1)))
+        if output[-1] in request.stop_token_ids and len(output) > request.params.min_tokens:
+            return output, "stop"
+        if len(output) == request.max_tokens:
+            return output, "length"
+        write(output[-1])
+
+
+class FakeDevice:
+    """Row state, arena and host arena, as steps see them."""
+
+    def __init__(self, windows: Windows, max_rows: int, block_size: int) -> None:
+        self.windows = windows
+        self.block_size = block_size
+        self.blocks: dict[int, Contents] = {}
+        self.host: dict[int, Contents] = {}
+        self.tables: list[list[dict[int, int]]] = [[{} for _ in range(max_rows)] for _ in windows]
+        self.seeds = [-1] * max_rows
+        self.tokens = [-1] * max_rows
+        self.positions = [-1] * max_rows
+        self.written: dict[tuple[int, int], int] = {}  # (block, offset) -> row, in this launch
+
+    def slot(self, group: int, row: int, position: int) -> tuple[int, int]:
+        column, offset = divmod(position, self.block_size)
+        block = self.tables[group][row][column]
+        assert block != NULL_BLOCK, f"row {row} uses the null block for position {position}"
+        return block, offset
+
+    def read(self, group: int, row: int, position: int) -> int:
+        block, offset = slot = self.slot(group, row, position)
+        assert self.written.get(slot, row) == row, "one row reads what another is just writing"
+        return self.blocks[block][offset]
+
+    def seen(self, row: int, position: int, stop: int) -> list[list[int]]:
+        """What the token at `position` finds before `stop`."""
+        return [
+            [self.read(g, row, p) for p in range(begin_of(window, position), stop)]
+            for g, window in enumerate(self.windows)
+        ]
+
+    def write(self, row: int, position: int, token: int) -> None:
+        values = values_of(self.seen(row, position, position), token)
+        for group, value in enumerate(values):
+            block, offset = slot = self.slot(group, row, position)
+            self.blocks.setdefault(block, {})[offset] = value
+            assert self.written.setdefault(slot, row) == row, "two rows write to one slot"
+
+    def sample(self, row: int, position: int) -> int:
+        token = next_token(self.seeds[row], self.seen(row, position, position + 1))
+        self.tokens[row], self.positions[row] = token, position + 1
+        return token
+
+
+@dataclass(frozen=True)
+class FakeLaunch:
+    number: int
+    bucket: int
+    arrived: object
+    device_ns: int
+    sampled: list[Sampled]  # seen by the host when it reads the launch, not before
+
+
+class FakeRunner:
+    """Carries out plans on the fake device, and checks each of them on the way.
+
+    `fail_after(name, count)` says after how many of the `count` copies of `swap_out` or `copy_in`
+    the device fails, if it does.
+    """
+
+    def __init__(self, scheduler: Scheduler, in_flight: int, windows: Windows) -> None:
+        self.scheduler = scheduler
+        self.in_flight = in_flight
+        self.device = FakeDevice(windows, scheduler.max_rows, scheduler.cache.block_size)
+        self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
+        self.unread: deque[FakeLaunch] = deque()
+        self.plans: list[StepPlan] = []
+        self.sampling: list[bool] = []  # for each chunk of the last plan
+        self.launched = 0
+        self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
+        self._stages: list[str] = []  # of the step under way
+        self._fresh: list[int] = []  # blocks handed out since contents were last forgotten
+        self._watch_allocations()
+
+    def _watch_allocations(self) -> None:
+        pool = self.scheduler.cache._pool
+        allocate = pool.allocate
+
+        def watched(n: int) -> list[int]:
+            blocks = allocate(n)
+            self._fresh += blocks
+            return blocks
+
+        pool.allocate = watched  # type: ignore[method-assign]
+
+    def swap_out(self, plan: StepPlan) -> None:
+        self._stages = ["swap_out"]
+        for preemption in plan.preempted:
+            self.seen["recomputed" if preemption.swap_out is None else "swapped"] += 1
+        device = self.device
+        try:
+            self._copy("swap_out", [(p, device.blocks, device.host) for p in swapped(plan)])
+        finally:
+            for block in self._fresh:  # now, because what was in them has just been copied
+                device.blocks.pop(block, None)
+            self._fresh.clear()
+
+    def copy_in(self, plan: StepPlan) -> None:
+        assert self._stages == ["swap_out"]
+        self._stages.append("copy_in")
+        device = self.device
+        found = [admission.found for admission in plan.admitted]
+        copies = [(pair, device.blocks, device.blocks) for f in found for pair in f.copies]
+        copies += [(pair, device.host, device.blocks) for f in found for pair in f.swap_in]
+        try:
+            self._copy("copy_in", copies)
+        except InjectedError:
+            self.seen["undone"] += sum(bool(f.copies or f.swap_in) for f in found)
+            raise
+        for admission in plan.admitted:
+            self._note(admission.request, admission.found.source, len(admission.found.copies))
+
+    def _copy(
+        self,
+        name: str,
+        copies: list[tuple[tuple[int, int], dict[int, Contents], dict[int, Contents]]],
+    ) -> None:
+        """Make copies in any order: all read what was there before."""
+        limit = self.fail_after(name, len(copies)) if copies else None
+        destinations = [(id(into), pair[1]) for pair, _, into in copies]
+        assert len(set(destinations)) == len(destinations), "two copies into one block"
+        before = [dict(out_of[pair[0]]) for pair, out_of, _ in copies[:limit]]
+        for (pair, _, into), contents in zip(copies, before, strict=False):
+            into[pair[1]] = contents
+        if limit is not None:
+            self.seen["failures"] += 1
+            raise InjectedError(name)
+
+    def _note(self, request: Request, source: str, copies: int) -> None:
+        self.seen[source] += 1
+        self.seen["fork with a copy"] += source == "fork" and copies > 0
+        tables = [t for t in self.scheduler.cache._allocators if t.live_columns(request.id).start]
+        self.seen["prefix behind a window"] += source == "prefix" and bool(tables)
+
+    def launch(self, number: int, plan: StepPlan) -> FakeLaunch:
+        assert number == self.launched
+        assert self._stages == ["swap_out", "copy_in"]
+        assert len(self.unread) <= self.in_flight
+        self._stages.append("launch")
+        self.launched += 1
+        self.plans.append(plan)
+        self.sampling = [chunk.samples for chunk in plan.prefill]  # true of the plan at launch only
+        device = self.device
+        for admission in plan.admitted:
+            device.seeds[admission.row] = admission.request.seed
+        for update in plan.table_updates:
+            device.tables[update.group][update.row][update.column] = update.block
+        check_plan(plan, self.scheduler)
+        self._check_tables()
+        sampled = []
+        device.written.clear()
+        for request in plan.decode:
+            row = request.row
+            assert row is not None
+            position = device.positions[row]
+            self._write(row, position, device.tokens[row])
+            sampled.append(Sampled(request, device.sample(row, position), None))
+        device.written.clear()
+        for chunk in plan.prefill:
+            stop = chunk.start + chunk.count
+            for position, token in enumerate(chunk.request.tokens(chunk.start, stop), chunk.start):
+                self._write(chunk.row, position, token)
+            if chunk.samples:
+                sampled.append(Sampled(chunk.request, device.sample(chunk.row, stop - 1), None))
+        launch = FakeLaunch(number, len(plan.decode), object(), 0, sampled)
+        self.unread.append(launch)
+        return launch
+
+    def _write(self, row: int, position: int, token: int) -> None:
+        """Write a token to blocks that nobody else reads, now or later."""
+        pool = self.scheduler.cache._pool
+        for group in range(len(self.device.windows)):
+            block, _ = self.device.slot(group, row, position)
+            assert pool.ref_count(block) == 1, f"block {block} is written, and shared"
+            assert pool._keys[block] is None, f"block {block} is written, and cached"
+        self.device.write(row, position, token)
+
+    def _check_tables(self) -> None:
+        """What the device has of each row's block tables is what the cache has."""
+        cache = self.scheduler.cache
+        for request, row in self.scheduler._rows.items():
+            for group, column, block in cache.table_of(request.id):
+                assert self.device.tables[group][row][column] == block
+
+    def read(self, launch: FakeLaunch) -> list[Sampled]:
+        assert launch is self.unread.popleft(), "launches are read in their order, once"
+        return launch.sampled
+
+    def check_integrity(self) -> None:
+        assert len(self.unread) <= self.in_flight
+
+
+def swapped(plan: StepPlan) -> list[tuple[int, int]]:
+    return [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+
+
+def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
+    """What every plan promises; requests are as the step finds them."""
+    assert not plan.is_empty
+    prefilled = [chunk.request for chunk in plan.prefill]
+    taking_part = plan.decode + prefilled
+    assert len(set(taking_part)) == len(taking_part), "nobody takes part twice"
+    rows = [request.row for request in taking_part]
+    assert len(set(rows)) == len(rows)
+    assert set(rows) <= set(range(scheduler.max_rows))
+    assert all(chunk.row == chunk.request.row for chunk in plan.prefill)
+    assert all(chunk.count >= 1 for chunk in plan.prefill)
+    assert all(chunk.start == chunk.request.num_computed for chunk in plan.prefill)
+
+    assert plan.prefill_tokens == sum(chunk.count for chunk in plan.prefill)
+    assert plan.prefill_tokens <= scheduler.prefill_chunk
+    assert plan.prefill_tokens + len(plan.decode) <= scheduler.max_batch_tokens
+    assert len(plan.prefill) <= scheduler.max_prefill_rows
+
+    assert {preemption.request for preemption in plan.preempted}.isdisjoint(taking_part)
+    assert [a.request for a in plan.admitted] == prefilled[len(prefilled) - len(plan.admitted) :]
+    assert not (plan.admitted and plan.preempted)
+    assert sorted(plan.decode, key=lambda request: request.order) == plan.decode
+    places = [(update.group, update.row, update.column) for update in plan.table_updates]
+    assert len(set(places)) == len(places)
+    if not plan.preempted:  # they may have got blocks before they lost them
+        assert {row for _, row, _ in places} <= set(scheduler._rows.values())
+
+
+def requests_of(preempted: list[Preemption]) -> list[Request]:
+    return [preemption.request for preemption in preempted]

@@ -1,0 +1,185 @@
+"""A scheduler and a loop over the fake device, and the requests given to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from stepgraph.cache.kv_cache import KVCache
+from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.spec import (
+    FullAttentionSpec,
+    LayerGroup,
+    LayerSpec,
+    SlidingWindowSpec,
+)
+from stepgraph.runtime.loop import StepLoop
+from stepgraph.runtime.plan import StepPlan
+from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.request import Request, RequestGroup, RequestOutput
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.scheduler import Scheduler
+
+from .fake_device import VOCAB, FakeRunner, Windows, oracle
+
+MAX_LEN = 40
+"""Tokens of the longest sequence, if the cache can hold it."""
+
+
+def groups_of(windows: Windows) -> tuple[LayerGroup, ...]:
+    def spec(window: int | None) -> LayerSpec:
+        if window is None:
+            return FullAttentionSpec(1, 8, 4)
+        return SlidingWindowSpec(1, 8, 4, window=window)
+
+    return tuple(LayerGroup(i, spec(window), (i,)) for i, window in enumerate(windows))
+
+
+class Rig:
+    """Runs requests. With `prefix` they share blocks of equal contents; `n` > 1 always forks."""
+
+    def __init__(
+        self,
+        *,
+        windows: Windows = (None,),
+        usable_blocks: int = 100,
+        block_size: int = 4,
+        max_rows: int = 8,
+        max_batch_tokens: int = 64,
+        prefill_chunk: int = 32,
+        max_prefill_rows: int = 8,
+        in_flight: int = 0,
+        prefix: bool = False,
+        host_blocks: int = 0,
+        preemption: PreemptionPolicy | None = None,
+        make_cache: Callable[..., KVCache] = KVCache,
+    ) -> None:
+        self.windows = windows
+        self.prefix = prefix
+        chunk = min(prefill_chunk, max_batch_tokens)
+        groups = groups_of(windows)
+        # The shortest request, one token in and one out, has to fit.
+        least = sum(group.spec.most_blocks(2, block_size, chunk) for group in groups)
+        self.cache = make_cache(
+            groups,
+            max(usable_blocks, least) + 1,
+            block_size,
+            chunk=chunk,
+            host_blocks=host_blocks,
+        )
+        self.capacity = self.cache.capacity_tokens(MAX_LEN)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_rows=max_rows,
+            max_batch_tokens=max_batch_tokens,
+            prefill_chunk=prefill_chunk,
+            max_prefill_rows=max_prefill_rows,
+            preemption=preemption,
+        )
+        self.runner = FakeRunner(self.scheduler, in_flight, windows)
+        self.loop = StepLoop(self.scheduler, self.runner, in_flight=in_flight)  # type: ignore[arg-type]
+        self.arrivals = 0
+        self.work = 0  # tokens that all requests so far have at most
+
+    def group(
+        self,
+        prompt_len: int,
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        max_tokens: int = 50,
+        min_tokens: int = 0,
+        stop: Iterable[int] = (),
+        n: int = 1,
+        topic: int = 0,
+        shared: int = 0,
+        salt: str = "",
+    ) -> RequestGroup:
+        """Make a prompt that begins with `shared` tokens which all of its topic begin with."""
+        self.arrivals += 1
+        rng = random.Random(self.arrivals)
+        prompt = [rng.randrange(VOCAB) for _ in range(prompt_len)]
+        common = random.Random(f"topic {topic}")
+        prompt[:shared] = [common.randrange(VOCAB) for _ in prompt[:shared]]
+        max_tokens = min(max_tokens, self.capacity - prompt_len)
+        self.work += n * (prompt_len + max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), n=n)
+        name = name or f"request-{self.arrivals}"
+        requests = [
+            Request(
+                id=f"{name}/{index}",
+                prompt_ids=prompt,
+                params=params,
+                seed=rng.getrandbits(32),
+                order=(priority, self.arrivals * 1000 + index),
+                max_tokens=max_tokens,
+                stop_token_ids=frozenset(stop),
+                detokenizer=None,
+                arrival_ns=0,
+                prefix_hashes=PrefixHashes(self.cache.block_size, salt) if self.prefix else None,
+            )
+            for index in range(n)
+        ]
+        for request in requests:
+            request.siblings = [other for other in requests if other is not request]
+        return RequestGroup(name, prompt, requests)
+
+    def add(self, prompt_len: int, **options: Any) -> Request:
+        """Queue one completion."""
+        (request,) = self.add_group(prompt_len, **options)
+        return request
+
+    def add_group(self, prompt_len: int, **options: Any) -> list[Request]:
+        """Queue all completions of a prompt."""
+        group = self.group(prompt_len, **options)
+        self.loop.add(group)
+        return group.requests
+
+    def step(self, times: int = 1) -> StepPlan:
+        """Run steps and return the last plan that was launched."""
+        for _ in range(times):
+            self.loop.step()
+            self.loop.check_integrity()
+        return self.runner.plans[-1]
+
+    def drain(self, limit: int | None = None) -> list[RequestOutput]:
+        """Run to the end, in at most `limit` steps, and look for what was left behind.
+
+        Every step moves on the running request that is served first. Without `limit` there may be
+        as many as all requests have tokens, and as many for what is computed again.
+        """
+        outputs = []
+        idle = 0  # steps one after the other that launched nothing, though no copy has failed
+        for _ in range(limit or 2 * self.work + 50):
+            if not self.loop.has_unfinished:
+                break
+            before = self.runner.launched + self.runner.seen["failures"]
+            outputs += self.loop.step()
+            self.loop.check_integrity()
+            idle = 0 if self.runner.launched + self.runner.seen["failures"] > before else idle + 1
+            assert idle <= 1, "nobody moves"
+        assert not self.loop.has_unfinished, "it goes on for ever"
+        self.check_empty()
+        return outputs
+
+    def check_empty(self) -> None:
+        """Assert that nothing of any request is left but cached blocks."""
+        cache, scheduler = self.cache, self.scheduler
+        assert cache.num_free_blocks == cache.usable_blocks
+        assert cache.host.num_free == cache.host.num_blocks
+        assert cache.num_cached_blocks <= cache.usable_blocks
+        assert not cache._held
+        assert not any(allocator.tables for allocator in cache._allocators)
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert not scheduler._rows
+        assert not scheduler._publish_at
+        assert not self.loop._group_of
+        assert not self.runner.unread
+        assert self.loop.counts["failed_copies"] == self.runner.seen["failures"]
+
+    def check_output(self, output: RequestOutput, requests: list[Request]) -> None:
+        """Assert that a finished output is that of requests which run alone."""
+        for completion, request in zip(output.completions, requests, strict=True):
+            expected = oracle(request, self.windows)
+            assert (completion.token_ids, completion.finish_reason) == expected

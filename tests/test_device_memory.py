@@ -1,0 +1,110 @@
+"""What a device says of its memory: limits, what is free, what is held, and peaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stepgraph.cache import device_memory
+
+
+def write_group(directory: Path, version: int, limit: str, usage: int, inactive_file: int) -> None:
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    limit_name, usage_name, inactive_name = names[version]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / limit_name).write_text(f"{limit}\n")
+    (directory / usage_name).write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text(f"anon 12\n{inactive_name} {inactive_file}\n")
+
+
+def test_headroom_of_nested_groups(tmp_path: Path) -> None:
+    write_group(tmp_path / "service", 2, "1000", usage=700, inactive_file=50)
+    write_group(tmp_path / "service" / "worker", 2, "max", usage=600, inactive_file=0)
+    assert device_memory.cgroup_headroom("0::/service/worker\n", tmp_path) == 350
+    write_group(tmp_path / "service" / "worker", 2, "640", usage=600, inactive_file=0)
+    assert device_memory.cgroup_headroom("0::/service/worker\n", tmp_path) == 40
+
+
+def test_headroom_in_a_container(tmp_path: Path) -> None:
+    # The path names a group of the host; what is mounted is the container's own.
+    write_group(tmp_path / "memory", 1, "1000", usage=1200, inactive_file=100)
+    membership = "4:cpu,cpuacct:/x\n3:memory:/docker/abc\n0::/\n"
+    assert device_memory.cgroup_headroom(membership, tmp_path) == 0
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    write_group(tmp_path / "a", 2, "max", usage=1, inactive_file=0)
+    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) is None
+    assert device_memory.cgroup_headroom("2:cpu:/a\n", tmp_path) is None
+
+
+def test_limit_is_below_what_the_system_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "membership").write_text("0::/\n")
+    write_group(tmp_path, 2, "5000", usage=1000, inactive_file=0)
+    monkeypatch.setattr(device_memory, "_CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(device_memory, "_CGROUP_ROOT", tmp_path)
+    assert device_memory.available_bytes(torch.device("cpu")) == 4000
+    write_group(tmp_path, 2, str(1 << 80), usage=1000, inactive_file=0)
+    assert 4000 < device_memory.available_bytes(torch.device("cpu")) < 1 << 60
+
+
+def test_cpu_memory() -> None:
+    cpu = torch.device("cpu")
+    assert device_memory.is_shared_with_os(cpu)
+    before = device_memory.resident_bytes(cpu)
+    kept = torch.ones(256 << 20, dtype=torch.uint8)  # more than lies around freed
+    assert device_memory.resident_bytes(cpu) - before > kept.nbytes // 2
+
+
+def test_unknown_device() -> None:
+    for ask in (
+        device_memory.available_bytes,
+        device_memory.is_shared_with_os,
+        device_memory.resident_bytes,
+    ):
+        with pytest.raises(ValueError, match="memory of device meta cannot be read"):
+            ask(torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_memory() -> None:
+    device = torch.device("cuda")
+    before, held = device_memory.available_bytes(device), device_memory.resident_bytes(device)
+    kept = torch.ones(256 << 20, dtype=torch.uint8, device=device)
+    assert device_memory.resident_bytes(device) - held == kept.nbytes
+    assert before - device_memory.available_bytes(device) >= kept.nbytes
+    assert isinstance(device_memory.is_shared_with_os(device), bool)
+
+
+def test_peak_counts_what_is_given_back() -> None:
+    cpu = torch.device("cpu")
+
+    def work() -> None:
+        torch.ones(48 << 20, dtype=torch.uint8)
+
+    peak = device_memory.peak_bytes(work, cpu)
+    if peak is None:
+        pytest.skip("this system does not tell the peak of the resident set")
+    assert 48 << 20 <= peak + (1 << 20) < 64 << 20
+    small = device_memory.peak_bytes(lambda: None, cpu)
+    assert small is not None
+    assert small < 8 << 20
+
+
+def test_a_peak_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    assert device_memory.peak_bytes(lambda: ran.append(1), torch.device("cpu")) is None
+    # A sandbox that takes the write and does nothing.
+    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(device_memory, "_STATUS", tmp_path / "status")
+    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  900000 kB\nVmRSS:\t  100000 kB\n")
+    assert device_memory.peak_bytes(lambda: ran.append(2), torch.device("cpu")) is None
+    assert ran == [1, 2]

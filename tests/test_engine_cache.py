@@ -1,0 +1,409 @@
+"""The engine over every part of the cache: whatever is shared, copied, swapped or computed again,
+the tokens are those of a request that runs alone and computes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, RequestError, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+BLOCK_SIZES = [1, 4, 16, 32, 256]
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    """The tokens of every completion."""
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def poison(engine: Engine) -> None:
+    """Fill every block but the null block with bytes that are NaN in every storage."""
+    engine.reset_prefix_cache()
+    engine._parts.arena.tensor.view(torch.uint8)[:, :, 1:] = 0xFF
+
+
+def shared_prompts(model: TinyModel) -> list[list[int]]:
+    """Prompts that begin alike, of lengths that end within blocks and at their ends."""
+    stem, *tails = model.prompts(64, 1, 17, 40, 3, seed=31)
+    return [stem, *(stem + tail for tail in tails), stem[:33] + tails[2], tails[2] + stem]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_prefix_cache_changes_no_token(
+    open_engine: Callable[..., Engine], base: TinyModel, block_size: int, mode: str
+) -> None:
+    prompts = shared_prompts(base)
+    expected = base.greedy(prompts, 40)
+    settings: dict[str, Any] = {"mode": mode, "block_size": block_size, "prefill_chunk": 48}
+    off = open_engine("base", prefix_cache=False, **settings)
+    poison(off)
+    outputs = off.generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == expected
+    assert {o.cached_tokens for o in outputs} == {0}
+    on = open_engine("base", **settings)
+    poison(on)
+    for warm in (False, True):
+        outputs = on.generate(prompts, GREEDY)
+        assert [o.token_ids for o in outputs] == expected
+        if warm:
+            full = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+            assert [o.cached_tokens for o in outputs] == full
+    stats = on.stats()
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["fallbacks"] == 0
+    if block_size < 64:
+        assert stats["cache"]["hit_tokens"] > 0
+        assert stats["blocks"]["cached"] > 0
+
+
+def test_what_was_cached_can_be_forgotten(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(30, seed=41)
+    cached = []
+    for reset in (False, False, True, False):
+        if reset:
+            poison(engine)  # whoever still shared a block would read NaN
+        (output,) = engine.generate([prompt], GREEDY)
+        cached.append(output.cached_tokens)
+        assert [output.token_ids] == base.greedy([prompt], 40)
+        engine.check_integrity()
+    assert cached == [0, 28, 0, 28]
+    # Forgotten in the middle: who runs keeps its blocks, who comes finds none.
+    first = engine.add_request(prompt, GREEDY)
+    engine.step()
+    engine.reset_prefix_cache()
+    second = engine.add_request(prompt, GREEDY)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+        engine.check_integrity()
+    assert [done[i].token_ids for i in (first, second)] == base.greedy([prompt] * 2, 40)
+    assert done[second].cached_tokens == 0
+
+
+def test_what_is_generated_can_be_shared(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """A conversation goes on: the next prompt is the last one and its output."""
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(10, seed=32)
+    (output,) = engine.generate([prompt], GREEDY)
+    longer = prompt + output.token_ids
+    (again,) = engine.generate([longer], GREEDY)
+    # The newest token was sampled and never computed.
+    assert again.cached_tokens == (len(longer) - 1) // 4 * 4
+    assert [again.token_ids] == base.greedy([longer], 40)
+
+
+def test_a_prompt_is_shared_while_it_is_prefilled(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", block_size=8, prefill_chunk=16)
+    (prompt,) = base.prompts(120, seed=33)
+    first = engine.add_request(prompt, GREEDY)
+    for _ in range(3):
+        engine.step()
+    second = engine.add_request(prompt[:100], GREEDY)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+    assert done[second].cached_tokens >= 32
+    expected = base.greedy([prompt, prompt[:100]], 40)
+    assert [done[first].token_ids, done[second].token_ids] == expected
+
+
+def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(30, seed=34)
+    cached = []
+    for salt in ("tenant a", "tenant b", None, "tenant a", "tenant b", None):
+        engine.add_request(prompt, GREEDY, cache_salt=salt)
+        while engine.has_unfinished():
+            outputs = engine.step()
+        cached.append(outputs[0].cached_tokens)
+        assert [outputs[0].token_ids] == base.greedy([prompt], 40)
+    assert cached == [0, 0, 0, 28, 28, 28]
+
+
+@pytest.mark.parametrize(
+    ("salt", "message"),
+    [
+        ("", "1 to 256 characters"),
+        ("x" * 257, "not a string of 257 characters"),
+        (b"bytes", "not b'bytes'"),
+        (7, "not 7"),
+        ("\ud800", "UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_malformed_salt_is_refused(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    salt: Any,
+    message: str,
+    prefix_cache: bool,
+) -> None:
+    engine = open_engine("base", prefix_cache=prefix_cache)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request([1, 2, 3], cache_salt=salt)
+    assert not engine.has_unfinished()
+    assert [o.token_ids for o in engine.generate([[1, 2, 3]], GREEDY)] == base.greedy(
+        [[1, 2, 3]], 40
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_forks_equal_separate_requests(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    block_size: int,
+    prefix_cache: bool,
+    mode: str,
+) -> None:
+    """Completions of one request draw what they would draw had they computed the prompt."""
+    engine = open_engine(
+        "base",
+        mode=mode,
+        block_size=block_size,
+        prefix_cache=prefix_cache,
+        prefill_chunk=24,
+        max_rows=15,
+    )
+    prompts = base.prompts(1, 2, 33, 64, 65, seed=35)
+    params = SamplingParams(max_tokens=12, temperature=0.9, n=3, seed=7, ignore_eos=True)
+    poison(engine)
+    forked = texts(engine.generate(prompts, params))
+    assert engine.stats()["cache"]["forks"] == 2 * 4  # a prompt of one token has nothing to share
+    assert len({tuple(tokens) for tokens in forked[3]}) > 1
+    alone = open_engine("base", mode=mode, block_size=block_size, prefix_cache=False, max_rows=1)
+    for prompt, expected in zip(prompts, forked, strict=True):
+        engine_seeds = [request.seed for request in _requests(alone, prompt, params)]
+        for seed, tokens in zip(engine_seeds, expected, strict=True):
+            assert _run_with_seed(alone, prompt, params, seed) == tokens
+
+
+def _requests(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    return engine._intake.accept("seeds", prompt, params, 0).requests
+
+
+def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, seed: int) -> Any:
+    """The tokens of a single request that draws with exactly this seed."""
+    single = SamplingParams(
+        max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0
+    )
+    engine.add_request(prompt, single, "one")
+    engine._loop.groups["one"].requests[0].seed = seed
+    while engine.has_unfinished():
+        outputs = engine.step()
+    return outputs[0].token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def test_preemption_changes_no_token(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    block_size: int,
+    prefix_cache: bool,
+    preemption: str,
+    mode: str,
+) -> None:
+    """Room for about two and a half of the four sequences that run at once."""
+    if mode == "compile" and (block_size not in (4, 16) or preemption == "auto"):
+        pytest.skip("the compiled code is the same")
+    lengths = (20, 31, 32, 7, 16, 25)
+    engine = open_engine(
+        "base",
+        mode=mode,
+        block_size=block_size,
+        num_blocks=1 + 160 // block_size,
+        prefix_cache=prefix_cache,
+        preemption=preemption,
+        host_cache_bytes=1 << 20,
+    )
+    prompts = base.prompts(*lengths, seed=36)
+    plain = base.greedy(prompts, 40)
+    poison(engine)
+    for _ in range(2):
+        outputs = engine.generate(prompts, GREEDY)
+        assert [o.token_ids for o in outputs] == plain
+        engine.check_integrity()
+    stats = engine.stats()
+    assert stats["preemptions"] > 0
+    if preemption != "auto":
+        assert (stats["cache"]["swapped_out"] > 0) == (preemption == "swap")
+    assert stats["cache"]["swapped_in"] == stats["cache"]["swapped_out"]
+    assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
+
+
+def test_a_host_cache_that_is_full_means_recomputation(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    block_bytes = 4 * 2 * 2 * 16 * 4 * 3  # slots, sides, heads, head_dim, bytes, layers
+    engine = open_engine(
+        "base",
+        block_size=4,
+        num_blocks=41,
+        preemption="swap",
+        host_cache_bytes=9 * block_bytes,
+        prefix_cache=False,
+    )
+    prompts = base.prompts(20, 31, 32, 7, seed=37)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == base.greedy(prompts, 40)
+    assert engine.stats()["preemptions"] > 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("in_call", [0, 1, 2])
+@pytest.mark.parametrize("where", ["swap_out", "swap_in", "copy_blocks"])
+def test_copies_that_fail_cost_time_and_nothing_else(
+    open_engine: Callable[..., Engine],
+    base: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    in_call: int,
+) -> None:
+    """The copy stops in the middle, having copied some blocks and not others."""
+    engine = open_engine(
+        "base", block_size=4, num_blocks=41, preemption="swap", host_cache_bytes=1 << 20
+    )
+    poison(engine)
+    runner = engine._parts.runner
+    owner = engine._parts.arena if where == "copy_blocks" else runner.host_arena
+    real, calls = getattr(owner, where), []
+
+    def failing(pairs: list[tuple[int, int]]) -> None:
+        calls.append(len(pairs))
+        if len(calls) - 1 == in_call:
+            real(pairs[: len(pairs) // 2])
+            raise RuntimeError("the bus is down")
+        real(pairs)
+
+    monkeypatch.setattr(owner, where, failing)
+    addresses = runner.addresses()
+    prompts = base.prompts(20, 31, 30, 7, seed=38)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, n=2)
+    requests = {engine.add_request(p, params): p for p in prompts}
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+        engine.check_integrity()
+    for request_id, prompt in requests.items():
+        assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
+        assert done[request_id].finish_reason == "length"
+    assert len(calls) > in_call, "the copy that should have failed was never made"
+    assert engine.stats()["failed_copies"] == 1
+    assert "computed again" in caplog.text
+    assert runner.addresses() == addresses
+    assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
+
+
+def test_aborted_while_swapped(open_engine: Callable[..., Engine], base: TinyModel) -> None:
+    engine = open_engine(
+        "base", block_size=4, num_blocks=41, preemption="swap", host_cache_bytes=1 << 20
+    )
+    prompts = base.prompts(20, 31, 32, seed=39)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    while engine.stats()["cache"]["swapped_out"] == 0:
+        engine.step()
+    assert engine.stats()["blocks"]["host_free"] < engine.stats()["blocks"]["host"]
+    engine.abort(ids[2])
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+        engine.check_integrity()
+    assert done[ids[2]].finish_reason == "abort"
+    assert [done[i].token_ids for i in ids[:2]] == base.greedy(prompts[:2], 40)
+    assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_quantised_cache_is_shared_and_swapped_too(
+    open_engine: Callable[..., Engine], base: TinyModel, storage: str, block_size: int
+) -> None:
+    """The bytes of a block travel as they are: nothing is quantised twice."""
+    prompts = base.prompts(20, 31, 32, 7, seed=40)
+    settings = {"kv_dtype": storage, "block_size": block_size, "max_rows": 4}
+    alone = open_engine("base", prefix_cache=False, **settings)
+    poison(alone)
+    expected = [o.token_ids for o in alone.generate(prompts, GREEDY)]
+    engine = open_engine(
+        "base",
+        **settings,
+        num_blocks=1 + 160 // block_size,
+        preemption="swap",
+        host_cache_bytes=1 << 20,
+    )
+    poison(engine)
+    for _ in range(2):
+        assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == expected
+    stats = engine.stats()
+    assert stats["cache"]["swapped_in"] > 0
+    assert stats["cache"]["hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_family_shares_forks_and_swaps(
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+    preemption: str,
+    mode: str,
+) -> None:
+    """Windows, hybrids and latents through the same cache, which is too small for all rows."""
+    model = tiny(variant)
+    prompts = shared_prompts(model)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, n=2)
+    expected = [[tokens] * 2 for tokens in model.greedy(prompts, 30)]
+    roomy = open_engine(variant, mode=mode, block_size=4, prefill_chunk=24, num_blocks=2000)
+    poison(roomy)
+    for warm in (False, True):
+        outputs = roomy.generate(prompts, params)
+        assert texts(outputs) == expected
+        if warm:
+            assert [o.cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in prompts]
+    assert roomy.stats()["cache"]["forks"] > 0
+    # Room for the longest sequence: windows leave some of it to others that are decoding.
+    cache = roomy._loop.scheduler.cache
+    blocks = sum(a.spec.most_blocks(max(map(len, prompts)) + 30, 4, 5) for a in cache._allocators)
+    tight = open_engine(
+        variant,
+        mode=mode,
+        block_size=4,
+        prefill_chunk=5,
+        max_rows=12,
+        num_blocks=1 + blocks,
+        preemption=preemption,
+        host_cache_bytes=1 << 22,
+    )
+    poison(tight)
+    assert texts(tight.generate(prompts, params)) == expected
+    tight.check_integrity()
+    stats = tight.stats()
+    if variant != "mistral":  # whose rows need no more blocks the longer they get
+        assert stats["preemptions"] > 0
+        assert (stats["cache"]["swapped_in"] > 0) == (preemption == "swap")

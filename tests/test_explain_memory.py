@@ -1,0 +1,134 @@
+"""`bench.py --explain-memory`: any model, any card, nothing loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stepgraph.cache.memory import MemoryBudgetError
+from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.memory_report import explain_memory, parse_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GB", 80 * 10**9),
+        ("512MB", 512 * 10**6),
+        ("40GiB", 40 << 30),
+        ("1.5 kib", 1536),
+        ("1TB", 10**12),
+        ("4096", 4096),
+        ("7b", 7),
+    ],
+)
+def test_amounts(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "80XB", "-3GB", "0", "0.2B", "1e9", "inf", "80 G B"])
+def test_what_is_no_amount(text: str) -> None:
+    with pytest.raises(ValueError, match="no amount of memory: write 80GB, 512MB, 40GiB or bytes"):
+        parse_bytes(text)
+
+
+def explain(model: str, memory: str | None, **config: object) -> str:
+    size = None if memory is None else parse_bytes(memory)
+    return explain_memory(model, EngineConfig(**config), size)
+
+
+def answer(text: str, question: str) -> int:
+    found = re.search(rf"^{question}: ([\d,]+)", text, re.MULTILINE)
+    assert found is not None, text
+    return int(found[1].replace(",", ""))
+
+
+def test_a_card_that_is_not_there() -> None:
+    text = explain("preset:llama-3.1-8b", "80GB", max_rows=8)
+    assert text.startswith("preset:llama-3.1-8b in bfloat16, cache in bfloat16, on cuda with 74.51")
+    assert re.search(r"^weights +14\.96 GiB$", text, re.MULTILINE)
+    assert "cache of a token: 128.00 KiB" in text
+    assert answer(text, "longest context of 1 row") == 131072
+    assert 0 < answer(text, "longest context of 8 rows") < 131072
+    rows = [answer(text, f"most rows of {n} tokens") for n in ("1,024", "8,192", "131,072")]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] >= 1
+
+
+def test_answers_agree_with_each_other() -> None:
+    text = explain("preset:llama-3.2-1b", "16GB", max_rows=6)
+    longest = answer(text, "longest context of 6 rows")
+    # A model whose own context is the answer has room for so many rows of it, and one more token
+    # a row would be too much.
+    fits = explain("preset:llama-3.2-1b", "16GB", max_rows=6, max_model_len=longest)
+    assert answer(fits, f"most rows of {longest:,} tokens") >= 6
+    more = explain("preset:llama-3.2-1b", "16GB", max_rows=6, max_model_len=longest + 1)
+    assert answer(more, f"most rows of {longest + 1:,} tokens") == 5
+
+
+def test_a_quantised_cache_holds_more() -> None:
+    tokens = [
+        answer(explain("preset:llama-3.2-1b", "16GB", kv_dtype=kv), "longest context of 16 rows")
+        for kv in ("auto", "int8")
+    ]
+    assert tokens[1] > 1.4 * tokens[0]
+
+
+def test_this_machine() -> None:
+    text = explain("demo", None, device="cpu", mode="eager", max_rows=2)
+    assert ", on cpu, " in text
+    assert "eager, 2 rows" in text
+    assert answer(text, "longest context of 1 row") == 2048
+
+
+def test_a_card_too_small() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"memory budget of .* is too small: .* weights"):
+        explain("preset:llama-3.1-8b", "8GB")
+
+
+def test_the_plan_is_that_of_an_engine() -> None:
+    """On a machine with as much memory the engine of the same configuration has the same plan."""
+    config = EngineConfig(device="cpu", mode="eager", max_rows=2)
+    text = explain_memory("demo", config, 1 << 30)
+    assert re.search(r"^budget +512\.00 MiB$", text, re.MULTILINE)
+    assert re.search(r"^weights +10\.63 MiB$", text, re.MULTILINE)
+    smaller = explain_memory("demo", dataclasses.replace(config, max_rows=1), 1 << 30)
+    assert smaller != text
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "bench.py", "--explain-memory", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_command_line() -> None:
+    done = bench("--model", "preset:llama-3.2-1b", "--device-memory", "24GB", "--batch-size", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert "most rows of 131,072 tokens" in done.stdout
+    assert "longest context of 3 rows" in done.stdout
+
+
+def test_command_line_of_a_card_too_small() -> None:
+    done = bench("--model", "preset:llama-3.1-8b", "--device-memory", "8GB")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("bench.py: error: the memory budget of 7200000000 bytes")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_command_line_without_a_size() -> None:
+    done = bench("--device-memory", "much")
+    assert done.returncode == 2
+    assert "'much' is no amount of memory" in done.stderr

@@ -1,0 +1,181 @@
+"""What is promised before a weight is loaded is what an engine holds afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.cache.memory import MemoryBudgetError
+from stepgraph.cache.spec import group_layers
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.batch import StepInputs
+from stepgraph.runtime.config import ResolvedConfig, max_prefill_rows
+from stepgraph.runtime.footprint import model_footprint, weight_bytes
+from stepgraph.runtime.kernels import (
+    Kernels,
+    pack_linear,
+    reference_linear,
+    reference_paged_attention,
+)
+from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.rows import RowState
+from stepgraph.runtime.step_sizes import most_table_updates
+
+CPU = torch.device("cpu")
+
+
+def kernels_that(pack: bool) -> Kernels:
+    return Kernels(
+        name="test",
+        attention=reference_paged_attention,
+        linear=reference_linear,
+        pack=pack_linear if pack else None,
+        bounded_by_length=pack,
+        masks=0 if pack else 1,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Tiny models of several shapes, odd ones among them."""
+    kv_heads = draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["llama", "mistral", "qwen3", "gemma2", "gemma3_text"]))
+    fields: dict[str, Any] = {}
+    if kind in ("mistral", "gemma2", "gemma3_text"):
+        fields["sliding_window"] = draw(st.integers(1, 50))
+        slides = [kind == "mistral" or draw(st.booleans()) for _ in range(layers)]
+        slides[0] = True
+        fields["layer_types"] = tuple(
+            "sliding_attention" if slide else "full_attention" for slide in slides
+        )
+    return ModelConfig(
+        model_type=kind,
+        vocab_size=draw(st.integers(1, 150)),
+        hidden_size=draw(st.integers(1, 48)),
+        intermediate_size=draw(st.integers(1, 70)),
+        num_layers=layers,
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 12)),
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=draw(st.integers(1, 5000)),
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()) and kind in ("llama", "qwen3"),
+        mlp_bias=draw(st.booleans()) and kind == "llama",
+        **fields,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(models(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+def test_weights_before_and_after_loading(
+    model: ModelConfig, dtype: torch.dtype, pack: bool
+) -> None:
+    kernels = kernels_that(pack)
+    planned = weight_bytes(model, kernels, dtype)
+    groups = group_layers(attention_specs(model, dtype.itemsize))
+    decoder = Decoder(model, kernels, dtype, CPU, groups)
+    decoder.store(random_weights(model, dtype))
+    assert decoder.weight_bytes == planned
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    models(),
+    st.sampled_from([1, 4, 16, 256]),
+    st.integers(1, 40),
+    st.integers(1, 700),
+    st.sampled_from(["auto", "int8", "fp8"]),
+    st.integers(1, 700),
+)
+def test_static_buffers_to_the_byte(
+    model: ModelConfig, block_size: int, rows: int, chunk: int, kv_dtype: str, tokens: int
+) -> None:
+    config = ResolvedConfig.resolve(
+        EngineConfig(
+            device="cpu",
+            mode="eager",
+            block_size=block_size,
+            max_rows=rows,
+            prefill_chunk=chunk,
+            kv_dtype=kv_dtype,
+        ),
+        model,
+    )
+    groups = group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
+    footprint = model_footprint(model, config, kernels_that(False), groups, host_shared=True)
+    row_blocks = -(-model.max_position_embeddings // block_size)
+    inputs = StaticBuffers.allocate(
+        StepInputs[torch.Tensor],
+        StepInputs.layout(
+            max_rows=rows,
+            prefill_tokens=min(tokens, chunk),
+            prefill_rows=max_prefill_rows(rows),
+            table_updates=most_table_updates(config, len(groups)),
+        ),
+        CPU,
+    )
+    state = RowState.allocate(rows, len(groups), row_blocks, model.vocab_size, CPU)
+    terms = footprint.terms(footprint.most_blocks, tokens)
+    assert terms["static_buffers"] == inputs.nbytes + state.nbytes
+    assert terms["host_buffers"] == 0
+
+
+@pytest.mark.parametrize("variant", ["base", "odd", "micro"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"kv_dtype": "int8", "max_rows": 3},
+        {"host_cache_bytes": 1 << 18, "block_size": 4},
+        {"memory_tokens": 77, "prefill_chunk": 24, "max_rows": 2},
+        {"prompt_embeds": True, "num_blocks": 9},
+    ],
+    ids=str,
+)
+def test_what_an_engine_holds(
+    open_engine: Callable[..., Engine], variant: str, config: dict[str, Any]
+) -> None:
+    engine = open_engine(variant, **config)
+    memory = engine.stats()["memory"]
+    for name in ("weights", "cache", "static_buffers", "host_cache", "host_buffers"):
+        assert memory[name]["planned"] == memory[name]["measured"], name
+    assert memory["captured_graphs"]["planned"] == memory["captured_graphs"]["measured"] == 0
+    assert (memory["host_cache"]["measured"] > 0) == ("host_cache_bytes" in config)
+
+
+def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine]) -> None:
+    """What rows cannot grow to needs no table and no mask."""
+    small = open_engine("base", num_blocks=5)
+    large = open_engine("base")
+    assert small.max_model_len == 4 * 16
+    assert large.max_model_len == 256
+    for name in ("static_buffers", "activations", "attention_masks"):
+        sizes = [engine.stats()["memory"][name]["planned"] for engine in (small, large)]
+        assert sizes[0] < sizes[1], name
+
+
+def test_steps_are_measured(open_engine: Callable[..., Engine]) -> None:
+    memory = open_engine("base").stats()["memory"]
+    if memory["activations"]["measured"] is None:
+        pytest.skip("this system does not tell the peak of the resident set")
+    assert memory["logits"]["measured"] >= 0
+
+
+def test_host_cache_smaller_than_a_block(open_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="host_cache_bytes=100 has no room for a block"):
+        open_engine("base", host_cache_bytes=100)
+
+
+def test_a_budget_covers_the_host_cache_of_a_cpu(open_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(MemoryBudgetError, match=r"host cache 1024\.00 GiB"):
+        open_engine("base", host_cache_bytes=1 << 40)

@@ -1,0 +1,112 @@
+"""Measured steps are taken apart into terms, whatever could be run in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime import memory_measurement
+from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.memory_measurement import PhaseLog, measure_steps
+from stepgraph.runtime.runner import Runner
+from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime.step_sizes import StepSizes
+
+ROWS, TOKENS, WIDE, NARROW = 16, 512, 64, 8
+PER_TOKEN, MASK, GATHER, PER_ROW = 9000, 300, 5000, 700_000
+
+
+def peak_of(key: StepKey) -> int:
+    """Activations, masks of every token and block, the blocks gathered of a row, the sampler."""
+    forward = key.size * (PER_TOKEN + MASK * key.read_blocks)
+    if key.phase == "prefill":
+        return forward + GATHER * key.read_blocks
+    forward = key.size * (PER_TOKEN + GATHER * key.read_blocks)
+    return max(forward, key.size * PER_ROW if key.full_sampler else 0)
+
+
+class Machine:
+    """A runner whose steps take time and memory by the book."""
+
+    def __init__(self, seconds: float, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
+        self.now = 0.0
+        self.seconds = seconds  # of the largest step
+        self.launched: list[StepKey] = []
+        self.device = torch.device("cpu")
+        self.sizes = StepSizes(
+            Buckets([1, 2, 4, 8, ROWS]), Buckets([16, 32, 64, 128, 256, TOKENS]), Buckets(widths)
+        )
+        self.library = SimpleNamespace(launch=self.launch, reports=list)
+
+    def launch(self, key: StepKey) -> None:
+        self.launched.append(key)
+        self.now += self.seconds * key.size * key.read_blocks / (TOKENS * WIDE)
+
+    def peak_bytes(self, work: Callable[[], object], device: torch.device) -> int:
+        work()
+        return peak_of(self.launched[-1])
+
+    def measure(self, monkeypatch: pytest.MonkeyPatch, masks: int) -> Any:
+        monkeypatch.setattr(memory_measurement, "peak_bytes", self.peak_bytes)
+        monkeypatch.setattr(
+            memory_measurement, "time", SimpleNamespace(thread_time=lambda: self.now)
+        )
+        kernels = cast(Kernels, SimpleNamespace(masks=masks))
+        return measure_steps(cast(Runner, self), kernels)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.2])
+def test_terms_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    machine = Machine(seconds)
+    memory = machine.measure(monkeypatch, masks=1)
+    assert memory.measured["attention_masks"] == pytest.approx(MASK * TOKENS * WIDE, rel=0.01)
+    forward = max(PER_TOKEN * TOKENS + GATHER * NARROW, ROWS * (PER_TOKEN + GATHER * WIDE))
+    assert memory.measured["activations"] == pytest.approx(forward, rel=0.02)
+    assert memory.measured["logits"] == ROWS * PER_ROW
+    assert machine.now < 4 * 0.12 + seconds
+    if seconds < 0.01:
+        assert not memory.notes
+
+
+def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(100.0)
+    memory = machine.measure(monkeypatch, masks=1)
+    assert machine.now < 3.0
+    assert "attention_masks" not in memory.measured
+    assert "takes too long" in memory.notes["attention_masks"]
+
+
+def test_kernels_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Machine(0.01).measure(monkeypatch, masks=0)
+    assert memory.measured["attention_masks"] == 0
+    assert set(memory.measured) == {"attention_masks", "activations", "logits"}
+
+
+def test_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Machine(0.01, widths=(8,)).measure(monkeypatch, masks=1)
+    assert "part of the activations" in memory.notes["attention_masks"]
+    assert memory.measured["activations"] == PER_TOKEN * TOKENS + 8 * (MASK * TOKENS + GATHER)
+
+
+def test_a_system_that_tells_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(0.01)
+    monkeypatch.setattr(machine, "peak_bytes", lambda work, device: None)
+    memory = machine.measure(monkeypatch, masks=0)
+    assert memory.measured == {"attention_masks": 0}
+    assert "does not tell" in memory.notes["activations"]
+
+
+def test_phases_are_logged_in_order() -> None:
+    log = PhaseLog(torch.device("cpu"))
+    with log.phase("load"):
+        kept = torch.ones(64 << 20, dtype=torch.uint8)
+    with log.phase("cache"):
+        pass
+    load, cache = log.phases
+    assert (load.name, cache.name) == ("load", "cache")
+    assert load.after - load.before > kept.nbytes // 2
+    assert load.seconds > 0

@@ -1,0 +1,333 @@
+"""The memory handler solves exactly: a plan fits its budget, and one more of anything would not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from stepgraph.cache.memory import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
+from stepgraph.cache.model_footprint import ModelFootprint
+from stepgraph.cache.spec import (
+    FullAttentionSpec,
+    LatentSpec,
+    LayerGroup,
+    LayerSpec,
+    SlidingWindowSpec,
+)
+
+
+def sizes(most: int) -> st.SearchStrategy[int]:
+    return st.integers(0, most)
+
+
+@st.composite
+def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
+    """Groups of equal bytes: full and sliding in any mixture, or latent."""
+    elements = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0, 2])))
+    layers = draw(st.integers(1, 40))
+    if draw(st.integers(0, 5)) == 0:
+        specs: list[LayerSpec] = [LatentSpec(1, draw(st.integers(1, 600)), *elements)]
+    else:
+        heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 256))
+        windows = draw(st.lists(st.none() | st.integers(1, 1 << 13), min_size=1, max_size=6))
+        specs = [
+            FullAttentionSpec(heads, width, *elements)
+            if window is None
+            else SlidingWindowSpec(heads, width, *elements, window=window)
+            for window in windows
+        ]
+    return tuple(
+        LayerGroup(i, spec, tuple(range(i * layers, (i + 1) * layers)))
+        for i, spec in enumerate(specs)
+    )
+
+
+@st.composite
+def footprints(draw: st.DrawFn) -> ModelFootprint:
+    aligned, per_block = draw(st.sampled_from([1, 64, 256])), draw(sizes(1 << 12))
+
+    def buffers(tokens: int, row_blocks: int) -> int:
+        return -(-8 * tokens // aligned) * aligned + per_block * row_blocks
+
+    return ModelFootprint(
+        weight_bytes=draw(sizes(1 << 40)),
+        groups=draw(layer_groups()),
+        block_size=draw(st.sampled_from([1, 4, 7, 16, 32, 256])),
+        max_rows=draw(st.integers(1, 512)),
+        max_model_len=draw(st.integers(1, 1 << 18)),
+        prefill_chunk=draw(st.integers(1, 1 << 12)),
+        activation_bytes_fixed=draw(sizes(1 << 30)),
+        activation_bytes_per_token=draw(sizes(1 << 20)),
+        read_bytes_per_position=draw(st.just(0) | sizes(1 << 12)),
+        mask_bytes_per_token_position=draw(st.sampled_from([0, 1, 13, 400])),
+        logits_bytes_fixed=draw(sizes(1 << 20)),
+        logits_bytes_per_row=draw(sizes(1 << 20)),
+        static_bytes=buffers,
+        host_buffer_bytes=buffers,
+        graph_bytes=draw(sizes(1 << 32)),
+        host_blocks=draw(st.just(0) | sizes(1 << 10)),
+        host_shared=draw(st.booleans()),
+    )
+
+
+def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> int:
+    """The bytes of a plan, independently of how the handler writes them."""
+    longest = 0
+    low, high = 0, f.max_model_len
+    while low <= high:  # the longest request that fits alone
+        longest_try = (low + high) // 2
+        held = sum(g.spec.most_blocks(longest_try, f.block_size, f.prefill_chunk) for g in f.groups)
+        if held < max(blocks, 1):
+            longest, low = longest_try, longest_try + 1
+        else:
+            high = longest_try - 1
+    chunk = min(tokens, f.prefill_chunk)
+    row_blocks = max(1, math.ceil(longest / f.block_size))
+    positions = row_blocks * f.block_size
+    of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
+    of_decode = f.max_rows * f.activation_bytes_per_token
+    of_decode += f.max_rows * positions * f.read_bytes_per_position
+    spec = f.groups[0].spec
+    vectors = spec.sides * spec.num_kv_heads
+    block = (spec.head_dim * spec.element_bytes + spec.scale_bytes) * vectors * f.block_size
+    block *= len(f.groups[0].layers)
+    buffers = f.static_bytes(chunk, row_blocks)
+    on_host = f.host_blocks * block + buffers
+    return (
+        f.weight_bytes
+        + block * blocks
+        + buffers
+        + f.activation_bytes_fixed
+        + max(of_prefill, of_decode)
+        + f.logits_bytes_fixed
+        + f.logits_bytes_per_row * f.max_rows
+        + f.mask_bytes_per_token_position * max(chunk, f.max_rows) * positions
+        + f.graph_bytes
+        + reserve
+        + (on_host if f.host_shared else 0)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A random question to the handler, with a budget that is a share of enough or too little."""
+
+    footprint: ModelFootprint
+    budget: MemoryBudget
+    available: int
+    resident: bool
+    ratio: Fraction
+    reserve: int
+
+    @property
+    def ceiling(self) -> int:
+        if self.budget.bytes is not None:
+            return self.budget.bytes
+        assert self.budget.fraction is not None
+        share = math.floor(Fraction(self.budget.fraction) * self.available)
+        return share + (self.footprint.weight_bytes if self.resident else 0)
+
+    def total(self, blocks: int, tokens: int) -> int:
+        return written_out(self.footprint, blocks, tokens, self.reserve)
+
+    def tokens_of(self, blocks: int) -> int:
+        f = self.footprint
+        wanted = max(f.max_rows + 1, math.ceil(self.ratio * blocks))
+        return min(wanted, f.max_rows + f.prefill_chunk)
+
+    def solve(self, **fixed: int) -> MemoryPlan:
+        plan = plan_memory(
+            self.footprint,
+            self.budget,
+            available_bytes=self.available,
+            weights_resident=self.resident,
+            batch_tokens_per_block=self.ratio,
+            reserve_bytes=self.reserve,
+            **fixed,
+        )
+        assert plan.budget_bytes == self.ceiling
+        assert plan.total == self.total(plan.num_blocks, plan.max_batch_tokens) <= self.ceiling
+        return plan
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    footprint = draw(footprints())
+    reserve = draw(sizes(1 << 30))
+    least = written_out(footprint, footprint.least_blocks, footprint.max_rows + 1, reserve)
+    room = max(1, least + draw(st.integers(-(1 << 20), 1 << 24) | sizes(1 << 42)))
+    budget = draw(
+        st.sampled_from([MemoryBudget(fraction=f) for f in (0.1, 0.5, 0.9, 1.0)] + [None])
+    )
+    if budget is None:
+        budget = MemoryBudget(bytes=room)
+    ratio = Fraction(draw(st.integers(1, 500)), draw(st.integers(1, 5000)))
+    return Case(footprint, budget, room, draw(st.booleans()), ratio, reserve)
+
+
+def solve_or_prove_too_small(case: Case, least: int, **fixed: int) -> MemoryPlan | None:
+    """The plan, or None after checking that the smallest plan, of `least` bytes, does not fit."""
+    if least > case.ceiling:
+        with pytest.raises(MemoryBudgetError, match=f"need {least} bytes"):
+            case.solve(**fixed)
+        return None
+    return case.solve(**fixed)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(cases())
+def test_both_free(case: Case) -> None:
+    least = case.footprint.least_blocks
+    plan = solve_or_prove_too_small(case, case.total(least, case.tokens_of(least)))
+    if plan is None:
+        return
+    assert plan.max_batch_tokens == case.tokens_of(plan.num_blocks)
+    more = plan.num_blocks + 1
+    assert case.total(more, case.tokens_of(more)) > case.ceiling
+
+
+@settings(max_examples=1000, deadline=None)
+@given(cases(), st.integers(1, 1 << 13))
+def test_batch_tokens_fixed(case: Case, extra: int) -> None:
+    tokens = case.footprint.max_rows + extra
+    least = case.total(case.footprint.least_blocks, tokens)
+    plan = solve_or_prove_too_small(case, least, max_batch_tokens=tokens)
+    if plan is not None:
+        assert plan.max_batch_tokens == tokens
+        assert case.total(plan.num_blocks + 1, tokens) > case.ceiling
+
+
+@settings(max_examples=1000, deadline=None)
+@given(cases(), st.integers(0, 1 << 20))
+def test_blocks_fixed(case: Case, extra: int) -> None:
+    blocks = case.footprint.least_blocks + extra
+    least = case.total(blocks, case.footprint.max_rows + 1)
+    plan = solve_or_prove_too_small(case, least, num_blocks=blocks)
+    if plan is None:
+        return
+    assert plan.num_blocks == blocks
+    at_most = case.footprint.max_rows + case.footprint.prefill_chunk
+    if plan.max_batch_tokens < at_most:
+        assert case.total(blocks, plan.max_batch_tokens + 1) > case.ceiling
+    else:
+        assert plan.max_batch_tokens == at_most
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_fixing_one_unknown_at_its_solution_returns_the_other(case: Case) -> None:
+    try:
+        both = case.solve()
+    except MemoryBudgetError:
+        assume(False)
+    by_tokens = case.solve(max_batch_tokens=both.max_batch_tokens)
+    # At least as many: with both free one more block may bring a batch token that does not fit.
+    assert by_tokens.num_blocks >= both.num_blocks
+    by_blocks = case.solve(num_blocks=by_tokens.num_blocks)
+    assert by_blocks.max_batch_tokens >= both.max_batch_tokens
+    again = case.solve(max_batch_tokens=by_blocks.max_batch_tokens)
+    assert (again.num_blocks, again.max_batch_tokens) == (
+        by_blocks.num_blocks,
+        by_blocks.max_batch_tokens,
+    )
+    fixed = case.solve(num_blocks=again.num_blocks, max_batch_tokens=again.max_batch_tokens)
+    assert fixed == again
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.integers(0, 1 << 12))
+def test_cap(case: Case, extra: int) -> None:
+    cap = case.footprint.least_blocks + extra
+    try:
+        free = case.solve()
+    except MemoryBudgetError:
+        assume(False)
+    plan = case.solve(cap_blocks=cap)
+    assert plan.num_blocks == min(cap, free.num_blocks)
+    assert plan.capped == (cap < free.num_blocks)
+    assert plan.max_batch_tokens == case.tokens_of(plan.num_blocks)
+
+
+@settings(max_examples=500, deadline=None)
+@given(footprints(), sizes(1 << 12), sizes(1 << 12))
+def test_no_term_falls(footprint: ModelFootprint, blocks: int, tokens: int) -> None:
+    """What makes bisection right."""
+    at = footprint.terms(blocks, tokens + 1)
+    for more in (footprint.terms(blocks + 1, tokens + 1), footprint.terms(blocks, tokens + 2)):
+        assert all(more[name] >= at[name] for name in at)
+
+
+# --- requests and blocks ------------------------------------------------------------------------
+
+
+@settings(max_examples=500, deadline=None)
+@given(footprints(), st.integers(1, 1 << 22))
+def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
+    def ask(budget: MemoryBudget) -> MemoryPlan:
+        return plan_memory(footprint, budget, available_bytes=1 << 90)
+
+    plan = ask(MemoryBudget(context_tokens=tokens))
+    assert plan.context_tokens >= tokens
+    assert plan == ask(MemoryBudget(num_blocks=plan.num_blocks))
+    if plan.num_blocks > footprint.least_blocks:
+        assert footprint.context_tokens(plan.num_blocks - 1) < tokens
+
+
+@settings(max_examples=500, deadline=None)
+@given(footprints(), sizes(1 << 16))
+def test_longest_request(footprint: ModelFootprint, blocks: int) -> None:
+    longest = footprint.longest_request(blocks)
+    assert 0 <= longest <= footprint.max_model_len
+    assert not longest or footprint.request_blocks(longest) <= blocks - 1
+    if longest < footprint.max_model_len:
+        assert footprint.request_blocks(longest + 1) > blocks - 1
+
+
+def hybrid(**changes: int) -> ModelFootprint:
+    """Two groups of four layers, one of them sliding over 64 tokens; 16 slots a block."""
+    full = FullAttentionSpec(2, 32, 2)
+    sliding = SlidingWindowSpec(2, 32, 2, window=64)
+    groups = (LayerGroup(0, full, (0, 2, 4, 6)), LayerGroup(1, sliding, (1, 3, 5, 7)))
+    given_ = {"block_size": 16, "max_rows": 4, "max_model_len": 1000, "prefill_chunk": 32} | changes
+    return ModelFootprint(weight_bytes=0, groups=groups, **given_)
+
+
+def test_sliding_groups_are_capped() -> None:
+    footprint = hybrid()
+    assert footprint.block_bytes == 4 * 16 * 2 * 2 * 32 * 2
+    # 1000 tokens: 63 blocks, and of 63 + 32 tokens that may begin anywhere in a block, 7.
+    assert footprint.request_blocks(1000) == 63 + 7
+    assert footprint.request_blocks(100) == 7 + 7
+    assert footprint.request_blocks(17) == 2 + 2
+    assert footprint.most_blocks == 4 * 70 + 1
+    assert footprint.longest_request(71) == 1000
+    assert footprint.longest_request(70) == 62 * 16
+    assert footprint.longest_request(1 + 2 + 2) == 32
+    assert footprint.longest_request(1 + 1) == 0
+    assert footprint.context_blocks(2017) == 1 + 70 + 70 + 4
+    assert footprint.context_tokens(1 + 70 + 70 + 4) == 2032
+
+
+def test_layers_that_all_slide_limit_no_request() -> None:
+    spec = SlidingWindowSpec(1, 8, 2, window=4)
+    footprint = ModelFootprint(
+        weight_bytes=0,
+        groups=(LayerGroup(0, spec, (0,)),),
+        block_size=4,
+        max_rows=1,
+        max_model_len=1 << 20,
+        prefill_chunk=4,
+    )
+    assert footprint.longest_request(1 + 3) == 1 << 20
+    assert footprint.longest_request(1 + 2) == 8
+
+
+def test_every_group_takes_a_block_at_least() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"num_blocks=2 is too few.* 2 layer groups.* 3$"):
+        plan_memory(hybrid(), MemoryBudget(num_blocks=2), available_bytes=1 << 40)
+    plan = plan_memory(hybrid(), MemoryBudget(num_blocks=3), available_bytes=1 << 40)
+    assert (plan.longest_request, plan.context_tokens) == (16, 16)

@@ -1,0 +1,108 @@
+"""Swap or compute again: the choice, its price, and how the price is measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.runtime import calibration
+from stepgraph.runtime.calibration import preemption_policy
+from stepgraph.runtime.preemption import PreemptionPolicy
+
+seconds = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.integers(0, 100), st.integers(1, 1000))
+def test_a_choice_is_kept_whatever_the_size(num_blocks: int, num_tokens: int) -> None:
+    assert PreemptionPolicy("swap").swaps(num_blocks, num_tokens)
+    assert not PreemptionPolicy("recompute").swaps(num_blocks, num_tokens)
+    assert not PreemptionPolicy().swaps(num_blocks, num_tokens)
+
+
+@pytest.mark.parametrize("choice", ["auto", "swap", "recompute"])
+def test_nothing_computed_is_nothing_to_swap(choice: Any) -> None:
+    assert not PreemptionPolicy(choice, token_seconds=1.0).swaps(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tokens", "swaps"),
+    [(1, 20, False), (1, 21, True), (2, 40, False), (2, 41, True), (10, 100, False)],
+)
+def test_a_block_crosses_twice(num_blocks: int, num_tokens: int, swaps: bool) -> None:
+    policy = PreemptionPolicy("auto", block_seconds=10.0, token_seconds=1.0)
+    assert policy.swaps(num_blocks, num_tokens) == swaps
+
+
+@given(seconds, seconds, st.integers(0, 100), st.integers(1, 1000))
+def test_the_cheaper_way_is_chosen(
+    block_seconds: float, token_seconds: float, num_blocks: int, num_tokens: int
+) -> None:
+    policy = PreemptionPolicy("auto", block_seconds, token_seconds)
+    cheaper = 2 * num_blocks * block_seconds < num_tokens * token_seconds
+    assert policy.swaps(num_blocks, num_tokens) == cheaper
+
+
+class FakeHostArena:
+    """Takes a second for each block it copies."""
+
+    def __init__(self, clock: list[float], num_blocks: int, arena_blocks: int) -> None:
+        self.clock = clock
+        self.num_blocks = num_blocks
+        self.arena_blocks = arena_blocks
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        assert all(0 < block < self.arena_blocks for block, _ in pairs), "the null block is taboo"
+        assert all(0 <= host < self.num_blocks for _, host in pairs)
+        self.clock[0] += len(pairs)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        self.swap_out([(block, host) for host, block in pairs])
+
+
+def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -> Any:
+    """Prefills 32 tokens in a quarter of a second."""
+    key = SimpleNamespace(size=32)
+
+    def launch(launched: object) -> None:
+        assert launched is key
+        clock[0] += 0.25
+
+    return SimpleNamespace(
+        host_arena=FakeHostArena(clock, host_blocks, arena_blocks) if host_blocks else None,
+        num_blocks=arena_blocks,
+        device=torch.device("cpu"),
+        sizes=SimpleNamespace(
+            tokens=SimpleNamespace(largest=32),
+            prefill_key=lambda tokens, width, full: key if tokens == 32 and not full else None,
+        ),
+        library=SimpleNamespace(launch=launch),
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("host_blocks", "arena_blocks"), [(50, 100), (1, 100), (50, 2), (3, 5)])
+def test_auto_measures_both_ways(clock: list[float], host_blocks: int, arena_blocks: int) -> None:
+    policy = preemption_policy(fake_runner(clock, host_blocks, arena_blocks), "auto")
+    assert policy == PreemptionPolicy("auto", block_seconds=1.0, token_seconds=0.25 / 32)
+
+
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_a_choice_takes_no_measurement(clock: list[float], choice: Any) -> None:
+    assert preemption_policy(fake_runner(clock, 50), choice) == PreemptionPolicy(choice)
+    assert clock == [0.0]
+
+
+@pytest.mark.parametrize("choice", ["auto", "swap", "recompute"])
+def test_without_a_host_arena_all_is_computed_again(clock: list[float], choice: Any) -> None:
+    assert preemption_policy(fake_runner(clock, 0), choice) == PreemptionPolicy("recompute")
+    assert clock == [0.0]

@@ -1,0 +1,253 @@
+"""Scheduler, cache and loop under any load: every output is that of the plain sequence."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.request import (
+    CompletionOutput,
+    Request,
+    RequestGroup,
+    RequestOutput,
+    RequestStatus,
+)
+
+from .fake_device import VOCAB, Windows, oracle
+from .scheduler_rig import Rig, groups_of
+
+WINDOWS: list[Windows] = [(None,), (3,), (None, 3), (None, 1, 6), (2, 5), (4, None, 4)]
+POLICIES = [
+    PreemptionPolicy("recompute"),
+    PreemptionPolicy("swap"),
+    PreemptionPolicy("auto", block_seconds=2.0, token_seconds=1.0),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_tracebacks() -> Iterator[None]:
+    """Thousands of copies are made to fail."""
+    logger = logging.getLogger("stepgraph.runtime")
+    logger.disabled = True
+    yield
+    logger.disabled = False
+
+
+def fail_sometimes(rng: random.Random, name: str, count: int) -> int | None:
+    """Let a third of the copies fail, before the first one or after any of them."""
+    return rng.randint(0, count) if rng.random() < 0.3 else None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, share, fork, run, are preempted and aborted; copies fail."""
+
+    @initialize(
+        windows=st.sampled_from(WINDOWS),
+        usable_blocks=st.integers(2, 14),
+        host_blocks=st.integers(0, 12),
+        block_size=st.integers(1, 4),
+        max_rows=st.integers(1, 4),
+        spare_tokens=st.integers(1, 8),
+        prefill_chunk=st.integers(1, 9),
+        max_prefill_rows=st.integers(1, 3),
+        in_flight=st.integers(0, 1),
+        prefix=st.booleans(),
+        preemption=st.sampled_from(POLICIES),
+        faults=st.none() | st.integers(0, 1000),
+    )
+    def make(self, max_rows: int, spare_tokens: int, faults: int | None, **sizes: Any) -> None:
+        self.rig = Rig(max_rows=max_rows, max_batch_tokens=max_rows + spare_tokens, **sizes)
+        if faults is not None:
+            self.rig.runner.fail_after = partial(fail_sometimes, random.Random(faults))
+        self.unfinished: dict[str, RequestGroup] = {}
+        self.aborted: set[str] = set()
+        self.seen: dict[str, list[int]] = {}  # output tokens of each completion, when last shown
+
+    @rule(
+        prompt=st.integers(0, 30),
+        priority=st.integers(-1, 1),
+        max_tokens=st.integers(1, 20),
+        min_tokens=st.integers(0, 3),
+        stop=st.sets(st.integers(0, VOCAB - 1), max_size=2),
+        n=st.integers(1, 3),
+        topic=st.integers(0, 1),
+        shared=st.integers(0, 30),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(self, prompt: int, **options: Any) -> None:
+        # Few names: they come back, and find nothing that their last owner left.
+        free = (name for name in "abcdefghijklmnop" if name not in self.unfinished)
+        if (name := next(free, None)) is not None:
+            prompt_len = 1 + prompt % (self.rig.capacity - 1)
+            group = self.rig.group(prompt_len, name=name, **options)
+            self.rig.loop.add(group)
+            self.unfinished[name] = group
+            self.seen[name] = [-1] * len(group.requests)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for output in self.rig.loop.step():
+                self.check_output(output)
+            self.rig.loop.check_integrity()
+            assert set(self.rig.loop.groups) == set(self.unfinished)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(index=st.integers(0, 100))
+    def abort(self, index: int) -> None:
+        name = list(self.unfinished)[index % len(self.unfinished)]
+        self.rig.loop.abort(self.unfinished[name])
+        self.aborted.add(name)
+
+    def check_output(self, output: RequestOutput) -> None:
+        name = output.request_id
+        group = self.unfinished[name]  # a finished one is shown once
+        assert output.prompt_token_ids == group.prompt_ids
+        assert output.cached_tokens < len(group.prompt_ids)
+        assert output.finished == all(c.finish_reason for c in output.completions)
+        for completion, request in zip(output.completions, group.requests, strict=True):
+            self.check_completion(completion, request, name in self.aborted)
+        lengths = [len(completion.token_ids) for completion in output.completions]
+        assert lengths != self.seen[name] or name in self.aborted, "nothing changed"
+        self.seen[name] = lengths
+        if output.finished:
+            del self.unfinished[name]
+            self.aborted.discard(name)
+
+    def check_completion(
+        self, completion: CompletionOutput, request: Request, aborted: bool
+    ) -> None:
+        expected, reason = oracle(request, self.rig.windows)
+        if completion.finish_reason in ("stop", "length"):
+            assert (completion.token_ids, completion.finish_reason) == (expected, reason)
+        else:
+            assert completion.finish_reason is None or aborted
+            assert completion.token_ids == expected[: len(completion.token_ids)]
+            assert len(completion.token_ids) < len(expected)
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.loop.check_integrity()
+            requests = [r for group in self.unfinished.values() for r in group.requests]
+            states = Counter(request.status for request in requests)
+            assert states[RequestStatus.RUNNING] == self.rig.scheduler.num_running
+            assert states[RequestStatus.WAITING] == self.rig.scheduler.num_waiting
+            held = [request.row for request in requests if request.row is not None]
+            assert len(set(held)) == len(held) == states[RequestStatus.RUNNING]
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            for output in self.rig.drain():
+                self.check_output(output)
+            assert not self.unfinished
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None
+)
+TestSchedulerAndLoop = SchedulerMachine.TestCase
+
+
+class LongSchedulerMachine(SchedulerMachine):
+    """The same, for longer."""
+
+
+LongSchedulerMachine.TestCase.settings = settings(
+    max_examples=500, stateful_step_count=60, deadline=None
+)
+
+
+@pytest.mark.slow
+class TestLongSchedulerAndLoop(LongSchedulerMachine.TestCase):  # type: ignore[misc, name-defined]
+    pass
+
+
+def crowd(rig: Rig, seed: int, count: int) -> Iterator[RequestGroup]:
+    """Requests for more than the cache holds, many of which begin alike."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield rig.group(
+            1 + rng.randrange(min(18, rig.capacity - 1)),
+            priority=rng.randint(0, 2),
+            max_tokens=rng.randint(1, 18),
+            stop=rng.sample(range(VOCAB), rng.randint(0, 1)),
+            n=rng.choice([1, 1, 2, 4]),
+            topic=rng.randint(0, 2),
+            shared=rng.randint(0, 18),
+            salt=rng.choice(["", "", "tenant"]),
+        )
+
+
+def run_crowd(rig: Rig, seed: int, count: int) -> None:
+    """Run a crowd that comes a request a step; each output is that of the oracle."""
+    groups, outputs = [], []
+    for group in crowd(rig, seed, count):
+        rig.loop.add(group)
+        groups.append(group)
+        outputs += rig.loop.step()
+        rig.loop.check_integrity()
+    outputs += rig.drain()
+    finished = {output.request_id: output for output in outputs if output.finished}
+    for group in groups:
+        rig.check_output(finished[group.id], group.requests)
+    assert rig.loop.counts["preemptions"] == sum(o.num_preemptions for o in finished.values())
+    seen = rig.runner.seen
+    assert rig.loop.counts["preemptions"] == seen["swapped"] + seen["recomputed"]
+
+
+def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
+    """Room for about two requests, at a time when five have a row."""
+    rng = random.Random(seed)
+    block_size, chunk = rng.randint(1, 4), rng.randint(2, 6)
+    one = sum(g.spec.most_blocks(20, block_size, chunk) for g in groups_of(windows))
+    return Rig(
+        windows=windows,
+        usable_blocks=int(one * rng.uniform(1.2, 2.2)),
+        block_size=block_size,
+        max_rows=5,
+        max_batch_tokens=rng.randint(6, 16),
+        prefill_chunk=chunk,
+        max_prefill_rows=rng.randint(1, 3),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_outputs_in_a_crowd(prefix: bool, in_flight: int) -> None:
+    """The machine above may choose to be idle; here all that can happen does."""
+    seen: Counter[str] = Counter()
+    for windows, seed in itertools.product(WINDOWS, range(4)):
+        rig = crowded_rig(
+            seed,
+            windows,
+            in_flight=in_flight,
+            prefix=prefix,
+            host_blocks=(40, 8, 12, 40)[seed],
+            preemption=POLICIES[(1, 2, 1, 1)[seed]],
+        )
+        if seed >= 2:
+            rig.runner.fail_after = partial(fail_sometimes, random.Random(seed))
+        run_crowd(rig, seed, 25)
+        seen += rig.runner.seen
+    for event in ("fork", "fork with a copy", "swapped", "swap", "recomputed", "undone"):
+        assert seen[event] >= 10, event
+    for event in ("prefix", "prefix behind a window"):
+        assert seen[event] >= 100 or not prefix, event
