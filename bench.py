@@ -2,6 +2,8 @@
 
 python bench.py                                       the demo model, every mode the device has
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
+python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
+python bench.py --scenario cache                      what the bookkeeping of blocks costs
 """
 
 from __future__ import annotations
@@ -44,6 +46,18 @@ from stepgraph.runtime.memory_report import explain_memory, parse_bytes
 
 SCHEMA_VERSION = 1
 MODES = ("eager", "compile", "graph")
+ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
+FLAGS_OF_EXPLAIN_MEMORY = (
+    "explain_memory",
+    "device_memory",
+    "model",
+    "device",
+    "dtype",
+    "kv_dtype",
+    "mode",
+    "batch_size",
+)
+FLAGS_OF_CACHE_SCENARIO = ("scenario", "output_json", "output_md", "seed")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -98,8 +112,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--explain-memory",
         action="store_true",
-        help="print what each model would take and what fits, and measure nothing; rows are the"
-        " largest --batch-size",
+        help="print what each model would take and what fits in each mode (default: auto), and"
+        " measure nothing; rows are the largest --batch-size",
     )
     parser.add_argument(
         "--device-memory",
@@ -109,12 +123,33 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         " (default: this machine)",
     )
     options = parser.parse_args(arguments)
+    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # keeps defaults out
+    given = [
+        name
+        for name, value in vars(parser.parse_args(arguments, blank)).items()
+        if value is not None
+    ]
+    if options.explain_memory:
+        _refuse_others(parser, given, FLAGS_OF_EXPLAIN_MEMORY, "--explain-memory")
+    elif options.device_memory is not None:
+        parser.error("--device-memory has no effect without --explain-memory")
+    elif options.scenario == "cache":
+        _refuse_others(parser, given, FLAGS_OF_CACHE_SCENARIO, "--scenario cache")
     for path in (options.output_json, options.output_md):
         if path is not None and not path.parent.is_dir():
             parser.error(f"cannot write {path}: {path.parent} is not a directory")
         if path is not None and path.is_dir():
             parser.error(f"cannot write {path}: it is a directory")
     return options
+
+
+def _refuse_others(
+    parser: argparse.ArgumentParser, given: Sequence[str], known: Sequence[str], what: str
+) -> None:
+    """End with an error if a flag was given that does nothing together with `what`."""
+    others = [f"--{name.replace('_', '-')}" for name in given if name not in known]
+    if others:
+        parser.error(f"{', '.join(others)}: no effect together with {what}")
 
 
 def _positive(text: str) -> int:
@@ -247,24 +282,32 @@ class Bench:
                 )
 
 
-def explain_memory_of(options: argparse.Namespace) -> str:
-    """Return the memory plan of every model and dtype that was asked for, as text."""
-    return "\n\n".join(
-        explain_memory(
-            model,
-            EngineConfig(
-                device=options.device,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                mode=(options.mode or ["auto"])[-1],
-                max_rows=max(options.batch_size),
-            ),
-            options.device_memory,
-        )
-        for model, dtype, kv_dtype in itertools.product(
-            options.model, options.dtype, options.kv_dtype
-        )
+def run_explain_memory(options: argparse.Namespace) -> int:
+    """Print the memory plan of every model, dtype and mode; return the exit status.
+
+    What does not fit is an error on stderr where the plan would be; the others are printed anyway.
+    """
+    status, separator = 0, ""
+    kinds = itertools.product(
+        options.model, options.dtype, options.kv_dtype, options.mode or ["auto"]
     )
+    for model, dtype, kv_dtype, mode in kinds:
+        config = EngineConfig(
+            device=options.device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            mode=mode,
+            max_rows=max(options.batch_size),
+        )
+        try:
+            text = explain_memory(model, config, options.device_memory)
+        except ERRORS as error:
+            print(f"bench.py: error: {model}: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(separator + text, flush=True)
+            separator = "\n"
+    return status
 
 
 def run_cache_scenario(options: argparse.Namespace) -> int:
@@ -275,10 +318,11 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
     if options.output_md is not None:
         options.output_md.write_text(table + "\n")
     if options.output_json is not None:
-        device = resolve_device(options.device)
+        device = torch.device("cpu")  # where the bookkeeping is done
         document = {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(device, measure_read_bandwidth(device)),
+            "cases": [],
             "cache_operations": [dataclasses.asdict(cost) for cost in costs],
         }
         options.output_json.write_text(json.dumps(document, indent=1) + "\n")
@@ -288,14 +332,13 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
 def main() -> int:
     """Run the command line; return the exit status."""
     options = parse_arguments()
+    if options.explain_memory:
+        return run_explain_memory(options)
+    if options.scenario == "cache":
+        return run_cache_scenario(options)
     try:
-        if options.explain_memory:
-            print(explain_memory_of(options))
-            return 0
-        if options.scenario == "cache":
-            return run_cache_scenario(options)
         document = Bench(options).run()
-    except (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError) as error:
+    except ERRORS as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 1
     stdout = Console(soft_wrap=True)

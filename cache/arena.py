@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,6 +19,9 @@ for each vector (fp8 is float8_e4m3fn)."""
 
 SCALE_BYTES: dict[Storage, int] = {"model": 0, "int8": 2, "fp8": 2}
 """Bytes of the scale of a stored vector."""
+
+COPY_BYTES = 16 << 20
+"""Of the blocks that are copied within an arena at a time."""
 
 BlockPair = tuple[int, int]
 """(source block, destination block) of a copy."""
@@ -113,13 +117,18 @@ class Arena:
         return self._tensor.data_ptr()
 
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy whole blocks, in all layers, as one batch: no destination is a source."""
+        """Copy whole blocks, in all layers, as one batch: no destination is a source.
+
+        Large blocks go in several batches, whose copies take no more than `COPY_BYTES` meanwhile.
+        """
         if not pairs:
             return
         pinned = self._tensor.is_cuda  # from pageable memory the copy would wait for all before it
         ids = torch.tensor(pairs, pin_memory=pinned).to(self._tensor.device, non_blocking=True)
-        source, destination = ids.unbind(1)
-        self._tensor.index_copy_(2, destination, self._tensor.index_select(2, source))
+        block_bytes = self._tensor.nbytes // self._tensor.shape[2]
+        for piece in ids.split(max(1, COPY_BYTES // block_bytes)):
+            source, destination = piece.unbind(1)
+            self._tensor.index_copy_(2, destination, self._tensor.index_select(2, source))
 
 
 class HostArena:
@@ -127,14 +136,36 @@ class HostArena:
 
     `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so it crosses the bus in
     one piece. Copies are queued on the arena's stream and nobody waits for them.
+
+    torch's own allocator of pinned memory rounds up to a power of two and keeps what it got: the
+    memory is allocated plainly, and registered with CUDA until `close`.
     """
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
-        """Allocate `num_blocks` host blocks for `arena`; there is no null block among them."""
+        """Allocate `num_blocks` host blocks for `arena`; there is no null block among them.
+
+        Raises:
+            RuntimeError: CUDA cannot pin so much memory.
+        """
         self._arena = arena.tensor.transpose(0, 2).transpose(1, 2)
         shape = (num_blocks, *self._arena.shape[1:])
-        pinned = arena.tensor.is_cuda
-        self._tensor = torch.empty(shape, dtype=self._arena.dtype, pin_memory=pinned)
+        self._tensor = torch.empty(shape, dtype=self._arena.dtype)
+        self._unpin: weakref.finalize[[int], HostArena] | None = None
+        if arena.tensor.is_cuda:
+            status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
+            if int(status) != 0:
+                raise RuntimeError(
+                    f"CUDA cannot pin {self.nbytes} bytes of host memory for swapped blocks"
+                    f" ({status}): lower host_cache_bytes"
+                )
+            unregister = torch.cuda.cudart().cudaHostUnregister
+            self._unpin = weakref.finalize(self, unregister, self.address)
+            self._unpin.atexit = False
+
+    def close(self) -> None:
+        """Unpin the memory; nothing is copied any more. Idempotent."""
+        if self._unpin is not None:
+            self._unpin()
 
     @property
     def nbytes(self) -> int:

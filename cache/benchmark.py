@@ -5,8 +5,8 @@ the face that the scheduler uses. Every block of the pools that `match`, `publis
 measured on is cached, and the free lists are in no order, as after a long time of service.
 
 The work is the same in every pool, the memory is not: the working set of a small pool stays in the
-processor's caches, a large pool comes back to a block only after all the others. What remains of a
-difference between pool sizes is that, and it is part of the result.
+processor's caches, a large one full of cached contents comes back to a block only after all the
+others. What remains of a difference between pool sizes is that, and it is part of the result.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ class _Bench:
         empty, cached = self._empty, self._cached
         hashes = [self._hashes() for _ in names]
 
-        self._time("allocate", [partial(empty.grow, r, tokens) for r in names])
+        admit = partial(empty.admit, num_tokens=tokens, chunk=1)
+        self._time("allocate", [partial(admit, r) for r in names])
         self._time("step", [partial(_steps, empty, r, tokens) for r in names])
         self._time("free", [partial(empty.release, r) for r in names])
 
-        self._time("evict", [partial(cached.grow, r, tokens) for r in names])
+        admit = partial(cached.admit, num_tokens=tokens, chunk=1)
+        self._time("evict", [partial(admit, r) for r in names])
         pairs = list(zip(names, hashes, strict=True))
         self._time("publish", [partial(cached.publish, r, h, tokens) for r, h in pairs])
         for name in names:
@@ -110,9 +112,11 @@ class _Bench:
 
         # The token after the cached ones is to be computed; it takes a block of its own.
         admit = partial(cached.admit, num_tokens=tokens + 1, chunk=1)
-        hits = cached.counts["hit_tokens"]
+        evictions = cached.num_evictions
         self._time("match", [partial(admit, r, hashes=h) for r, h in pairs])
-        assert cached.counts["hit_tokens"] - hits == REQUESTS * tokens, "a match was no hit"
+        assert cached.num_evictions - evictions == REQUESTS, "a match was no hit"
+        for name, known in pairs:
+            cached.publish(name, known, tokens + BLOCK_SIZE)
         self._rng.shuffle(names)
         for name in names:
             cached.release(name)
@@ -130,7 +134,7 @@ class _Bench:
         while cache.num_free_blocks:
             name = f"filling {len(names)}"
             blocks = min(BLOCKS_PER_REQUEST, cache.num_free_blocks)
-            cache.grow(name, blocks * BLOCK_SIZE)
+            cache.admit(name, blocks * BLOCK_SIZE, chunk=1)
             if publish:
                 cache.publish(name, self._hashes(), blocks * BLOCK_SIZE)
             names.append(name)
@@ -145,7 +149,7 @@ class _Bench:
         hashes = PrefixHashes(BLOCK_SIZE)
         hashes.extend(
             lambda start, stop: range(first + start, first + stop),
-            BLOCKS_PER_REQUEST * BLOCK_SIZE,
+            (BLOCKS_PER_REQUEST + 1) * BLOCK_SIZE,
         )
         return hashes
 

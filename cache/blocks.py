@@ -1,5 +1,5 @@
-"""The block pool: which blocks are free, least recently used first, who shares the others, and
-which hold contents that somebody may ask for by key.
+"""The block pool: which blocks are free, and in what order they are handed out again, who shares
+the others, and which hold contents that somebody may ask for by key.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """Reference counts, a free list and content keys over the block ids `1 .. num_blocks - 1`.
 
-    The free list is doubly linked through two preallocated arrays, so taking from the front,
-    appending at the back and removing from the middle cost O(1) and allocate nothing. It is
-    circular and closes over the null block, which is never free itself: `next[0]` is the front
-    (least recently freed, handed out first), `prev[0]` the back.
-
     A block whose contents are complete may be published under a key: bytes of a hash, so that the
     first of them spreads evenly. It keeps the key, held or free, until it is handed out again: a
     free block with a key is the cache of the pool.
 
+    The free list is doubly linked through two preallocated arrays, so adding at either end, taking
+    from the front and removing from the middle cost O(1) and allocate nothing. It is circular and
+    closes over the null block, which is never free itself: `next[0]` is the front, handed out
+    first, `prev[0]` the back. Blocks without a key stand before those with one, which are in the
+    order in which they became free: nothing cached is lost while another block is left, and then
+    the least recently used goes first.
+
     No operation costs more in a larger pool. That takes more than O(1) on average: a dictionary of
     a million keys is rebuilt now and then, which holds a step up for a tenth of a second, so there
-    are 256 of them, by the first byte of the key; and arrays, unlike lists, are no work for
-    Python's garbage collector.
+    are 256 of them, by the first byte of the key. What is one number a block is in arrays, which
+    Python's garbage collector does not walk through; the keys it does.
 
     Misuse (a double free, the null block, an id that does not exist) is an `AssertionError`.
     """
@@ -117,7 +119,7 @@ class BlockPool:
         return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, n: int) -> list[int]:
-        """Take the `n` least recently freed blocks, each with one holder. All or nothing.
+        """Take the first `n` blocks of the free list, each with one holder. All or nothing.
 
         Raises:
             OutOfBlocksError: fewer than `n` blocks are free; nothing was taken.
@@ -161,32 +163,37 @@ class BlockPool:
             ref_counts[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Take one holder from each of `blocks`; those without any join the back of the free list.
+        """Take one holder from each of `blocks`; those without any join the free list.
 
-        They join in the order given, and the first is handed out first. A caller that frees a
-        chain of blocks gives its tail first: the head of a chain is what others may still share.
+        Those with a key join its back, the others its front, either in the order given, of which
+        the first is handed out first. A caller that frees a chain of blocks gives its tail first:
+        the head of a chain is what others may still share.
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
+        keys, front = self._keys, NULL_BLOCK
         for block in blocks:
             assert 0 < block < self._num_blocks, f"there is no block {block} to free"
             count = ref_counts[block] - 1
             assert count >= 0, f"block {block} is free already"
             ref_counts[block] = count
             if count == 0:
-                back = prev_block[NULL_BLOCK]
-                next_block[back] = prev_block[NULL_BLOCK] = block
-                prev_block[block] = back
-                next_block[block] = NULL_BLOCK
+                if keys[block] is None:
+                    before, front = front, block
+                else:
+                    before = prev_block[NULL_BLOCK]
+                after = next_block[before]
+                next_block[before] = prev_block[after] = block
+                prev_block[block], next_block[block] = before, after
                 self._num_free += 1
 
     def check_integrity(self) -> None:
         """Assert that the free list is sound and holds the blocks without a holder. O(blocks)."""
-        on_list: set[int] = set()
+        on_list: dict[int, bool] = {}  # in its order: whether a block has a key
         before, block = NULL_BLOCK, self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
             assert block not in on_list, f"the free list meets block {block} twice"
             assert self._prev[block] == before, f"the links around free block {block} disagree"
-            on_list.add(block)
+            on_list[block] = self._keys[block] is not None
             before, block = block, self._next[block]
         assert self._prev[NULL_BLOCK] == before, "the back of the free list is not its last block"
         assert len(on_list) == self._num_free, (
@@ -207,6 +214,9 @@ class BlockPool:
         )
         assert len(by_key) == self._num_published, (
             f"{len(by_key)} blocks have a key, {self._num_published} are counted as published"
+        )
+        assert list(on_list.values()) == sorted(on_list.values()), (
+            "a free block with a key would be handed out before one without"
         )
         for first, block_of in enumerate(self._block_of):
             assert all(key[0] == first for key in block_of), "a key is where nobody looks for it"

@@ -10,9 +10,13 @@ import torch
 __all__ = ["EncoderOutputCache", "content_key"]
 
 
-def content_key(content: bytes) -> bytes:
-    """Return 32 bytes that stand for a content: its BLAKE2b hash."""
-    return hashlib.blake2b(content, digest_size=32).digest()
+def content_key(content: bytes, kind: str) -> bytes:
+    """Return 32 bytes that stand for a content: its BLAKE2b hash.
+
+    Contents of different kinds (at most 16 bytes of name) never have a key in common, whatever
+    their bytes: nobody can pass one off as the other.
+    """
+    return hashlib.blake2b(content, digest_size=32, person=kind.encode()).digest()
 
 
 class EncoderOutputCache:
@@ -69,6 +73,11 @@ class EncoderOutputCache:
         self._tensors[key] = tensor
         self._num_bytes += tensor.nbytes
         return True
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tensors.clear()
+        self._num_bytes = 0
 
     def check_integrity(self) -> None:
         """Assert that the bytes are counted right and within the bound."""

@@ -38,8 +38,8 @@ class _Held:
 class KVCache:
     """Which blocks each request holds in each layer group, all groups drawing on one pool.
 
-    Operations are atomic over the groups: a request grows in all of them or in none. A request
-    needs no announcement: before its first `admit` and after its `release` it holds no block.
+    Operations are atomic over the groups: a request grows in all of them or in none. It holds
+    blocks from `admit` on, until `release` or `swap_out`.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class KVCache:
             ("queried_tokens", "hit_tokens", "forks", "copied_blocks", "swapped_out", "swapped_in"),
             0,
         )
-        """Tokens asked for and found at admission; forks, blocks copied for them; blocks swapped.
+        """Tokens that requests asked for and found when they first came; forks, blocks copied for
+        them; blocks swapped. What was done, as `count_admission` and `count_swapped_out` are told.
         """
 
     @property
@@ -114,17 +115,6 @@ class KVCache:
         return sum(
             a.spec.most_blocks(num_tokens, self._block_size, self._chunk) for a in self._allocators
         )
-
-    def capacity_tokens(self, most: int) -> int:
-        """Tokens, at most `most`, of the longest request that fits when it is alone."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.most_blocks(middle) <= self.usable_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     def admit(
         self,
@@ -175,23 +165,37 @@ class KVCache:
         held.slides_next = self._slides_next(request_id)
         if found.source == "prefix":
             held.published = found.num_tokens // self._block_size
-        if found.source != "swap":
+        return found
+
+    def count_admission(self, found: Admitted, num_tokens: int, *, first: bool) -> None:
+        """Count an admission that is not taken back any more: what it copies has been queued.
+
+        Args:
+            found: what `admit` returned.
+            num_tokens: the request's known tokens then.
+            first: the request was never admitted before, so it counts in the hit rate. Later ones
+                find what the request has computed itself.
+        """
+        if first:
             self.counts["queried_tokens"] += num_tokens
             self.counts["hit_tokens"] += found.num_tokens
         self.counts["forks"] += found.source == "fork"
         self.counts["copied_blocks"] += len(found.copies)
         self.counts["swapped_in"] += len(found.swap_in)
-        return found
+
+    def count_swapped_out(self, num_blocks: int) -> None:
+        """Count blocks whose copies to the host have been queued."""
+        self.counts["swapped_out"] += num_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
         """Make room for tokens 0 to `num_tokens` - 1 in all groups; never shrinks.
 
         Returns:
-            What changed in the request's block tables (often nothing), or None if blocks ran out
-            and nothing was changed.
+            What changed in the block tables of the request, which was admitted (often nothing), or
+            None if blocks ran out and nothing was changed.
         """
-        held = self._held.get(request_id)
-        if held is not None and num_tokens <= held.room:
+        held = self._held[request_id]
+        if num_tokens <= held.room:
             return []
         lacking = sum(a.lacking(request_id, num_tokens) for a in self._allocators)
         if lacking > self._pool.num_free:
@@ -201,10 +205,7 @@ class KVCache:
             blocks = allocator.grow(request_id, num_tokens)
             first = len(allocator.table(request_id)) - len(blocks)
             changes += [(allocator.index, first + i, block) for i, block in enumerate(blocks)]
-        if changes:
-            if held is None:
-                held = self._held[request_id] = _Held(slides_next=self._slides_next(request_id))
-            held.room = -(-num_tokens // self._block_size) * self._block_size
+        held.room = -(-num_tokens // self._block_size) * self._block_size
         return changes
 
     def slide(self, request_id: str, position: int) -> list[TableChange]:
@@ -212,8 +213,8 @@ class KVCache:
 
         Returns where the null block stands instead.
         """
-        held = self._held.get(request_id)
-        if held is None or position < held.slides_next:
+        held = self._held[request_id]
+        if position < held.slides_next:
             return []
         changes: list[TableChange] = []
         for allocator in self._sliding:
@@ -253,9 +254,9 @@ class KVCache:
         """Let nothing that is cached now be shared any more. Requests keep what they hold."""
         self._pool.forget_contents()
 
-    def num_blocks_of(self, request_id: str) -> int:
-        """Blocks that a request holds, over all groups."""
-        return sum(len(a.live_columns(request_id)) for a in self._allocators)
+    def num_blocks_of(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that `swap_out` would copy of a request with `num_tokens` computed tokens."""
+        return len(self._computed(request_id, num_tokens))
 
     def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
         """Release a request whose first `num_tokens` tokens are computed, keeping them on the host.
@@ -264,17 +265,20 @@ class KVCache:
             (block, host block) to copy before the blocks are written again, or None if the host
             cache lacks room and nothing was changed.
         """
-        blocks = [
-            (a.index, column, a.table(request_id)[column])
-            for a in self._allocators
-            for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
-        ]
+        blocks = self._computed(request_id, num_tokens)
         hosts = self.host.put(request_id, num_tokens, [(g, column) for g, column, _ in blocks])
         if hosts is None:
             return None
         self.release(request_id)
-        self.counts["swapped_out"] += len(blocks)
         return [(block, host) for (_, _, block), host in zip(blocks, hosts, strict=True)]
+
+    def is_swapped(self, request_id: str) -> bool:
+        """Whether a request waits on the host."""
+        return self.host.find(request_id) is not None
+
+    def forget_swapped(self, request_id: str) -> None:
+        """Give back the host blocks of a request, if it has any: it computes its tokens again."""
+        self.host.drop(request_id)
 
     def block_table(self, request_id: str, group: int = 0) -> Sequence[int]:
         """The block ids of a request in one group, in position order. Not a copy."""
@@ -304,6 +308,14 @@ class KVCache:
             needed += max(length - len(table), peak - len(shared))
             needed += self._pool.count_free(shared)
         return needed
+
+    def _computed(self, request_id: str, num_tokens: int) -> list[TableChange]:
+        """The entries of a request's tables with what it goes on from after `num_tokens` tokens."""
+        return [
+            (a.index, column, a.table(request_id)[column])
+            for a in self._allocators
+            for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
+        ]
 
     def _slides_next(self, request_id: str) -> int:
         return min((a.slides_next(request_id) for a in self._sliding), default=sys.maxsize)

@@ -154,10 +154,6 @@ def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[torch.Tensor]
         offset += chunk.count
 
 
-def write_table_updates(
-    updates: Sequence[TableUpdate], null_row: int, host: StepInputs[Int64Array]
-) -> None:
-    """Fill `table_updates`; the padding writes the null block into the null row's table."""
-    host.table_updates[len(updates) :] = (0, null_row, 0, 0)
-    if updates:
-        host.table_updates[: len(updates)] = updates
+def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:
+    """Fill the beginning of `table_updates`; no more than that is read."""
+    host.table_updates[: len(updates)] = updates

@@ -47,18 +47,7 @@ def rich_table(document: dict[str, Any]) -> Table:
 
 def markdown_table(document: dict[str, Any]) -> str:
     """Return the table as Markdown, aligned so that it reads as plain text too."""
-    cells = [COLUMNS, *rows(document)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < TEXT_COLUMNS else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * w if i < TEXT_COLUMNS else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([*map(line, [COLUMNS, rule, *cells[1:]]), "", caption(document)])
+    return "\n".join([*_aligned(COLUMNS, rows(document), TEXT_COLUMNS), "", caption(document)])
 
 
 def cache_table(costs: Sequence[OperationCost]) -> str:
@@ -68,7 +57,7 @@ def cache_table(costs: Sequence[OperationCost]) -> str:
     for cost in costs:
         by_operation.setdefault(cost.operation, {})[cost.num_blocks] = cost
     head = ["operation", *(f"ns, {size:,} blocks" for size in sizes), "ratio"]
-    rows = [
+    cells = [
         [
             operation,
             *(f"{of_size[size].nanoseconds:.0f}" for size in sizes),
@@ -76,18 +65,23 @@ def cache_table(costs: Sequence[OperationCost]) -> str:
         ]
         for operation, of_size in by_operation.items()
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if i else cell.ljust(width)
+    unit = f"nanoseconds a block (a row for `step`), n = {costs[0].n}"
+    return "\n".join([*_aligned(head, cells, 1), "", unit])
+
+
+def _aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
+    """Return the lines of a Markdown table; the first `text_columns` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in [head, rule, *rows]
-    ]
-    return "\n".join([*lines, "", f"nanoseconds a block (a row for `step`), n = {costs[0].n}"])
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return [line(row) for row in (head, rule, *cells)]
 
 
 def caption(document: dict[str, Any]) -> str:

@@ -40,7 +40,8 @@ def preemption_policy(
         host.swap_out(outward)
         host.swap_in(inward)
 
-    key = runner.sizes.prefill_key(runner.sizes.tokens.largest, 1, False)
+    widest = runner.sizes.read_blocks.largest
+    key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)
 
     def prefill() -> None:
         runner.library.launch(key)

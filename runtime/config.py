@@ -86,7 +86,8 @@ class EngineConfig:
     """Whether prompts may have embeddings in the place of tokens; every prefill step then reads a
     buffer of `prefill_chunk` embeddings."""
     encoder_cache_bytes: int = 0
-    """Host memory for what `Engine.encode` got from encoders; 0: nothing is kept."""
+    """Host memory for what `Engine.encode` got from encoders, beside the memory plan; 0: nothing is
+    kept."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own, and the weights of presets."""
 

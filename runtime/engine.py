@@ -20,7 +20,7 @@ from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
-from .prompt_embeds import EncodedContent
+from .prompt_embeds import EncodedContent, check_embeds
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -52,7 +52,7 @@ class Engine:
             chunk=min(user.prefill_chunk, parts.plan.max_batch_tokens),
             host_blocks=0 if host is None else host.num_blocks,
         )
-        self.max_model_len = cache.capacity_tokens(parts.config.max_model_len)
+        self.max_model_len = parts.config.max_model_len
         """Tokens of the longest sequence that can be served, prompt and output."""
         self._open_loop: StepLoop | None = StepLoop(
             Scheduler(
@@ -72,7 +72,7 @@ class Engine:
             longest_sequence=self.max_model_len,
             seed=user.seed,
             prefix_block_size=user.block_size if user.prefix_cache else None,
-            takes_embeds=user.prompt_embeds,
+            embeds_dtype=parts.config.dtype if user.prompt_embeds else None,
         )
         self._encoded = EncoderOutputCache(user.encoder_cache_bytes)
 
@@ -115,9 +115,13 @@ class Engine:
         device = self.config.device
         if device.type == "cuda" and self._failure is None:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
+        host_arena = self._parts.runner.host_arena
         self._loop.close()
+        if host_arena is not None:
+            host_arena.close()
         # The traceback of a failure holds frames, and those the tensors.
         self._parts = self._open_loop = self._failure = None
+        self._encoded.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -249,37 +253,32 @@ class Engine:
             encoder: gives embeddings `[tokens, hidden_size]`, floating point, on any device.
 
         Raises:
-            RequestError: `content` is not bytes, or the encoder gave no tensor of that shape.
+            RequestError: `content` is not bytes, or the encoder gave no tensor of that kind, or one
+                that the model's dtype cannot hold.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
         if not isinstance(content, bytes):
             raise RequestError(f"content must be bytes, not {type(content).__name__}")
-        key = content_key(content)
+        key = content_key(content, "encoded")
         embeds = self._encoded.get(key)
         if embeds is None:
-            embeds = encoder(content)
             hidden = self.model_config.hidden_size
-            if not isinstance(embeds, torch.Tensor) or embeds.shape[1:] != (hidden,):
-                shown = list(embeds.shape) if isinstance(embeds, torch.Tensor) else repr(embeds)
-                raise RequestError(
-                    f"the encoder must give a tensor [tokens, {hidden}], the model's hidden size,"
-                    f" not {shown}"
-                )
-            embeds = embeds.detach().to("cpu", copy=True)
+            embeds = check_embeds(encoder(content), hidden, self.config.dtype, "the encoder gave")
             self._encoded.put(key, embeds)
         return EncodedContent(embeds, key)
 
     def reset_prefix_cache(self) -> None:
         """Forget what requests could share: the next ones compute their prompts from the start.
 
-        Requests under way keep what they hold. For measuring cold starts, or after weights changed.
+        Requests under way keep what they hold, and share none of it any more. For measuring cold
+        starts, or after weights changed.
 
         Raises:
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
-        self._loop.scheduler.cache.forget_contents()
+        self._loop.scheduler.forget_contents()
 
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.

@@ -7,6 +7,8 @@ import operator
 import time
 from collections.abc import Sequence
 
+import torch
+
 from ..cache.prefix import PrefixHashes
 from .errors import RequestError
 from .models.config import ModelConfig
@@ -34,19 +36,19 @@ class Intake:
         longest_sequence: int,
         seed: int,
         prefix_block_size: int | None,
-        takes_embeds: bool,
+        embeds_dtype: torch.dtype | None,
     ) -> None:
         """Take requests of at most `longest_sequence` tokens, prompt and output together.
 
         `prefix_block_size` is that of the blocks which requests share by content, if they do;
-        `takes_embeds` says whether the steps can read embeddings.
+        `embeds_dtype` is that of the embeddings that steps can read, if they can.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._longest = longest_sequence
         self._seed = seed
         self._prefix_block_size = prefix_block_size
-        self._takes_embeds = takes_embeds
+        self._embeds_dtype = embeds_dtype
         self._arrivals = 0
 
     def accept(
@@ -115,12 +117,12 @@ class Intake:
         return PrefixHashes(self._prefix_block_size, cache_salt or "")
 
     def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
-        if not self._takes_embeds:
+        if self._embeds_dtype is None:
             raise RequestError(
                 "the prompt has embeddings, and this engine was made without room for them:"
                 " set prompt_embeds=True in its EngineConfig"
             )
-        return check_spans(prompt.spans, num_tokens, self._config.hidden_size)
+        return check_spans(prompt.spans, num_tokens, self._config.hidden_size, self._embeds_dtype)
 
     def _detokenizer(
         self, prompt_ids: list[int], params: SamplingParams

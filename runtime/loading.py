@@ -61,14 +61,15 @@ class Source:
     """The checkpoint. `None` for a preset, whose weights are random."""
 
 
-def resolve_source(source: str | Path) -> Source:
+def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
     """Find a checkpoint and read its config.
 
     `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
     package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is taken
     from the local cache where it is complete and downloaded otherwise. A `Path` is always a
-    directory. Raises `CheckpointError` where there is nothing that can be loaded, `ConfigError`
-    for an unknown preset.
+    directory. With `config_only`, for who loads no weights, the config is all that must be there
+    and all that is downloaded. Raises `CheckpointError` where there is nothing that can be loaded,
+    `ConfigError` for an unknown preset.
     """
     name = str(source)
     if isinstance(source, str) and source.startswith(_PRESET_PREFIX):
@@ -83,11 +84,11 @@ def resolve_source(source: str | Path) -> Source:
                     f"no checkpoint at {directory}: it must be a directory with config.json and "
                     f"{SINGLE_FILE} or {INDEX_FILE}"
                 )
-            directory = _hub_snapshot(source)
+            directory = _hub_snapshot(source, config_only=config_only)
     return Source(name, read_config(directory), directory)
 
 
-def _hub_snapshot(repository: str) -> Path:
+def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
     """Return the directory of a hub repository, from the local cache or downloaded."""
     try:
         from huggingface_hub import snapshot_download
@@ -97,10 +98,13 @@ def _hub_snapshot(repository: str) -> Path:
             'the package huggingface_hub is needed: pip install "stepgraph[hub]"'
         ) from error
     patterns = ["*.json", "*.safetensors"]
+    if config_only:
+        patterns = ["config.json", "generation_config.json"]
     try:
         cached = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
         if (cached / "config.json").is_file():
-            CheckpointReader(cached).close()
+            if not config_only:
+                CheckpointReader(cached).close()
             return cached
     except (OSError, ValueError, CheckpointError):
         pass  # not in the cache, or only a part of it: download

@@ -164,8 +164,10 @@ class StepLoop:
             request.status = RequestStatus.RUNNING
             request.row = admission.row
             request.num_computed = admission.found.num_tokens
-            if request.num_cached_tokens is None:
+            first = request.num_cached_tokens is None
+            if first:
                 request.num_cached_tokens = admission.found.num_tokens
+            self.scheduler.cache.count_admission(admission.found, request.num_tokens, first=first)
         if plan.is_empty:
             return None
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
@@ -184,24 +186,35 @@ class StepLoop:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Make the copies that a plan takes. If they fail, those who need them compute instead."""
+        cache = self.scheduler.cache
         try:
             self.runner.swap_out(plan)
-        except Exception:
-            self._note_failed_copies("to the host")
+        except Exception as error:
+            self._note_failed_copies("to the host", error)
             for preemption in plan.preempted:
-                self.scheduler.cache.host.drop(preemption.request.id)
+                cache.forget_swapped(preemption.request.id)
+        else:
+            for preemption in plan.preempted:
+                cache.count_swapped_out(len(preemption.swap_out or ()))
         try:
             self.runner.copy_in(plan)
-        except Exception:
-            self._note_failed_copies("to admitted requests")
+        except Exception as error:
+            self._note_failed_copies("to admitted requests", error)
             for admission in tuple(plan.admitted):
-                if admission.found.copies or admission.found.swap_in:
+                if admission.found.copies:
                     admission.request.may_fork = False
+                if admission.found.copies or admission.found.swap_in:
                     self.scheduler.undo(plan, admission)
 
-    def _note_failed_copies(self, where: str) -> None:
+    def _note_failed_copies(self, where: str, error: Exception) -> None:
+        if isinstance(error, AssertionError):  # a mistake of ours, and no copy was made
+            raise error
         self.counts["failed_copies"] += 1
-        logger.exception("copying blocks %s failed: their tokens will be computed again", where)
+        logger.error(
+            "copying blocks %s failed: their tokens will be computed again",
+            where,
+            exc_info=error,
+        )
 
     def _commit(self, launch: Launch) -> int:
         """Take in the tokens of a launched step; return the nanoseconds waited for them."""

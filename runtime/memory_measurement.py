@@ -11,6 +11,11 @@ is read.
 
 A step that takes too long for a start is not run: its peak follows from two smaller ones. Captured
 steps cannot be watched while they are replayed; they are watched while they are prepared.
+
+On a CPU this concerns the whole process: for each peak the C library gives back what it keeps for
+later (`malloc_trim`), and the peak of the resident set that the kernel keeps (VmHWM, which
+`getrusage` and `/usr/bin/time` show) begins anew (`/proc/self/clear_refs`). Whoever watches that
+peak from outside sees it from the start of an engine on.
 """
 
 from __future__ import annotations
@@ -47,6 +52,10 @@ _LEAST_DIFFERENCE = 1 << 20
 """Bytes between two steps below which the resident set of a process tells nothing."""
 
 _UNREADABLE = "not measured: this system does not tell the peak of the resident set"
+
+
+class _UnreadablePeakError(Exception):
+    """The peak of a step cannot be read, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,18 @@ def measure_steps(
     """
     if captured is not None:
         return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
+    try:
+        peaks = _watch_steps(runner, kernels)
+    except _UnreadablePeakError:
+        remarks = dict.fromkeys(("activations", "logits"), _UNREADABLE)
+        if kernels.masks:
+            return StepMemory({}, {**remarks, "attention_masks": _UNREADABLE})
+        return StepMemory({"attention_masks": 0}, remarks)
+    return _terms(peaks, runner.sizes, kernels)
+
+
+def _watch_steps(runner: Runner, kernels: Kernels) -> dict[StepKey, int]:
+    """Run the steps above; return their peaks. Raises `_UnreadablePeakError`."""
     sizes = runner.sizes
     peaks: dict[StepKey, int] = {}
 
@@ -149,11 +170,6 @@ def measure_steps(
     prefill = series(
         [sizes.prefill_key(n, narrow, full_sampler=False) for n in sizes.tokens], seconds
     )
-    if not prefill:
-        return StepMemory(
-            {} if kernels.masks else {"attention_masks": 0},
-            dict.fromkeys(("activations", "logits"), _UNREADABLE),
-        )
     series([sizes.decode_key(n, narrow, full_sampler=True) for n in sizes.rows], seconds)
     if wide > narrow:
         widths = list(sizes.read_blocks)
@@ -164,7 +180,7 @@ def measure_steps(
         quick = [key.size for key, took in prefill.items() if took < seconds / 4]
         tokens = max(quick, default=sizes.tokens.sizes[0])
         series([sizes.prefill_key(tokens, w, full_sampler=False) for w in widths], seconds)
-    return _terms(peaks, sizes, kernels)
+    return peaks
 
 
 def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
@@ -185,8 +201,8 @@ def _measure_series(
 ) -> dict[StepKey, tuple[int, float]]:
     """Peak and seconds of the first step and of the largest ones that are done in `left` seconds.
 
-    `keys` differ in size or in width, ascending, and no step takes longer than in proportion. None
-    is returned where the peak cannot be read.
+    `keys` differ in size or in width, ascending, and no step takes longer than in proportion.
+    Raises `_UnreadablePeakError`.
     """
     peaks: dict[StepKey, tuple[int, float]] = {}
     index = 0
@@ -196,7 +212,7 @@ def _measure_series(
         peak = peak_bytes(lambda key=key: launch(key), device)  # type: ignore[misc]
         seconds = time.thread_time() - began
         if peak is None:
-            return {}
+            raise _UnreadablePeakError
         peaks[key] = peak, seconds
         left -= seconds
         affordable = [

@@ -64,7 +64,7 @@ def explain_memory(
         ConfigError: the configuration cannot work with this model.
         MemoryBudgetError: the device has no room for the model and the smallest cache.
     """
-    model = resolve_source(source).config
+    model = resolve_source(source, config_only=True).config
     if device_memory is None:
         resolved = ResolvedConfig.resolve(config, model)
         memory = DeviceMemory.of(resolved.device)

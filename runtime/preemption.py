@@ -26,7 +26,8 @@ class PreemptionPolicy:
         """Whether a request of `num_tokens` computed tokens in `num_blocks` blocks is swapped.
 
         A swapped block crosses the bus twice. Recomputation is priced at the speed of a full
-        prefill step, the best there is, though the attention of a long prompt costs more.
+        prefill step of short contexts, the best there is: the attention of a long prompt, and
+        what would be found in the prefix cache again, are left out.
         """
         if num_tokens == 0 or self.choice == "recompute":
             return False

@@ -18,7 +18,9 @@ import torch
 from ..cache.encoder_outputs import content_key
 from .errors import RequestError
 
-__all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_spans"]
+__all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_embeds", "check_spans"]
+
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +32,13 @@ class EncodedContent:
 
     @classmethod
     def of(cls, embeds: torch.Tensor) -> EncodedContent:
-        """Take embeddings that come from nowhere known: their own bytes are what they stand for."""
-        raw = embeds.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return cls(embeds, content_key(raw))
+        """Take embeddings that come from nowhere known: they stand for themselves."""
+        raw = embeds.detach().cpu().contiguous()
+        shape = f"{raw.dtype}{list(raw.shape)}".encode()
+        return cls(
+            embeds,
+            content_key(shape + raw.flatten().view(torch.uint8).numpy().tobytes(), "embeds"),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,39 +62,67 @@ class PromptEmbeds:
     spans: Sequence[EmbeddedSpan] = field(default=())
 
 
-def check_spans(
-    spans: Sequence[EmbeddedSpan], num_tokens: int, hidden_size: int
-) -> tuple[EmbeddedSpan, ...]:
-    """Return the spans in order of position, with embeddings in host memory.
+def check_embeds(embeds: object, hidden_size: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a copy of embeddings in host memory, as float32 `[tokens, hidden_size]`.
+
+    A copy, since nobody must change what requests will read again.
+
+    Args:
+        embeds: what a user gave.
+        hidden_size: elements of an embedding.
+        dtype: what the model will make of them.
+        what: the beginning of the message, such as `the encoder gave`.
 
     Raises:
-        RequestError: embeddings of another shape or type, not all finite, outside the prompt, or
-            overlapping.
+        RequestError: no tensor of that shape, no floating-point numbers, or some that are not
+            finite in `dtype`.
     """
+    if not isinstance(embeds, torch.Tensor):
+        raise RequestError(f"{what} {type(embeds).__name__} where a tensor is needed")
+    shape = tuple(embeds.shape)
+    if len(shape) != 2 or shape[1] != hidden_size or not shape[0]:
+        raise RequestError(
+            f"{what} embeddings of shape {list(shape)}: "
+            f"they must be [tokens, {hidden_size}], the model's hidden size"
+        )
+    if not embeds.is_floating_point():
+        raise RequestError(f"{what} embeddings of {embeds.dtype}: give floating-point numbers")
+    copied = embeds.detach().to("cpu", torch.float32, copy=True)
+    if not bool(torch.isfinite(copied.to(dtype)).all()):
+        raise RequestError(f"{what} embeddings with NaN or infinity, or too large for {dtype}")
+    return copied
+
+
+def check_spans(
+    spans: object, num_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[EmbeddedSpan, ...]:
+    """Return the spans in order of position, with copies of their embeddings in host memory.
+
+    Raises:
+        RequestError: spans or contents that are none, embeddings that `check_embeds` refuses,
+            outside the prompt, or overlapping.
+    """
+    if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
+        raise RequestError(f"spans must be a sequence of EmbeddedSpan, not {spans!r}")
     checked: list[EmbeddedSpan] = []
     for index, span in enumerate(spans):
-        if not isinstance(span, EmbeddedSpan) or not isinstance(span.position, int):
+        if not isinstance(span, EmbeddedSpan) or type(span.position) is not int:
             raise RequestError(f"span {index} of the prompt must be an EmbeddedSpan, not {span!r}")
-        embeds = span.content.embeds
-        shape = tuple(embeds.shape)
-        if len(shape) != 2 or shape[1] != hidden_size or not shape[0]:
+        content = span.content
+        if not isinstance(content, EncodedContent):
             raise RequestError(
-                f"span {index} has embeddings of shape {list(shape)}: "
-                f"they must be [tokens, {hidden_size}], the model's hidden size"
+                f"span {index} has a content of type {type(content).__name__}: "
+                "use Engine.encode, or EncodedContent.of(tensor)"
             )
-        if not embeds.is_floating_point():
-            raise RequestError(
-                f"span {index} has embeddings of {embeds.dtype}: give floating-point numbers"
-            )
-        if not bool(torch.isfinite(embeds).all()):
-            raise RequestError(f"span {index} has embeddings with NaN or infinity")
-        if not 0 <= span.position <= num_tokens - shape[0]:
+        if not isinstance(content.key, bytes) or len(content.key) != KEY_BYTES:
+            raise RequestError(f"span {index} has a content whose key is not {KEY_BYTES} bytes")
+        embeds = check_embeds(content.embeds, hidden_size, dtype, f"span {index} has")
+        if not 0 <= span.position <= num_tokens - len(embeds):
             raise RequestError(
                 f"span {index} covers positions {span.position} to {span.stop - 1}, "
                 f"but the prompt has {num_tokens} tokens"
             )
-        content = EncodedContent(embeds.detach().to("cpu"), span.content.key)
-        checked.append(EmbeddedSpan(span.position, content))
+        checked.append(EmbeddedSpan(span.position, EncodedContent(embeds, content.key)))
     checked.sort(key=lambda span: span.position)
     for before, after in itertools.pairwise(checked):
         if before.stop > after.position:

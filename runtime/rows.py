@@ -24,8 +24,9 @@ class RowState:
     positions: torch.Tensor
     """int64 `[R]`: its position in the sequence."""
     block_tables: torch.Tensor
-    """int32 `[groups, R, max_blocks_per_row]`. Columns past a row's blocks may name blocks it had
-    once; they are never read, because reads end at the row's position."""
+    """int32 `[groups, R, max_blocks_per_row]`. Columns before a row's window and
+    past its blocks may name blocks of others; they are never read, because reads begin with the
+    window and end at the row's position."""
     sampling: SamplingState
 
     @classmethod

@@ -258,9 +258,9 @@ class Runner:
 
     def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
         self.inputs.begin_write()
-        write_table_updates(updates, self.null_row, self._host)
+        write_table_updates(updates, self._host)
         self._copy()
-        self.state.update_tables(self.inputs.device.table_updates)
+        self.state.update_tables(self.inputs.device.table_updates[: len(updates)])
 
     def _copy(self) -> None:
         with ranges.span(ranges.COPY, self.inputs.nbytes):

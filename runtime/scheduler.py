@@ -32,7 +32,10 @@ def _is_alive(request: Request) -> bool:
 
 
 class Scheduler:
-    """Owns the queue, the rows and, through `KVCache`, the blocks. Reads requests, changes none."""
+    """Owns the queue, the rows and, through `KVCache`, the blocks.
+
+    Reads requests and changes none, but for the block hashes that they remember of their tokens.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class Scheduler:
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first
         self._publish_at: dict[Request, int] = {}  # computed tokens that fill its next block
-        self._refused: tuple[Request, int, int, int] | None = None  # what did not fit, and when
+        # Who did not fit, and when: siblings to fork from, prompts published, rows, free blocks.
+        self._refused: tuple[Request, int, int, int, int] | None = None
+        self._num_published = 0  # times that blocks of a prompt became findable
 
     @property
     def num_waiting(self) -> int:
@@ -85,7 +90,7 @@ class Scheduler:
         if request in self._rows:
             self._leave(request)
             return
-        self.cache.host.drop(request.id)
+        self.cache.forget_swapped(request.id)
         self._num_waiting -= 1
         if len(self._waiting) > 2 * self._num_waiting + 64:
             self._waiting = [entry for entry in self._waiting if _is_alive(entry[1])]
@@ -119,6 +124,13 @@ class Scheduler:
         self.cache.release(request.id)
         self._queue(request)
 
+    def forget_contents(self) -> None:
+        """Let nothing that has been computed so far be shared, now or later."""
+        self.cache.forget_contents()
+        self._publish_at.clear()
+        for request in (*self._running, *(request for _, request in self._waiting)):
+            request.prefix_hashes = None
+
     def _plan_decode(self, plan: StepPlan) -> None:
         for request in tuple(self._running):
             if request not in self._rows or not request.decoding or request.reached_max_tokens:
@@ -138,11 +150,20 @@ class Scheduler:
                 budget = self._add_chunk(plan, request, request.num_computed, budget)
         if plan.preempted:  # they would be admitted again with the blocks they just lost
             return
+        aside: list[Request] = []
         while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._head()
-            if head is None or not self._admit(plan, head, budget):
+            if head is None:
+                break
+            if self._waits_for_sibling(head):  # and nobody waits for it
+                heapq.heappop(self._waiting)
+                aside.append(head)
+                continue
+            if not self._admit(plan, head, budget):
                 break
             budget = self._add_chunk(plan, head, plan.admitted[-1].found.num_tokens, budget)
+        for request in aside:
+            heapq.heappush(self._waiting, (request.order, request))
 
     def _admit(self, plan: StepPlan, head: Request, budget: int) -> bool:
         """Give the first waiting request a row and blocks, if it is its time and there is room.
@@ -151,15 +172,14 @@ class Scheduler:
         newcomer would be the first to be preempted, a step later.
         """
         siblings = self._siblings(head)
-        if siblings is None:
-            return False
         running, free = len(self._running), self.cache.num_free_blocks
-        # Nothing is looked up again for a request that was refused when there was as much room.
+        # Nothing is looked up again for a request that was refused when there was as much to find
+        # and as much room.
         if (
             self._refused is not None
-            and self._refused[:2] == (head, len(siblings))
-            and running >= self._refused[2]
-            and free <= self._refused[3]
+            and self._refused[:3] == (head, len(siblings), self._num_published)
+            and running >= self._refused[3]
+            and free <= self._refused[4]
         ):
             return False
         found = self.cache.admit(
@@ -171,7 +191,7 @@ class Scheduler:
             siblings=siblings,
         )
         if found is None:
-            self._refused = (head, len(siblings), running, free)
+            self._refused = (head, len(siblings), self._num_published, running, free)
             return False
         self._refused = None
         heapq.heappop(self._waiting)
@@ -185,18 +205,29 @@ class Scheduler:
         self._update_tables(plan, head, self.cache.table_of(head.id))
         return True
 
-    def _siblings(self, request: Request) -> list[tuple[str, int]] | None:
-        """Return who has computed the request's prompt, or None if only somebody is about to.
+    def _siblings(self, request: Request) -> list[tuple[str, int]]:
+        """Return who has computed the request's prompt, and how much of it is to be shared.
 
-        All but the last token of the prompt: whoever goes on from it samples a token of its own.
+        All but its last token: whoever goes on from it samples a token of its own.
         """
         shared = len(request.prompt_ids) - 1
-        waits_on_host = self.cache.host.find(request.id) is not None
-        if not shared or not request.may_fork or waits_on_host:
+        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether others are computing the request's prompt, and none has come to its end."""
+        shared = len(request.prompt_ids) - 1
+        running = self._may_fork(request)
+        return bool(running) and all(s.num_computed < shared for s in running)
+
+    def _may_fork(self, request: Request) -> list[Request]:
+        """Return the running requests that a waiting one could go on from, now or soon."""
+        if (
+            not request.may_fork
+            or len(request.prompt_ids) == 1
+            or self.cache.is_swapped(request.id)
+        ):
             return []
-        running = [s for s in request.siblings if s in self._rows]
-        computed = [(s.id, shared) for s in running if s.num_computed >= shared]
-        return None if running and not computed else computed
+        return [sibling for sibling in request.siblings if sibling in self._rows]
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan as much of a prompt as the budget allows; return what is left of the budget."""
@@ -253,7 +284,7 @@ class Scheduler:
         if self._publish_at.get(victim, victim.num_computed + 1) <= victim.num_computed:
             self._publish(victim)
         pairs = None
-        num_blocks = self.cache.num_blocks_of(victim.id)
+        num_blocks = self.cache.num_blocks_of(victim.id, victim.num_computed)
         if self.preemption.swaps(num_blocks, victim.num_computed):
             pairs = self.cache.swap_out(victim.id, victim.num_computed)
         if pairs is None:
@@ -273,6 +304,8 @@ class Scheduler:
         hashes = request.hashes_of(known)
         if hashes is not None:
             self.cache.publish(request.id, hashes, known)
+            if known < len(request.prompt_ids) + self.cache.block_size:
+                self._num_published += 1
             size = self.cache.block_size
             self._publish_at[request] = (known // size + 1) * size
 

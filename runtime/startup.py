@@ -40,6 +40,9 @@ logger = logging.getLogger("stepgraph.runtime")
 RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Left alone: workspaces of libraries and fragmentation."""
 
+_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
+"""The phases of a start that make what lives on the device as long as the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -55,7 +58,8 @@ class EngineParts:
     step_memory: StepMemory
     """What steps hold while they run."""
     phases: tuple[Phase, ...]
-    """What loading, making the cache and preparing the steps left behind."""
+    """What each phase of the start left behind: "load", "cache", "host_cache" if there is one,
+    "static_buffers", "prepare", "measure"."""
 
     @property
     def load_seconds(self) -> float:
@@ -63,23 +67,44 @@ class EngineParts:
         return sum(phase.seconds for phase in self.phases if phase.name == "load")
 
     def reconcile(self) -> Reconciliation:
-        """Set what is held now, and what steps held when they were measured, against the plan."""
+        """Set what is held now, and what steps held when they were measured, against the plan.
+
+        On a CUDA device weights, cache and static buffers are what torch's allocator says that
+        their phases of the start took; on a CPU they are the sizes of the tensors.
+        """
         runner = self.runner
-        host = 0 if runner.host_arena is None else runner.host_arena.nbytes
+        held = {
+            "weights": self.model.weight_bytes,
+            "cache": self.arena.nbytes,
+            "static_buffers": runner.nbytes,
+        }
+        grown = {
+            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
+            for phase in self.phases
+            if phase.name in _TERM_OF_PHASE
+        }
         mirrors = 0
+        notes: dict[str, str] = {}
         if self.config.device.type == "cuda":
             mirrors = runner.inputs.nbytes + (runner.embeds.nbytes if runner.embeds else 0)
+            held = grown
+        else:
+            # No measure of one term: pages come with the first write, code with its first use.
+            notes = {
+                term: "size of the tensors; meanwhile the resident set, code and all, grew by "
+                + format_bytes(size)
+                for term, size in grown.items()
+            }
         return self.plan.reconcile(
             {
-                "weights": self.model.weight_bytes,
-                "cache": self.arena.nbytes,
-                "static_buffers": runner.nbytes,
+                **held,
                 "captured_graphs": 0,
-                "host_cache": host,
+                "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
                 "host_buffers": mirrors,
                 **self.step_memory.measured,
             },
             {
+                **notes,
                 "reserve": "not held: left for workspaces and fragmentation",
                 **self.step_memory.notes,
             },
@@ -108,7 +133,11 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
             resolved.device,
             resolved.storage,
         )
-        host = HostArena(arena, plan.host_blocks) if plan.host_blocks else None
+    host = None
+    if plan.host_blocks:
+        with log.phase("host_cache"):
+            host = HostArena(arena, plan.host_blocks)
+    with log.phase("static_buffers"):
         prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
         runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
     with log.phase("prepare"):

@@ -70,7 +70,9 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     """Return the entries of the block tables that one copy to the device can change.
 
     In each layer group every decoding row takes a block and drops one at most, and a prompt takes
-    as many as it has. A plan with more is brought over in several copies.
+    as many as a chunk fills. A plan with more, whose prompt was found in the cache, is brought over
+    in several copies: every copy has this size, so it is not made for the rare one.
     """
-    max_blocks_per_row = -(-config.max_model_len // config.user.block_size)
-    return num_groups * (2 * config.user.max_rows + max_blocks_per_row)
+    user = config.user
+    most_per_row = -(-min(config.max_model_len, user.prefill_chunk) // user.block_size)
+    return num_groups * (2 * user.max_rows + most_per_row)

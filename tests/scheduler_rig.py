@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,7 +69,9 @@ class Rig:
             chunk=chunk,
             host_blocks=host_blocks,
         )
-        self.capacity = self.cache.capacity_tokens(MAX_LEN)
+        fitting = range(MAX_LEN + 1)
+        usable = self.cache.usable_blocks
+        self.capacity = bisect_right(fitting, usable, key=self.cache.most_blocks) - 1
         self.scheduler = Scheduler(
             self.cache,
             max_rows=max_rows,

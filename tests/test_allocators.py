@@ -123,6 +123,7 @@ def test_what_leaves_the_window_goes_tail_first() -> None:
     pool = BlockPool(6)
     allocator = make(pool, 2, window=2)
     allocator.grow("a", 8)
+    allocator.publish("a", hashes_of(list(range(8)), 2), 0, 4)
     assert allocator.slide("a", 7) == range(3)  # positions 6 and 7 are read: column 3
     assert allocator.table("a") == [0, 0, 0, 4]
     assert pool.allocate(4) == [5, 3, 2, 1]

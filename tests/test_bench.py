@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from stepgraph.cache.benchmark import OperationCost
 from stepgraph.runtime.benchmark_report import COLUMNS, markdown_table, rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +92,15 @@ def test_bytes_of_a_step(document):
         ("--plot x.png", "unrecognized arguments: --plot x.png"),
         ("--output-json /no/such/folder/x.json", "/no/such/folder is not a directory"),
         (f"--output-md {ROOT}", "it is a directory"),
+        ("--device-memory 8GB", "--device-memory has no effect without --explain-memory"),
+        ("--device-memory 8GB --scenario cache", "no effect without --explain-memory"),
+        ("--explain-memory --scenario cache", "--scenario: no effect together with --explain"),
+        ("--explain-memory --output-json x", "--output-json: no effect together with --explain"),
+        ("--explain-memory --output-md x", "--output-md: no effect together with --explain"),
+        ("--explain-memory --num-iters 3 --seed 0", "--num-iters, --seed: no effect together"),
+        ("--scenario cache --model demo", "--model: no effect together with --scenario cache"),
+        ("--scenario cache --mode eager --device cpu", "--device, --mode: no effect together"),
+        ("--scenario cache --kv-dtype int8 --dtype auto", "--dtype, --kv-dtype: no effect"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, message):
@@ -98,6 +108,54 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         bench.parse_arguments(arguments.split())
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--scenario steady --model demo --seed 0",
+        "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8",
+        "--scenario cache --seed 0 --output-json x --output-md y",
+    ],
+)
+def test_flags_that_go_together(bench, arguments):
+    bench.parse_arguments(arguments.split())
+
+
+def test_cache_scenario(bench, capsys, monkeypatch, tmp_path):
+    def measure_cache(seed):
+        return [
+            OperationCost(operation, size, nanoseconds, 2 * nanoseconds, 5)
+            for operation, slower in (("allocate", 1.0), ("step", 1.25))
+            for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
+        ]
+
+    monkeypatch.setattr(bench, "measure_cache", measure_cache)
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    arguments = f"--scenario cache --seed 4 --output-json {tmp_path}/a --output-md {tmp_path}/b"
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 0
+    table = """\
+| operation | ns, 1,000 blocks | ns, 1,000,000 blocks | ratio |
+| --------- | ---------------: | -------------------: | ----: |
+| allocate  |              104 |                  104 |  1.00 |
+| step      |              104 |                  130 |  1.25 |
+
+nanoseconds a block (a row for `step`), n = 5
+"""
+    assert capsys.readouterr().out == (tmp_path / "b").read_text() == table
+    document = json.loads((tmp_path / "a").read_text())
+    assert document["schema_version"] == 1
+    assert document["environment"]["bandwidth_gb_s"] == 30.0
+    assert document["cases"] == []
+    assert document["cache_operations"][3] == {
+        "operation": "step",
+        "num_blocks": 1_000_000,
+        "nanoseconds": 130.0,
+        "worst_nanoseconds": 260.0,
+        "n": 5,
+    }
 
 
 @pytest.mark.parametrize(

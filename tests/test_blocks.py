@@ -59,10 +59,18 @@ class PoolMachine(RuleBasedStateMachine):
         held = [block for block, count in self.counts.items() for _ in range(count)]
         freed = data.draw(st.permutations(held))[: data.draw(st.integers(0, len(held)))]
         self.pool.free(freed)
+        empty: list[int] = []
         for block in freed:
             self.counts[block] -= 1
             if self.counts[block] == 0:
-                self.free_order.append(block)
+                cached = block in self.keys.values()
+                (self.free_order if cached else empty).append(block)
+        self.free_order[:0] = empty
+
+    @rule()
+    def forget_contents(self) -> None:
+        self.pool.forget_contents()
+        self.keys.clear()
 
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
@@ -98,12 +106,44 @@ PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=3
 TestPool = PoolMachine.TestCase
 
 
-def test_least_recently_freed_is_reused_first() -> None:
+def publish(pool: BlockPool, *blocks: int) -> None:
+    for block in blocks:
+        assert pool.publish(block, bytes([block]))
+
+
+def test_of_cached_blocks_the_least_recently_freed_is_reused_first() -> None:
     pool = BlockPool(6)
     assert pool.allocate(5) == [1, 2, 3, 4, 5]
+    publish(pool, 1, 2, 3, 4, 5)
     pool.free([4, 2])
     pool.free([5])
     assert pool.allocate(3) == [4, 2, 5]
+
+
+def test_blocks_without_contents_are_reused_before_cached_ones() -> None:
+    pool = BlockPool(8)
+    pool.allocate(7)
+    publish(pool, 2, 4)
+    pool.free([1, 2, 3])
+    pool.free([4, 5, 6])
+    pool.check_integrity()
+    assert pool.allocate(4) == [5, 6, 1, 3]
+    assert pool.num_evictions == 0
+    pool.free([6])
+    assert pool.allocate(3) == [6, 2, 4]
+    assert pool.num_evictions == 2
+
+
+def test_short_requests_leave_a_cached_prefix_alone() -> None:
+    pool = BlockPool(9)
+    prefix = pool.allocate(4)
+    publish(pool, *prefix)
+    pool.free(reversed(prefix))
+    for _ in range(20):  # each has full use of what is not cached, none fills a block
+        blocks = pool.allocate(3)
+        pool.free(blocks)
+    assert [pool.find(bytes([block])) for block in prefix] == prefix
+    assert pool.num_evictions == 0
 
 
 def test_out_of_blocks_takes_nothing() -> None:
@@ -131,7 +171,7 @@ def test_contents_outlive_their_holders_until_the_block_is_handed_out() -> None:
     assert not pool.publish(second, b"a")  # one key, one block
     pool.free([third, first, second])
     assert pool.find(b"a") == first
-    assert pool.allocate(1) == [third]
+    assert pool.allocate(2) == [third, second]
     assert pool.find(b"a") == first
     assert pool.allocate(1) == [first]
     assert pool.find(b"a") is None
@@ -151,6 +191,12 @@ def test_too_few_blocks(num_blocks: int) -> None:
         BlockPool(num_blocks)
 
 
+def publish_free(pool: BlockPool, block: int) -> None:
+    pool._ref_counts[block] = 1
+    publish(pool, block)
+    pool._ref_counts[block] = 0
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -161,6 +207,7 @@ def test_too_few_blocks(num_blocks: int) -> None:
         (lambda pool: pool._keys.__setitem__(2, b"a"), "keys and blocks disagree"),
         (lambda pool: pool._keys.__setitem__(0, b"a"), "null block is published"),
         (lambda pool: setattr(pool, "_num_published", 1), "counted as published"),
+        (lambda pool: publish_free(pool, 2), "would be handed out before one without"),
     ],
 )
 def test_integrity_check_sees_damage(damage, message: str) -> None:

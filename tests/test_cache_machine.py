@@ -96,7 +96,11 @@ class CacheMachine(RuleBasedStateMachine):
         groups = [LayerGroup(i, spec(window), (i,)) for i, window in enumerate(windows)]
         self.windows = windows
         self.cache = KVCache(groups, num_blocks, block_size, chunk=chunk, host_blocks=host_blocks)
-        self.longest = self.cache.capacity_tokens(MOST_TOKENS)
+        self.longest = max(
+            n
+            for n in range(MOST_TOKENS + 1)
+            if self.cache.most_blocks(n) <= self.cache.usable_blocks
+        )
         assume(self.longest >= 2)
         self.chunk = chunk
         self.size = block_size
@@ -143,8 +147,8 @@ class CacheMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.waiting))
         if job in self.plan.preempted:  # ends between steps, not within a plan
             return
-        self.seen["swapped request dropped"] += self.cache.host.find(job.id) is not None
-        self.cache.host.drop(job.id)
+        self.seen["swapped request dropped"] += self.cache.is_swapped(job.id)
+        self.cache.forget_swapped(job.id)
         self.waiting.remove(job)
         job.family.remove(job)
 
@@ -270,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
         plan, self.plan, self.admitting = self.plan, Plan(), False
         for job, pairs in plan.swap_out:
             if fail_out:
-                self.cache.host.drop(job.id)
+                self.cache.forget_swapped(job.id)
                 self.seen["failed swap out"] += 1
             else:
                 for block, host in pairs:
@@ -381,7 +385,9 @@ class CacheMachine(RuleBasedStateMachine):
         pairs = None
         if swap and job.computed:
             before = [list(self.cache.block_table(job.id, g)) for g in range(len(self.windows))]
+            count = self.cache.num_blocks_of(job.id, job.computed)
             pairs = self.cache.swap_out(job.id, job.computed)
+            assert pairs is None or len(pairs) == count
             if pairs is None:
                 tables = [list(self.cache.block_table(job.id, g)) for g in range(len(before))]
                 assert tables == before
@@ -458,7 +464,7 @@ class CacheMachine(RuleBasedStateMachine):
         for job in self.tables:
             self.cache.release(job.id)
         for job in self.waiting:
-            self.cache.host.drop(job.id)
+            self.cache.forget_swapped(job.id)
         self.cache.check_integrity()
         assert self.cache.num_free_blocks == self.cache.usable_blocks
         assert self.cache.host.num_free == self.cache.host.num_blocks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepgraph.cache.encoder_outputs import EncoderOutputCache, content_key
 
-KEYS = st.sampled_from([content_key(bytes([i])) for i in range(6)])
+KEYS = st.sampled_from([content_key(bytes([i]), "test") for i in range(6)])
 
 
 class EncoderOutputMachine(RuleBasedStateMachine):
@@ -62,8 +62,9 @@ TestEncoderOutputs = EncoderOutputMachine.TestCase
 
 
 def test_keys_tell_contents_apart() -> None:
-    keys = {content_key(content) for content in (b"", b"a", b"b", b"ab", b"a" * 1000)}
-    assert len(keys) == 5
+    contents = (b"", b"a", b"b", b"ab", b"a" * 1000)
+    keys = {content_key(content, kind) for content in contents for kind in ("one", "other")}
+    assert len(keys) == 10
     assert {len(key) for key in keys} == {32}
 
 

@@ -407,3 +407,56 @@ def test_every_family_shares_forks_and_swaps(
     if variant != "mistral":  # whose rows need no more blocks the longer they get
         assert stats["preemptions"] > 0
         assert (stats["cache"]["swapped_in"] > 0) == (preemption == "swap")
+
+
+def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """Two prompts of 20 blocks, 18 of them the same, in a cache of 30."""
+    engine = open_engine("base", block_size=4, num_blocks=31, prefill_chunk=256)
+    stem, one, other = base.prompts(72, 8, 8, seed=42)
+    first = engine.add_request(stem + one, GREEDY)
+    second = engine.add_request(stem + other, GREEDY)
+    both_run = False
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            done[output.request_id] = output
+        both_run |= engine.stats()["running"] == 2
+    assert both_run
+    assert done[second].cached_tokens == 72
+    expected = base.greedy([stem + one, stem + other], 40)
+    assert [done[first].token_ids, done[second].token_ids] == expected
+
+
+def test_nobody_waits_for_a_child_that_waits_for_its_sibling(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", max_rows=8, prefill_chunk=256)
+    prompts = base.prompts(10, 11, 12, 13, seed=43)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, n=2)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    engine.step()
+    assert engine.stats()["running"] == 4  # the first completion of each
+    engine.step()
+    assert engine.stats()["running"] == 8
+    assert engine.stats()["cache"]["forks"] == 4
+    while engine.has_unfinished():
+        engine.step()
+    engine.check_integrity()
+
+
+def test_what_ran_during_a_reset_is_not_shared_afterwards(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", block_size=4)
+    (prompt,) = base.prompts(30, seed=44)
+    engine.add_request(prompt, GREEDY)
+    for _ in range(5):
+        engine.step()
+    engine.reset_prefix_cache()
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats()["blocks"]["cached"] == 0
+    assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0

@@ -124,8 +124,21 @@ def test_command_line() -> None:
 def test_command_line_of_a_card_too_small() -> None:
     done = bench("--model", "preset:llama-3.1-8b", "--device-memory", "8GB")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("bench.py: error: the memory budget of 7200000000 bytes")
+    message = "bench.py: error: preset:llama-3.1-8b: the memory budget of 7200000000 bytes"
+    assert done.stderr.startswith(message)
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_command_line_of_several_of_which_one_does_not_fit() -> None:
+    models = ["preset:llama-3.2-1b", "preset:llama-3.1-8b", "preset:qwen3-0.6b"]
+    done = bench("--model", *models, "--device-memory", "8GB", "--mode", "eager", "graph")
+    assert done.returncode == 1
+    plans = re.findall(r"^(preset:\S+) in .*, (eager|graph), 8 rows$", done.stdout, re.MULTILINE)
+    assert plans == [(name, mode) for name in models[::2] for mode in ("eager", "graph")]
+    assert done.stdout.count("\n\npreset:") == 3
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("bench.py: error: preset:llama-3.1-8b: ") for line in lines)
 
 
 def test_command_line_without_a_size() -> None:

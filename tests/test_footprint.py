@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory import MemoryBudgetError
+from stepgraph.cache.memory_plan import format_bytes
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
@@ -23,10 +26,15 @@ from stepgraph.runtime.kernels import (
     reference_paged_attention,
 )
 from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.memory_measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from stepgraph.runtime.rows import RowState
+from stepgraph.runtime.startup import start
 from stepgraph.runtime.step_sizes import most_table_updates
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
 
 CPU = torch.device("cpu")
 
@@ -151,6 +159,39 @@ def test_what_an_engine_holds(
         assert memory[name]["planned"] == memory[name]["measured"], name
     assert memory["captured_graphs"]["planned"] == memory["captured_graphs"]["measured"] == 0
     assert (memory["host_cache"]["measured"] > 0) == ("host_cache_bytes" in config)
+
+
+def test_a_cpu_tells_how_the_resident_set_grew(open_engine: Callable[..., Engine]) -> None:
+    stats = open_engine("micro", host_cache_bytes=1 << 18).stats()
+    phases = {phase["name"]: phase for phase in stats["memory_phases"]}
+    assert list(phases) == ["load", "cache", "host_cache", "static_buffers", "prepare", "measure"]
+    for term, name in (("weights", "load"), ("cache", "cache"), ("static_buffers",) * 2):
+        grown = phases[name]["after"] - phases[name]["before"]
+        note = stats["memory"][term]["note"]
+        assert note.endswith(f"the resident set, code and all, grew by {format_bytes(grown)}")
+
+
+def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyModel]) -> None:
+    """Whatever the tensors say of their sizes. The host's are not in it."""
+    config = EngineConfig(device="cpu", mode="eager", max_rows=2, host_cache_bytes=1 << 18)
+    parts = start(tiny("micro").directory, config, progress=False)
+    held = {"load": 1000, "cache": 200, "host_cache": 9, "static_buffers": 30, "prepare": 4}
+    ends = list(accumulate(held.values(), initial=7))
+    on_cuda = dataclasses.replace(
+        parts,
+        config=dataclasses.replace(parts.config, device=torch.device("cuda")),
+        phases=tuple(
+            Phase(name, before, after, 0.5)
+            for name, (before, after) in zip(held, pairwise(ends), strict=True)
+        ),
+    )
+    terms = {term.name: term for term in on_cuda.reconcile().terms}
+    measured = {name: terms[name].measured for name in ("weights", "cache", "static_buffers")}
+    assert measured == {"weights": 1000, "cache": 200, "static_buffers": 30}
+    assert not any(terms[name].note for name in measured)
+    assert parts.runner.host_arena is not None
+    assert terms["host_cache"].measured == parts.runner.host_arena.nbytes
+    assert terms["host_buffers"].measured == parts.runner.inputs.nbytes
 
 
 def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine]) -> None:

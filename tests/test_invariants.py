@@ -187,7 +187,7 @@ def test_compiled_tokens_survive_preemption(
     cache = engine._loop.scheduler.cache
     before = engine.stats()["preemptions"]
     # Somebody else holds all but 12 blocks.
-    cache.grow("somebody", (cache.usable_blocks - 12) * cache.block_size)
+    cache.admit("somebody", (cache.usable_blocks - 12) * cache.block_size, chunk=1)
     try:
         assert tokens_of(engine.generate(prompts, PARAMS)) == alone
     finally:

@@ -9,6 +9,7 @@ from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import AttentionForm, kv_storage
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -337,6 +338,46 @@ def test_a_token_does_not_see_its_batch(
     assert torch.equal(wider, out)
 
 
+@pytest.mark.parametrize("storage", ["model", "int8"])
+def test_chunks_that_go_to_threads_only_where_memory_allows(storage: str) -> None:
+    """Of 31 tokens over 128 chunks the states take 33 MiB, more than the bound; of 24 less."""
+    heads, dim, block_size, cached, new = 64, 32, 16, 16_300, 31
+    rng = torch.Generator().manual_seed(0)
+    positions = torch.arange(cached, cached + new)
+    table = torch.arange(1, -(-(cached + new) // block_size) + 1, dtype=torch.int32)
+    shape = (1, 1, len(table) + 1, 1, block_size, dim)
+    arena = poisoned_arena(shape, torch.float32, storage)
+    q, k = (torch.randn(new, count, dim, generator=rng) for count in (heads, 1))
+    history = torch.randn(cached, 1, dim, generator=rng)
+    first_slots = block_size + torch.arange(cached)
+    kv_storage.write_blocks(arena[0, 0], first_slots, history, block_size, storage)
+    case = Case(
+        q,
+        k,
+        None,
+        arena,
+        block_size + positions,
+        torch.stack([table, torch.zeros_like(table)]),
+        torch.zeros(new, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        positions,
+        AttentionForm(block_size, 0.2, storage=storage, value_dim=dim),
+        torch.empty(0),
+        new,
+        layer=0,
+    )
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # never split
+        out, written = case.run(kernels.paged_attention)
+        torch.set_num_threads(8)  # fewer tiles than 32 are
+        assert torch.equal(case.run(kernels.paged_attention)[0], out)
+        some = replace(case, arena=written).select(list(range(24)))
+        assert torch.equal(some.run(kernels.paged_attention)[0], out[:24])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_later_token_that_is_not_finite_harms_no_earlier_one() -> None:
     case = make_case([(3, 9)], (4, 2, 16))
     out, _ = case.run(kernels.paged_attention)
@@ -410,6 +451,33 @@ def test_compiled_call_writes_the_arena_in_place() -> None:
     shape = ", ".join(str(size) for size in case.arena.shape)
     assert f"empty_strided_cpu(({shape})" not in code
     assert "clone" not in code
+
+
+class NoHostValue(TorchDispatchMode):
+    """Fails where the host asks what a tensor holds: a capture on CUDA would fail there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunks", [[(40, 1), (9, 1)], [(40, 5), (0, 7)]], ids=["each", "rows"])
+@pytest.mark.parametrize("form", [{}, *FORMS.values()], ids=["plain", *FORMS])
+def test_the_reference_asks_for_no_value(
+    form: dict[str, object], chunks: list[tuple[int, int]]
+) -> None:
+    case = make_case(chunks, (6, 1, 34), padding=1, **form)
+    read_blocks = case.read_blocks
+    with NoHostValue():
+        out, _ = case.run(kernels.reference_paged_attention, read_blocks)
+    assert torch.isfinite(out).all()
+
+
+def test_what_asks_for_a_value_is_noticed() -> None:
+    table, row = torch.zeros(3, 4), torch.tensor(1)
+    with NoHostValue(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        table[row, :2]
 
 
 def test_meta_tensors_have_the_shape_of_the_result() -> None:

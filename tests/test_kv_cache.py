@@ -58,28 +58,32 @@ def tables(cache: KVCache, request_id: str) -> list[list[int]]:
 
 
 def test_growth_is_atomic_over_groups() -> None:
-    cache = make_cache(None, None, num_blocks=4)
-    assert cache.grow("a", 4) == [(0, 0, 1), (1, 0, 2)]
+    cache = make_cache(None, None, num_blocks=6)
+    for name in "ab":
+        assert cache.admit(name, 4, chunk=1) == Admitted(0)
     # One block is left: enough for one group, not for both.
-    assert cache.grow("b", 1) is None
+    assert cache.admit("c", 1, chunk=1) is None
+    assert tables(cache, "c") == [[], []]
     assert cache.grow("a", 5) is None
     assert cache.num_free_blocks == 1
-    assert tables(cache, "b") == [[], []]
     assert cache.grow("a", 3) == []
+    cache.check_integrity()
+    cache.release("b")
+    assert cache.grow("a", 5) == [(0, 1, 3), (1, 1, 4)]
     cache.check_integrity()
 
 
 def test_a_window_slides() -> None:
     cache = make_cache(None, 4, num_blocks=9)
-    assert cache.grow("a", 9) == [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 4), (1, 1, 5), (1, 2, 6)]
+    cache.admit("a", 9, chunk=1)
+    assert tables(cache, "a") == [[1, 2, 3], [4]]
+    assert cache.grow("a", 9) == [(1, 1, 5), (1, 2, 6)]
     assert cache.slide("a", 6) == []  # reads positions 3 to 6
     assert cache.slide("a", 7) == [(1, 0, 0)]
     assert cache.slide("a", 7) == []
     assert tables(cache, "a") == [[1, 2, 3], [0, 5, 6]]
     assert cache.table_of("a") == [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 1, 5), (1, 2, 6)]
-    assert cache.num_blocks_of("a") == 5
-    assert cache.grow("a", 13) == [(0, 3, 7), (1, 3, 8)]
-    assert cache.slide("b", 100) == []
+    assert cache.grow("a", 13) == [(0, 3, 4), (1, 3, 7)]  # what was given back goes out first
     cache.check_integrity()
 
 
@@ -93,9 +97,7 @@ def test_the_longest_request_that_fits_alone_runs_to_its_end(
     windows: list[int | None], num_blocks: int, block_size: int, chunk: int
 ) -> None:
     cache = make_cache(*windows, num_blocks=num_blocks, block_size=block_size, chunk=chunk)
-    longest = cache.capacity_tokens(50)
-    assert cache.most_blocks(longest) <= cache.usable_blocks
-    assert longest == 50 or cache.most_blocks(longest + 1) > cache.usable_blocks
+    longest = max(n for n in range(51) if cache.most_blocks(n) <= cache.usable_blocks)
     if longest == 0:
         return
     compute(cache, "a", list(range(longest)), chunk)
@@ -127,8 +129,8 @@ def test_revived_blocks_are_counted() -> None:
     tokens = list(range(12))
     compute(cache, "a", tokens)
     cache.release("a")
-    hog = cache.grow("hog", 8)  # the two that never held anything
-    assert hog == [(0, 0, 4), (0, 1, 5)]
+    cache.admit("hog", 8, chunk=1)
+    assert tables(cache, "hog") == [[4, 5]]  # the two that never held anything
     # Two cached blocks to share, one to take: all three that are free.
     assert cache.admit("b", 12, chunk=4, headroom=1, hashes=hashes_of(tokens)) is None
     found = cache.admit("b", 12, chunk=4, hashes=hashes_of(tokens))
@@ -147,8 +149,6 @@ def test_blocks_are_shared_with_one_that_still_runs() -> None:
     cache.publish("a", hashes, 11)  # two blocks are computed, the third is not full
     assert cache.admit("b", 20, chunk=4, hashes=hashes) == Admitted(8, "prefix")
     assert tables(cache, "b")[0][:2] == tables(cache, "a")[0][:2]
-    assert cache.counts["hit_tokens"] == 8
-    assert cache.counts["queried_tokens"] == 40
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -180,7 +180,6 @@ def test_groups_agree_on_the_longest_prefix() -> None:
     compute(cache, "a", tokens)
     hashes = hashes_of(tokens, 2)
     pool, allocators = cache._pool, cache._allocators
-    cache.release("a")
     # Forget one block of each window: of 5 in column 8, of 9 in column 5.
     for group, column in [(1, 8), (2, 5)]:
         block = allocators[group].find(hashes, column)
@@ -190,6 +189,7 @@ def test_groups_agree_on_the_longest_prefix() -> None:
         del pool._block_of[key[0]][key]
         pool._keys[block] = None
         pool._num_published -= 1
+    cache.release("a")
     found = cache.admit("b", 20, chunk=1, hashes=hashes)
     # 9 blocks lack column 8; 8, 7 and 6 lack column 5, which 9 tokens reach; 5 are all there.
     assert found == Admitted(10, "prefix")
@@ -212,6 +212,19 @@ def test_tails_go_first_and_groups_in_step() -> None:
     assert cache._pool.allocate(8) == [4, 8, 3, 7, 2, 6, 1, 5]
 
 
+def test_short_requests_leave_a_cached_prefix_alone() -> None:
+    cache = make_cache(None, 4, num_blocks=20)
+    tokens = list(range(17))
+    compute(cache, "a", tokens)
+    cache.release("a")
+    for i in range(20):
+        compute(cache, f"short {i}", [100 + i, 1, 2])  # no block is full
+        cache.release(f"short {i}")
+    assert cache.admit("b", 17, chunk=1, hashes=hashes_of(tokens)) == Admitted(16, "prefix")
+    assert cache.num_evictions == 0
+    cache.check_integrity()
+
+
 def test_an_admission_can_be_taken_back() -> None:
     cache = make_cache(None, 6, num_blocks=20)
     tokens = list(range(16))
@@ -222,7 +235,43 @@ def test_an_admission_can_be_taken_back() -> None:
     cache.release("b")
     assert cache.num_free_blocks == cache.usable_blocks
     assert cache.num_cached_blocks == cached
+    assert not any(cache.counts.values())
     cache.check_integrity()
+
+
+@given(
+    admissions=st.lists(
+        st.tuples(
+            st.sampled_from(["nothing", "prefix", "fork", "swap"]),
+            st.integers(1, 9),
+            st.integers(0, 3),
+            st.booleans(),
+        ),
+        max_size=6,
+    )
+)
+def test_what_is_counted(admissions: list[tuple[str, int, int, bool]]) -> None:
+    cache = make_cache(None, num_blocks=4)
+    expected = dict.fromkeys(cache.counts, 0)
+    for source, found, blocks, again in admissions:
+        first = not again and source != "swap"
+        pairs = [(i, 10 + i) for i in range(blocks)]
+        admitted = Admitted(
+            found if source != "nothing" else 0,
+            source,
+            pairs if source == "fork" else [],
+            pairs if source == "swap" else [],
+        )
+        cache.count_admission(admitted, 10, first=first)
+        expected["queried_tokens"] += 10 * first
+        expected["hit_tokens"] += admitted.num_tokens * first
+        expected["forks"] += source == "fork"
+        expected["copied_blocks"] += blocks * (source == "fork")
+        expected["swapped_in"] += blocks * (source == "swap")
+        if source == "swap":
+            cache.count_swapped_out(blocks)
+            expected["swapped_out"] += blocks
+    assert cache.counts == expected
 
 
 def test_misuse() -> None:
@@ -251,8 +300,6 @@ def test_a_fork_shares_full_blocks_and_copies_the_other() -> None:
     assert child[0][:2] == parent[0][:2]
     assert child[1][:2] == [0, parent[1][1]]
     assert not set(parent[0] + parent[1]) & {destination for _, destination in found.copies}
-    assert cache.counts["forks"] == 1
-    assert cache.counts["copied_blocks"] == 2
     cache.check_integrity()
 
 
@@ -293,12 +340,15 @@ def test_swap_out_and_in() -> None:
     compute(cache, "a", list(range(10)), chunk=4)
     (f0, f1, f2), (_, s1, s2) = tables(cache, "a")
     # The next token reads positions 7 to 10 in the window.
+    assert cache.num_blocks_of("a", 10) == 5
+    assert not cache.is_swapped("a")
     assert cache.swap_out("a", 10) == [(f0, 0), (f1, 1), (f2, 2), (s1, 3), (s2, 4)]
     assert cache.num_free_blocks == cache.usable_blocks
     assert cache.host.num_free == 3
+    assert cache.is_swapped("a")
     cache.check_integrity()
 
-    cache.grow("b", 8)
+    cache.admit("b", 8, chunk=1)
     found = cache.admit("a", 11, chunk=4)
     assert found is not None
     assert (found.num_tokens, found.source) == (10, "swap")
@@ -306,12 +356,25 @@ def test_swap_out_and_in() -> None:
     blocks = [*full, *sliding[1:]]
     assert found.swap_in == list(zip(range(5), blocks, strict=True))
     assert cache.host.num_free == 8
-    assert cache.counts["swapped_out"] == cache.counts["swapped_in"] == 5
+    assert not cache.is_swapped("a")
+    cache.check_integrity()
+
+
+def test_a_swapped_request_can_be_forgotten() -> None:
+    cache = make_cache(None, num_blocks=10, host_blocks=4)
+    cache.admit("a", 10, chunk=1)
+    cache.swap_out("a", 10)
+    for _ in range(2):
+        cache.forget_swapped("a")
+        assert not cache.is_swapped("a")
+        assert cache.host.num_free == 4
+    assert cache.admit("a", 11, chunk=1) == Admitted(0)
     cache.check_integrity()
 
 
 def test_a_full_host_changes_nothing() -> None:
     cache = make_cache(4, num_blocks=10, host_blocks=1)
+    cache.admit("a", 1, chunk=1)
     cache.grow("a", 10)
     before = tables(cache, "a")
     assert cache.swap_out("a", 10) is None
@@ -321,17 +384,18 @@ def test_a_full_host_changes_nothing() -> None:
 
 def test_room_that_was_not_computed_is_not_swapped() -> None:
     cache = make_cache(None, num_blocks=10, host_blocks=8)
-    cache.grow("a", 16)
+    cache.admit("a", 16, chunk=1)
+    assert cache.num_blocks_of("a", 5) == 2
     assert cache.swap_out("a", 5) == [(1, 0), (2, 1)]
 
 
 def test_a_swapped_request_waits_until_there_is_room() -> None:
     cache = make_cache(None, num_blocks=5, host_blocks=4)
-    cache.grow("a", 12)
+    cache.admit("a", 12, chunk=1)
     cache.swap_out("a", 12)
-    cache.grow("b", 8)
+    cache.admit("b", 8, chunk=1)
     assert cache.admit("a", 13, chunk=1) is None
-    assert cache.host.find("a") is not None
+    assert cache.is_swapped("a")
     cache.release("b")
     assert cache.admit("a", 13, chunk=1) is not None
     cache.check_integrity()
@@ -359,7 +423,7 @@ def test_bad_arguments() -> None:
 )
 def test_integrity_check_sees_damage(damage, message: str) -> None:
     cache = make_cache(None, num_blocks=4)
-    cache.grow("a", 8)
+    cache.admit("a", 8, chunk=1)
     damage(cache._allocators[0]._tables)
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
@@ -367,7 +431,7 @@ def test_integrity_check_sees_damage(damage, message: str) -> None:
 
 def test_integrity_check_sees_uneven_groups() -> None:
     cache = make_cache(None, None, num_blocks=6)
-    cache.grow("a", 4)
+    cache.admit("a", 4, chunk=1)
     cache._allocators[1].grow("a", 8)
     with pytest.raises(AssertionError, match="one group and not in another"):
         cache.check_integrity()
@@ -375,7 +439,7 @@ def test_integrity_check_sees_uneven_groups() -> None:
 
 def test_integrity_check_sees_a_step_that_would_not_grow() -> None:
     cache = make_cache(None, num_blocks=6)
-    cache.grow("a", 4)
+    cache.admit("a", 4, chunk=1)
     cache._held["a"].room = 8
     with pytest.raises(AssertionError, match="counts room for 8 tokens"):
         cache.check_integrity()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.demo.perplexity import held_out_tokens, perplexity
+from stepgraph.runtime.demo.perplexity import held_out_tokens, main, perplexity
 
 
 def demo_perplexity(kv_dtype: str, mode: str, num_tokens: int, window: int) -> float:
@@ -46,3 +48,29 @@ def test_bad_windows() -> None:
         for window in (1, 11):
             with pytest.raises(ValueError, match=f"from 2 to the 10 tokens given, not {window}"):
                 perplexity(engine, list(range(10)), window)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--window 1", "--window must be from 2 to 2048, the context of the model, not 1"),
+        ("--window 2049", "--window must be from 2 to 2048, the context of the model, not 2049"),
+        ("--tokens 0", "--tokens must be from --window, 1024, to the 3000 tokens .*, not 0"),
+        ("--tokens 63 --window 64", "from --window, 64, to the 3000 tokens .*, not 63"),
+        ("--tokens -5", "from --window, 1024, to the 3000 tokens .*, not -5"),
+        ("--tokens 3001", "from --window, 1024, to the 3000 tokens .*, not 3001"),
+        ("--kv-dtype int4", "invalid choice: 'int4'"),
+    ],
+)
+def test_a_wrong_command_line_starts_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("stepgraph.runtime.demo.perplexity.held_out_tokens", lambda: [1] * 3000)
+    monkeypatch.delattr("stepgraph.runtime.demo.perplexity.Engine.from_pretrained")
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])

@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.loading import (
     CheckpointReader,
@@ -22,6 +23,7 @@ from stepgraph.runtime.loading import (
     read_config,
     resolve_source,
 )
+from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.models.presets import PRESETS
 from transformers import (
     AutoConfig,
@@ -496,6 +498,43 @@ class TestHub:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         assert resolve_source("some-org/some-model").directory == snapshot
+
+    def test_only_the_config_is_downloaded_where_that_is_enough(
+        self, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        full = tmp_path / "full"
+        find = huggingface_hub.snapshot_download
+        asked: list[list[str]] = []
+
+        def download(
+            repository: str, *, allow_patterns: list[str], local_files_only: bool = False
+        ) -> str:
+            if not local_files_only:
+                asked.append(allow_patterns)
+                wanted = [f for f in saved.iterdir() if any(map(f.match, allow_patterns))]
+                shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+                shutil.rmtree(full, ignore_errors=True)
+                full.mkdir()
+                for file in wanted:
+                    shutil.copy(file, full)
+                self.cache(tmp_path, full)
+            return find(repository, allow_patterns=allow_patterns, local_files_only=True)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        for _ in range(2):  # the second time it is in the cache
+            source = resolve_source("some-org/some-model", config_only=True)
+            assert source.config == read_config(saved)
+        names = ["config.json", "generation_config.json"]
+        assert asked == [names]
+        assert source.directory is not None
+        assert sorted(file.name for file in source.directory.iterdir()) == names
+        assert "some-org/some-model in" in explain_memory(
+            "some-org/some-model", EngineConfig(mode="eager", max_rows=1), 1 << 30
+        )
+        assert asked == [names]
+        # What was enough for the config is not taken for a whole checkpoint.
+        resolve_source("some-org/some-model")
+        assert asked == [names, ["*.json", "*.safetensors"]]
 
     def test_not_in_the_cache(self) -> None:
         message = "'some-org/some-model' is neither a local directory nor complete .* downloaded"

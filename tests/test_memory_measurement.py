@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -98,6 +98,33 @@ def test_a_system_that_tells_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = machine.measure(monkeypatch, masks=0)
     assert memory.measured == {"attention_masks": 0}
     assert "does not tell" in memory.notes["activations"]
+
+
+@pytest.mark.parametrize("masks", [0, 1])
+def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
+    readable = Machine(0.01)
+    readable.measure(monkeypatch, masks)
+    # The first two launches are not watched.
+    for failing in range(len(readable.launched) - 2):
+        machine = Machine(0.01)
+        watched = iter(range(failing))
+
+        def peak_bytes(
+            work: Callable[[], object],
+            device: torch.device,
+            machine: Machine = machine,
+            watched: Iterator[int] = watched,
+        ) -> int | None:
+            peak = Machine.peak_bytes(machine, work, device)
+            return None if next(watched, None) is None else peak
+
+        monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
+        memory = machine.measure(monkeypatch, masks)
+        assert len(machine.launched) == failing + 3
+        assert memory.measured == ({} if masks else {"attention_masks": 0})
+        terms = {"activations", "logits", "attention_masks"} - memory.measured.keys()
+        assert memory.notes.keys() == terms
+        assert all("does not tell" in note for note in memory.notes.values())
 
 
 def test_phases_are_logged_in_order() -> None:

@@ -101,7 +101,8 @@ class TestReading:
         assert config.tie_word_embeddings is reference.tie_word_embeddings
         assert config.rope_scaling == RopeScaling()
         assert (config.query_size, config.kv_size) == (48, 48)
-        assert config.eos_token_ids == ()
+        assert config.bos_token_id == reference.bos_token_id == 1
+        assert config.eos_token_ids == (reference.eos_token_id,) == (2,)
 
     def test_integers_where_numbers_are_meant(self) -> None:
         assert ModelConfig.from_hf(old(rope_theta=10000)).rope_theta == 10000.0
@@ -134,6 +135,29 @@ class TestReading:
         config = ModelConfig.from_hf(old(rope_scaling={key: "linear", "factor": 2}))
         assert config.rope_scaling == RopeScaling(type="linear", factor=2.0)
 
+    @pytest.mark.parametrize("kind", ["llama3", "yarn"])
+    @pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 4096}])
+    def test_first_context_outside_the_object_has_priority(
+        self, kind: str, inside: dict[str, int]
+    ) -> None:
+        rope = {"rope_type": kind, "factor": 8.0, **inside}
+        if kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        changes = {"original_max_position_embeddings": 1024, "rope_scaling": rope}
+        config = ModelConfig.from_hf(old(**changes))
+        assert config.rope_scaling.original_max_position_embeddings == 1024
+        expected = LlamaRotaryEmbedding(LlamaConfig(**old(**changes))).inv_freq
+        actual = inverse_frequencies(config.rope(0), config.rope_dim)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+        new = LlamaConfig(**old(**changes)).to_dict()
+        assert ModelConfig.from_hf(new) == config
+
+    def test_both_rope_objects_alike(self) -> None:
+        new = new_layout()
+        scaling = {"type": "llama3", **OLD_LAYOUT["rope_scaling"]}
+        del scaling["rope_type"]
+        assert ModelConfig.from_hf({**new, "rope_scaling": scaling}) == ModelConfig.from_hf(new)
+
 
 class TestRefusal:
     @pytest.mark.parametrize(
@@ -165,6 +189,19 @@ class TestRefusal:
                 "original_max_position_embeddings = 0",
             ),
             ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+                "rope_parameters = .*'factor': 2.0.* and rope_scaling = .*'factor': 32.0",
+            ),
+            (
+                {"rope_parameters": {**OLD_LAYOUT["rope_scaling"], "rope_theta": 1e4}}
+                | {"rope_scaling": {**OLD_LAYOUT["rope_scaling"], "rope_theta": 2e4}},
+                "rope_parameters = .*10000.0.* and rope_scaling = .*20000.0",
+            ),
+            (
+                {"original_max_position_embeddings": 0},
+                "original_max_position_embeddings = 0",
+            ),
             ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
             ({"num_key_value_heads": 5}, "num_attention_heads = 32.*num_key_value_heads = 5"),
@@ -359,8 +396,22 @@ class TestFamilies:
     def test_what_is_left_out_is_what_transformers_assumes(self, model_type: str) -> None:
         hf_class, changes = FAMILIES[model_type]
         spelled_out = hf_class(**SIZES, **changes).to_dict()
-        spelled_out |= {"bos_token_id": None, "eos_token_id": None, "dtype": None}
-        assert of_family(model_type) == ModelConfig.from_hf(spelled_out)
+        assert ModelConfig.from_hf(spelled_out | {"dtype": None}) == of_family(model_type)
+
+    @pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+    def test_tokens_that_are_null_are_none(self, model_type: str) -> None:
+        minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+        config = ModelConfig.from_hf({**minimal, "bos_token_id": None, "eos_token_id": None})
+        assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+    @pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+    def test_caps_are_those_of_the_families_that_have_them(self, model_type: str) -> None:
+        minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+        caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+        config = ModelConfig.from_hf({**minimal, **caps})
+        assert config.attn_logit_softcapping == (5.0 if model_type == "gemma2" else None)
+        gemma = model_type in ("gemma2", "gemma3_text")
+        assert config.final_logit_softcapping == (7.0 if gemma else None)
 
     def test_gemma_3_in_both_layouts(self) -> None:
         assert ModelConfig.from_hf(GEMMA_3_1B) == preset("gemma-3-1b")
@@ -436,7 +487,8 @@ class TestFamilies:
             ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4.*heads = 32"),
             ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0 must be at least 1"),
             ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank = -1 must be at least 1"),
-            ("deepseek_v2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 must be even"),
+            ("deepseek_v2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 must be even: rotary"),
+            ("deepseek_v2", {"kv_lora_rank": 7}, "kv_lora_rank = 7 must be even: .* of 2 bytes"),
             (
                 "deepseek_v3",
                 {"layer_types": ["sliding_attention"] * 8},
@@ -458,6 +510,14 @@ class TestFamilies:
             ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
             ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "by layer type"),
             ("gemma3_text", {"rope_local_base_freq": -1}, r"rope_theta = -1\.0"),
+            (
+                "gemma3_text",
+                {
+                    "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2}},
+                    "rope_scaling": {"rope_type": "linear", "factor": 4},
+                },
+                "rope_parameters = .*'factor': 2.* and rope_scaling = .*'factor': 4",
+            ),
             (
                 "gemma3_text",
                 {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},

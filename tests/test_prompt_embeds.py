@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stepgraph.cache.encoder_outputs import content_key
 from stepgraph.runtime import (
     EmbeddedSpan,
     EncodedContent,
@@ -133,7 +134,16 @@ def test_preempted_prompts_show_their_embeddings_again(
         (EmbeddedSpan(0, EncodedContent.of(torch.rand(0, HIDDEN))), r"\[0, 48\]"),
         (EmbeddedSpan(0, EncodedContent.of(torch.ones(2, HIDDEN).long())), "int64"),
         (EmbeddedSpan(0, EncodedContent.of(torch.full((2, HIDDEN), torch.nan))), "NaN"),
+        (
+            EmbeddedSpan(0, EncodedContent.of(torch.full((2, HIDDEN), 1e300, dtype=torch.float64))),
+            "too large",
+        ),
         ((0, content(0, 2)), "must be an EmbeddedSpan"),
+        (EmbeddedSpan(True, content(0, 2)), "must be an EmbeddedSpan"),
+        (EmbeddedSpan(0, torch.rand(2, HIDDEN)), "content of type Tensor"),  # type: ignore[arg-type]
+        (EmbeddedSpan(0, EncodedContent([1.0], b"x" * 32)), "has list where a tensor"),  # type: ignore[arg-type]
+        (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), b"short")), "not 32 bytes"),
+        (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), None)), "not 32 bytes"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_spans(
@@ -144,6 +154,46 @@ def test_bad_spans(
     with pytest.raises(RequestError, match=message):
         engine.add_request(PromptEmbeds(ids, [span]))
     assert not engine.has_unfinished()
+    good, bad = engine.generate([ids, PromptEmbeds(ids, [span])], GREEDY)
+    assert [good.token_ids] == base.greedy([ids], 20)
+    assert isinstance(bad.error, RequestError)
+
+
+@pytest.mark.parametrize("spans", [None, "text", EmbeddedSpan(0, content(0, 2))])
+def test_spans_that_are_no_sequence(
+    open_engine: Callable[..., Engine], base: TinyModel, spans: Any
+) -> None:
+    engine = open_engine("base", prompt_embeds=True)
+    with pytest.raises(RequestError, match="spans must be a sequence"):
+        engine.add_request(PromptEmbeds(base.prompts(10)[0], spans))
+
+
+def test_what_a_request_shows_cannot_be_changed(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine = open_engine("base", prompt_embeds=True, prefill_chunk=4)
+    (ids,) = base.prompts(20)
+    embeds = content(1, 12).embeds
+    spans = [EmbeddedSpan(4, EncodedContent.of(embeds))]
+    expected = reference(base, ids, spans)
+    engine.add_request(PromptEmbeds(ids, spans), GREEDY)
+    engine.step()
+    embeds.zero_()
+    while engine.has_unfinished():
+        outputs = engine.step()
+    assert outputs[0].token_ids == expected
+
+
+def test_keys_tell_origins_and_types_apart() -> None:
+    embeds = torch.rand(4, HIDDEN)
+    half = embeds.half()
+    keys = {
+        EncodedContent.of(tensor).key
+        for tensor in (embeds, half, half.view(torch.bfloat16), embeds.view(8, -1))
+    }
+    assert len(keys) == 4
+    raw = embeds.numpy().tobytes()
+    assert content_key(raw, "encoded") != content_key(raw, "embeds")
 
 
 def test_other_bad_requests(open_engine: Callable[..., Engine], base: TinyModel) -> None:
@@ -156,5 +206,12 @@ def test_other_bad_requests(open_engine: Callable[..., Engine], base: TinyModel)
         engine.add_request(PromptEmbeds(ids, [EmbeddedSpan(0, content(0, 3))]))
     with pytest.raises(RequestError, match="content must be bytes, not str"):
         engine.encode("text", lambda data: torch.rand(1, HIDDEN))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"\[tokens, 48\].*not \[3\]"):
-        engine.encode(b"x", lambda data: torch.rand(3))
+    for wrong, message in [
+        (torch.rand(3), r"shape \[3\].*\[tokens, 48\]"),
+        (torch.rand(0, HIDDEN), r"shape \[0, 48\]"),
+        (torch.ones(2, HIDDEN).long(), "int64"),
+        (torch.full((2, HIDDEN), torch.inf), "infinity"),
+        ([1.0], "the encoder gave list"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            engine.encode(b"x", lambda data, wrong=wrong: wrong)

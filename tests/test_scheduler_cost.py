@@ -148,5 +148,5 @@ def test_nothing_grows_with_time(choice: Any) -> None:
         rig.drain()
         sizes.append(sizes_of(rig))
     assert sizes[0] == sizes[-1]
-    assert rig.loop.counts["preemptions"] > 10
+    assert rig.loop.counts["preemptions"] > 5
     assert sum(map(len, rig.cache._pool._block_of)) <= rig.cache.usable_blocks

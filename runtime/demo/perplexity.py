@@ -24,6 +24,9 @@ from .train import encode, read_sources, source_files
 __all__ = ["held_out_tokens", "perplexity"]
 
 CONTEXT = 2048
+"""Tokens of the demo model's context."""
+
+KV_DTYPES = ("auto", "int8", "fp8")
 
 
 def held_out_tokens() -> list[int]:
@@ -59,14 +62,25 @@ def perplexity(engine: Engine, tokens: Sequence[int], window: int) -> float:
     return math.exp(total / count)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line of JSON for each way of storing keys and values."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kv-dtype", nargs="+", default=["auto", "int8", "fp8"])
+    parser.add_argument("--kv-dtype", nargs="+", default=KV_DTYPES, choices=KV_DTYPES)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=None, help="use the first ones only")
-    options = parser.parse_args()
-    tokens = held_out_tokens()[: options.tokens]
+    options = parser.parse_args(arguments)
+    if not 2 <= options.window <= CONTEXT:
+        parser.error(
+            f"--window must be from 2 to {CONTEXT}, the context of the model, not {options.window}"
+        )
+    tokens = held_out_tokens()
+    count = len(tokens) if options.tokens is None else options.tokens
+    if not options.window <= count <= len(tokens):
+        parser.error(
+            f"--tokens must be from --window, {options.window}, to the {len(tokens)} tokens that "
+            f"were held out, not {count}"
+        )
+    tokens = tokens[:count]
     for kv_dtype in options.kv_dtype:
         config = EngineConfig(kv_dtype=kv_dtype, max_rows=1, max_model_len=CONTEXT)
         with Engine.from_pretrained("demo", config) as engine:

@@ -150,11 +150,12 @@ def reference_paged_attention(
         tables = block_tables[token_rows_T, :read_blocks]
         return _attend_each(q_THD, kv, tables, seen_TL, form)
     out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], form.value_dim)
-    for row in rows_R.unbind():
+    # Not block_tables[row]: an index that is a tensor of no dimension is read by the host.
+    tables_RB = block_tables.index_select(0, rows_R)[:, :read_blocks]
+    for row, table_B in zip(rows_R.unbind(), tables_RB.unbind(), strict=True):
         own_T = token_rows_T == row
         seen_by_row_L = (own_T[:, None] & seen_TL).any(0)
-        table = block_tables[row, :read_blocks]
-        row_THE = _attend_row(q_THD, kv, table, seen_by_row_L, seen_TL, form)
+        row_THE = _attend_row(q_THD, kv, table_B, seen_by_row_L, seen_TL, form)
         out_THE = torch.where(own_T[:, None, None], row_THE, out_THE)
     return out_THE
 

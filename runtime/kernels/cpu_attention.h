@@ -28,6 +28,9 @@ constexpr int64_t kTileQueries = 48;  // query rows that share one packed chunk 
 constexpr int64_t kMostHeads = 64;    // query heads of a tile; more of a group go to several
 constexpr int64_t kBytesPerThread = 64 * 1024;  // below, a second thread costs more than it brings
 constexpr int64_t kItemsPerThread = 4;  // fewer tiles than this are split into chunks
+// A split call keeps the state of every chunk of every tile until all are there. If that took more
+// than this it is not split: the memory plan leaves 64 MiB for such work space, and no more.
+constexpr int64_t kMostSplitBytes = 32 << 20;
 
 // Tiles of one kv head.
 inline int64_t head_parts(int64_t group) { return (group + kMostHeads - 1) / kMostHeads; }
@@ -100,7 +103,10 @@ void attend_paged(const AttentionArgs<T>& args) {
   const int64_t bytes = positions * args.head_dim * 2 * static_cast<int64_t>(sizeof(T));
   const int64_t useful = std::min(bytes / kBytesPerThread, items * most_chunks);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
-  const bool split = threads > 1 && most_chunks > 1 && items < threads * kItemsPerThread;
+  const int64_t stride = state_floats(most_queries, state_width(args.value_dim));
+  const int64_t part_floats = items * most_chunks * stride;
+  const bool split = threads > 1 && most_chunks > 1 && items < threads * kItemsPerThread &&
+                     part_floats * static_cast<int64_t>(sizeof(float)) <= kMostSplitBytes;
 
   std::vector<Piece> pieces;  // of a split call, in the order in which memory is read
   for (int64_t i = 0; split && i < items; i += together) {
@@ -108,8 +114,8 @@ void attend_paged(const AttentionArgs<T>& args) {
       for (int64_t j = i; j < i + together; ++j) pieces.push_back({&tiles[j], chunk});
     }
   }
-  int64_t stride = 0;
-  Floats parts;
+  // Here, where a failure can still be told to the caller.
+  const Floats parts = split ? allocate(part_floats) : nullptr;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     // A head at a time, so that of two writes to one slot (padding) the later token's stays.
@@ -121,11 +127,6 @@ void attend_paged(const AttentionArgs<T>& args) {
 #pragma omp for schedule(dynamic)
       for (int64_t i = items - 1; i >= 0; --i) worker.attend(tiles[i]);
     } else {
-#pragma omp single
-      {
-        stride = worker.state_floats(most_queries);
-        parts = allocate(items * most_chunks * stride);
-      }
       const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
       const int64_t end = pieces.size() * (index + 1) / count;
       for (int64_t i = pieces.size() * index / count; i < end; ++i) {

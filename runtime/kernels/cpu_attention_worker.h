@@ -59,6 +59,12 @@ struct State {
   float* acc;        // [queries, width]
 };
 
+// Floats of a row of weighted values, and of the state of `queries` rows of that width.
+inline int64_t state_width(int64_t value_dim) { return (value_dim + kBlock - 1) / kBlock * kBlock; }
+inline int64_t state_floats(int64_t queries, int64_t width) {
+  return queries * width + (2 * queries + 15) / 16 * 16;
+}
+
 // What one thread needs to work on one tile after another.
 template <class T, class Codec>
 class Worker {
@@ -66,7 +72,7 @@ class Worker {
   Worker(const AttentionArgs<T>& args, const std::vector<Tile>& tiles)
       : args_(args),
         words_((args.head_dim + Codec::kPerWord - 1) / Codec::kPerWord),
-        width_((args.value_dim + kBlock - 1) / kBlock * kBlock),
+        width_(state_width(args.value_dim)),
         head_elements_(args.block_size * (args.head_dim + (Codec::kScaled ? 2 : 0))),
         arena_(reinterpret_cast<const Data*>(args.keys)),
         value_offset_(reinterpret_cast<const Data*>(args.values) - arena_) {
@@ -75,9 +81,12 @@ class Worker {
     seen_.resize(queries);
     // Transposing writes 16 words at a time: up to 15 * kBlock words behind the last block.
     const int64_t key_words = kChunk * words_ + 16 * kBlock;
-    const int64_t state = state_floats(queries);
+    const int64_t state = state_floats(queries, width_);
     storage_ = allocate(key_words + queries * (words_ + kChunk) + 2 * state + 64);
     float* next = storage_.get();
+    // Keys are packed 16 at a time and scored 32 at a time: what is computed with the other half is
+    // not looked at, but it is to be a number.
+    std::fill_n(next, key_words, 0.0f);
     packed_keys_ = reinterpret_cast<Word*>(std::exchange(next, next + key_words));
     scores_ = std::exchange(next, next + queries * kChunk);
     chunk_ = state_at(std::exchange(next, next + state), queries);
@@ -85,9 +94,6 @@ class Worker {
     q_ = reinterpret_cast<Word*>(next);
   }
 
-  int64_t state_floats(int64_t queries) const {
-    return queries * width_ + (2 * queries + 15) / 16 * 16;
-  }
   State state_at(float* place, int64_t queries) const {
     return {reinterpret_cast<Partial*>(place + queries * width_), place};
   }
@@ -275,7 +281,7 @@ class Worker {
   std::vector<Span> seen_;
   std::array<const Data*, kChunk> key_rows_[2] = {};
   const Data **keys_ = key_rows_[0].data(), **next_keys_ = key_rows_[1].data();
-  alignas(64) float score_scales_[kChunk], value_scales_[kChunk];
+  alignas(64) float score_scales_[kChunk] = {}, value_scales_[kChunk] = {};
   Word *packed_keys_, *q_;
   float* scores_;
   State chunk_, running_;

@@ -62,12 +62,16 @@ class LatentConfig:
         if self.q_lora_rank is not None:
             names.append("q_lora_rank")
         _require_positive(self, names)
-        for name in ("kv_lora_rank", "qk_rope_head_dim"):
-            if getattr(self, name) % 2:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)} must be even: rotary embeddings turn pairs "
-                    "of elements"
-                )
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
+                "pairs of elements"
+            )
+        if self.kv_lora_rank % 2:
+            raise ConfigError(
+                f"kv_lora_rank = {self.kv_lora_rank} must be even: the latents of an 8-bit cache "
+                "are followed by scales of 2 bytes"
+            )
 
     @property
     def cached_dim(self) -> int:
@@ -275,9 +279,9 @@ class ModelConfig:
             )
         if config.get("use_bidirectional_attention"):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
-        eos = _token_ids(config) + _token_ids(generation_config or {})
         names = {**_CONFIG_JSON_NAMES, "hidden_act": family.activation_key}
         config = {**family.defaults, **config}
+        eos = _token_ids(config) + _token_ids(generation_config or {})
         try:
             return ModelConfig(
                 model_type=model_type,
@@ -287,7 +291,9 @@ class ModelConfig:
                 tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
                 mlp_bias=family.mlp_bias and read_field(config, "mlp_bias", bool, False),
                 hidden_act=read_field(config, family.activation_key, str, family.activation),
-                final_logit_softcapping=read_optional(config, "final_logit_softcapping", float),
+                final_logit_softcapping=read_optional(config, "final_logit_softcapping", float)
+                if family.logits_softcap
+                else None,
                 bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 torch_dtype=_dtype_name(config),

@@ -90,6 +90,8 @@ class Family:
     """`query_pre_attn_scalar` takes the place of the head size in the scale of the scores."""
     score_softcap: bool = False
     """`attn_logit_softcapping` is in force."""
+    logits_softcap: bool = False
+    """`final_logit_softcapping` is in force."""
     two_ropes: bool = False
     """Sliding layers have a rotation of their own."""
     latent: bool = False
@@ -99,6 +101,8 @@ class Family:
 
 
 _GEMMA: dict[str, Any] = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "tie_word_embeddings": True,
@@ -114,10 +118,19 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", mlp_bias=True),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
+        mlp_bias=True,
+    ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
         is_sliding=_sliding_if_windowed,
         attention_bias=False,
     ),
@@ -147,6 +160,7 @@ FAMILIES: dict[str, Family] = {
         scaled_embeddings=True,
         query_scalar=True,
         score_softcap=True,
+        logits_softcap=True,
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
@@ -161,11 +175,18 @@ FAMILIES: dict[str, Family] = {
         output_norms=True,
         scaled_embeddings=True,
         query_scalar=True,
+        logits_softcap=True,
         two_ropes=True,
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
-        defaults=_DEEPSEEK | {"first_k_dense_replace": 0, "n_routed_experts": 64},
+        defaults=_DEEPSEEK
+        | {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+        },
         mlp_bias=True,
         latent=True,
         rope_interleaved=True,
@@ -173,13 +194,20 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
         defaults=_DEEPSEEK
-        | {"first_k_dense_replace": 3, "n_routed_experts": 256, "rope_interleave": True},
+        | {
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "rope_interleave": True,
+        },
         latent=True,
         rope_interleaved=None,
     ),
 }
-"""By `model_type`. transformers takes no notice of `attn_logit_softcapping` in Gemma 3 and has no
-biases in the attention of Mistral, whatever the config says."""
+"""By `model_type`. transformers takes no notice of `attn_logit_softcapping` in Gemma 3, has no
+biases in the attention of Mistral, and caps the logits of the Gemmas only, whatever the config
+says."""
 
 
 def family_of(config: Json) -> tuple[str, Family]:
@@ -255,7 +283,8 @@ def read_windows(
 def read_ropes(config: Json, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
     """Return the rotation of the layers and, where a family has two, that of sliding layers.
 
-    Reads `rope_parameters` (transformers 5) or `rope_scaling` with the base beside it (4).
+    Reads `rope_parameters` (transformers 5) or `rope_scaling` with the base beside it (4). Raises
+    `CheckpointError` if both are there and say different things.
     """
     parameters = _rope_object(config, "rope_parameters")
     scaling = _rope_object(config, "rope_scaling")
@@ -266,18 +295,35 @@ def read_ropes(config: Json, family: Family, max_positions: int) -> tuple[Rope, 
                 "rope_parameters must be the same for all layers of "
                 f"{family.architecture}, not by layer type: {dict(parameters)}"
             )
-        return _rope(config, parameters or scaling, "rope_theta", max_positions), None
+        # transformers: outside the object it has priority over what is said inside.
+        first = read_optional(config, "original_max_position_embeddings", int)
+        return _full_rope(config, parameters, scaling, max_positions, first), None
     if parameters and not nested:
         raise CheckpointError(
             f"rope_parameters of {family.architecture} must be by layer type "
             f"({', '.join(_LAYER_TYPES)}), not {dict(parameters)}"
         )
-    full = {**nested.get("full_attention", {}), **scaling}
-    sliding = nested.get("sliding_attention", {})
+    full, sliding = (nested.get(name, {}) for name in _LAYER_TYPES)
     return (
-        _rope(config, full, "rope_theta", max_positions),
+        _full_rope(config, full, scaling, max_positions),
         _rope(config, sliding, "rope_local_base_freq", max_positions),
     )
+
+
+def _full_rope(
+    config: Json, parameters: Json, scaling: Json, max_positions: int, first: int | None = None
+) -> Rope:
+    """Read the rotation of full attention from the one object that is there, or from both."""
+    rope = _rope(config, parameters or scaling, "rope_theta", max_positions, first)
+    if parameters and scaling:
+        # The base may stand in the newer one only.
+        with_base = {"rope_theta": rope.theta, **scaling}
+        if _rope(config, with_base, "rope_theta", max_positions, first) != rope:
+            raise CheckpointError(
+                f"rope_parameters = {dict(parameters)} and rope_scaling = {dict(scaling)} "
+                "contradict each other: the config must have one of them, or both alike"
+            )
+    return rope
 
 
 def _rope_object(config: Json, name: str) -> Json:
@@ -287,8 +333,13 @@ def _rope_object(config: Json, name: str) -> Json:
     return value or {}
 
 
-def _rope(config: Json, rope: Json, theta_key: str, max_positions: int) -> Rope:
-    """Read one rotation; its base may stand beside the object, under `theta_key`."""
+def _rope(
+    config: Json, rope: Json, theta_key: str, max_positions: int, first: int | None = None
+) -> Rope:
+    """Read one rotation; its base may stand beside the object, under `theta_key`.
+
+    `first`: positions of the first training, whatever the object says.
+    """
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise CheckpointError(
@@ -298,10 +349,10 @@ def _rope(config: Json, rope: Json, theta_key: str, max_positions: int) -> Rope:
     theta = read_optional(rope, "rope_theta", float)
     if theta is None:
         theta = read_field(config, theta_key, float, 10000.0)
-    return Rope(theta, _rope_scaling(rope, max_positions))
+    return Rope(theta, _rope_scaling(rope, max_positions, first))
 
 
-def _rope_scaling(rope: Json, max_positions: int) -> RopeScaling:
+def _rope_scaling(rope: Json, max_positions: int, first: int | None) -> RopeScaling:
     kind = cast(RopeType, rope.get("rope_type") or rope.get("type") or "default")
     if kind not in ("linear", "llama3", "yarn"):
         return RopeScaling(type=kind)
@@ -310,9 +361,9 @@ def _rope_scaling(rope: Json, max_positions: int) -> RopeScaling:
         "mscale_all_dim": read_optional(rope, "mscale_all_dim", float),
     }
     if kind != "linear":
-        scaling["original_max_position_embeddings"] = read_field(
-            rope, "original_max_position_embeddings", int, max_positions
-        )
+        if first is None:
+            first = read_field(rope, "original_max_position_embeddings", int, max_positions)
+        scaling["original_max_position_embeddings"] = first
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             scaling[name] = read_field(rope, name, float)
