@@ -27,6 +27,8 @@ INT_RANGES = {
     "memory_tokens": (1, 2**50),
     "max_batch_tokens": (1, 2**20),
     "max_model_len": (1, 2**40),
+    "host_cache_bytes": (0, 2**60),
+    "encoder_cache_bytes": (0, 2**60),
 }
 OPTIONAL = {"num_blocks", "memory_bytes", "memory_tokens", "max_batch_tokens", "max_model_len"}
 
@@ -116,7 +118,7 @@ def test_memory_fraction_in_range(fraction: float) -> None:
     assert EngineConfig(memory_fraction=fraction).memory_fraction == fraction
 
 
-@pytest.mark.parametrize("field", ["dtype", "mode"])
+@pytest.mark.parametrize("field", ["dtype", "kv_dtype", "mode", "preemption"])
 @pytest.mark.parametrize("value", ["float64", "GRAPH", "", None, 3])
 def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} must be one of auto, .*not {value!r}$"):
@@ -139,6 +141,13 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
             {"max_batch_tokens": 16, "max_rows": 16},
             "max_batch_tokens=16 leaves no room for a prompt beside max_rows=16",
         ),
+        (
+            {"preemption": "swap"},
+            "preemption='swap' needs a host cache to swap to: set host_cache_bytes",
+        ),
+        ({"prefix_cache": 1}, "prefix_cache must be True or False, not 1"),
+        ({"prompt_embeds": None}, "prompt_embeds must be True or False, not None"),
+        ({"compile": "yes"}, "compile must be True or False, not 'yes'"),
         ({"buckets": ()}, "buckets must be a non-empty tuple"),
         ({"buckets": (1, 0)}, "buckets must be an integer from 1 to 16, not 0"),
         ({"buckets": (17,)}, "buckets must be an integer from 1 to 16, not 17"),
