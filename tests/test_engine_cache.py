@@ -19,6 +19,11 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
 
 
+def sweep(values: Sequence[Any], *quick: Any) -> list[Any]:
+    """Parameters of which only the quick ones run without being asked for."""
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
 def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     """The tokens of every completion."""
     return [[completion.token_ids for completion in output.completions] for output in outputs]
@@ -167,7 +172,7 @@ def test_a_malformed_salt_is_refused(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", sweep([True, False], False))
 def test_forks_equal_separate_requests(
     open_engine: Callable[..., Engine],
     base: TinyModel,
@@ -214,9 +219,9 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("block_size", sweep([1, 4, 16, 32], 1, 16))
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("preemption", sweep(["swap", "recompute", "auto"], "swap", "recompute"))
 def test_preemption_changes_no_token(
     open_engine: Callable[..., Engine],
     base: TinyModel,
@@ -364,7 +369,7 @@ def test_quantised_cache_is_shared_and_swapped_too(
     assert stats["cache"]["hit_tokens"] > 0
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_family_shares_forks_and_swaps(
