@@ -281,7 +281,7 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, victim: Request) -> None:
         plan.decode = [request for request in plan.decode if request is not victim]
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
-        if self._publish_at.get(victim, victim.num_computed + 1) <= victim.num_computed:
+        if victim in self._publish_at:
             self._publish(victim)
         pairs = None
         num_blocks = self.cache.num_blocks_of(victim.id, victim.num_computed)
