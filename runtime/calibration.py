@@ -76,13 +76,13 @@ def calibrated_step_budget(
             context = blocks * block_size
         return sum(group.positions_read(context) for group in groups)
 
-    steps = _NullSteps(runner)
+    steps = _NullSteps(runner, max_model_len)
     costs = calibrate(
         steps.seconds,
         rows=runner.sizes.rows,
         tokens=runner.sizes.tokens,
         reach=reach,
-        context=max(0, min(CONTEXT, max_model_len - runner.sizes.tokens.largest)),
+        context=min(CONTEXT, max_model_len // 2),
         useful_seconds=max_itl_ms / 1e3,
     )
     steps.clean()
@@ -92,20 +92,27 @@ def calibrated_step_budget(
 class _NullSteps:
     """Runs steps of the null row, whose tokens may stand anywhere: it has the null block alone."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, max_model_len: int) -> None:
         self._runner = runner
         self._inputs = runner.inputs.device
+        self._last = max_model_len - 1
 
     def seconds(self, phase: Literal["decode", "prefill"], size: int, context: int) -> float:
-        """Return what a step of a bucket takes whose tokens have `context` positions before."""
+        """Return what a step of a bucket takes whose tokens have `context` positions before.
+
+        A bucket larger than the longest sequence, made for several prompts, ends with tokens of
+        the last position.
+        """
         runner, sizes = self._runner, self._runner.sizes
+        last = min(context + (size - 1 if phase == "prefill" else 0), self._last)
+        blocks = last // runner.block_size + 1
         if phase == "decode":
-            key = sizes.decode_key(size, -(-(context + 1) // runner.block_size), False)
-            runner.state.positions[runner.null_row] = context  # the step itself puts it back
+            key = sizes.decode_key(size, blocks, False)
+            runner.state.positions[runner.null_row] = last  # the step itself puts it back
         else:
-            key = sizes.prefill_key(size, -(-(context + size) // runner.block_size), False)
-            end = context + size
-            self._inputs.positions[:size] = torch.arange(context, end, device=runner.device)
+            key = sizes.prefill_key(size, blocks, False)
+            positions = torch.arange(context, context + size, device=runner.device)
+            self._inputs.positions[:size] = positions.clamp(max=last)
         step = runner.library.lookup(key)
         return _seconds(step.launch, runner.device)
 
