@@ -179,7 +179,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
 
 def _interference_row(entry: dict[str, Any]) -> tuple[str, ...]:
     itl, budget, sizes = entry["itl_ms"], entry["step_budget"], entry["chunks"]
-    tokens = sorted(chunk["tokens"] for chunk in sizes for _ in range(chunk["n"]))
+    tokens = sorted(round(chunk["tokens"]) for chunk in sizes for _ in range(chunk["n"]))
     return (
         *_engine_cells(entry),
         str(entry["batch_size"]),

@@ -12,9 +12,10 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..graphs.buckets import Buckets, default_token_buckets
 from ..profiling.stats import Summary
 from ..profiling.timeline import StepRecord
 from .benchmark import random_prompts
@@ -49,6 +50,9 @@ EXTRA_ROWS = 4
 
 TOLERANCE = 1.1
 """Of a decode step and one chunk, that the 99th percentile of the gaps should stay within."""
+
+POSITIONS = 256
+"""Chunks that begin within so many positions are of one kind."""
 
 LEAST_CHUNKS = 3
 """Chunks of one kind whose median counts."""
@@ -88,10 +92,14 @@ class InterferenceCase:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What prefill steps of the same tokens at the same positions added to a decode step."""
+    """What prefill steps of one bucket, at about the same positions, added to a decode step."""
 
     start: int
-    tokens: int
+    """First position, rounded down to a multiple of `POSITIONS`."""
+    bucket: int
+    """Tokens, padding included."""
+    tokens: float
+    """The median of those without."""
     n: int
     ms: float
     """The median."""
@@ -143,8 +151,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
 
     while not all(request_id in latest for request_id in steady):
         step()
-    # A device beside the host has one more step under way than its tokens tell.
-    lag = 0 if engine.config.device.type == "cpu" else 1
+    lag = _steps_under_way(engine)
     for _ in range(lag):
         step()
     engine.timeline.clear()
@@ -164,7 +171,9 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         _itl(latest[request_id])[first[request_id] - 1 :][: len(records)] for request_id in steady
     ]
     _abort_all(engine, [*steady, *ids])
-    decode_ms, chunks = _chunks(gaps[0], records, case)
+    user = engine.config.user
+    buckets = default_token_buckets(user.prefill_chunk, fine=user.max_itl_ms is not None)
+    decode_ms, chunks = _chunks(gaps[0], records, case, buckets)
     ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
     return Interference(
         case=case,
@@ -177,21 +186,33 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
 
 
 def _chunks(
-    step_ms: Sequence[float], records: Sequence[StepRecord], case: InterferenceCase
+    step_ms: Sequence[float],
+    records: Sequence[StepRecord],
+    case: InterferenceCase,
+    buckets: Buckets,
 ) -> tuple[list[float], list[Chunks]]:
     """Return the times of decode steps, and what chunks added to them, by kind."""
     steps = list(zip(step_ms, records, strict=True))
     decode_ms = [ms for ms, r in steps if r.rows == case.batch_size and not r.prefill_tokens]
     decode = statistics.median(decode_ms)
-    added: dict[tuple[int, int], list[float]] = defaultdict(list)
+    added: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
     done = 0  # prompts are prefilled one after the other, and all are equally long
     for ms, record in steps:
         if record.prefill_tokens:
-            added[done % case.input_len, record.prefill_tokens].append(ms - decode)
+            bucket = buckets.fit(record.prefill_tokens)
+            assert bucket is not None
+            start = done % case.input_len // POSITIONS * POSITIONS
+            added[start, bucket].append((record.prefill_tokens, ms - decode))
             done += record.prefill_tokens
     return decode_ms, [
-        Chunks(start, tokens, len(ms), statistics.median(ms))
-        for (start, tokens), ms in sorted(added.items())
+        Chunks(
+            start,
+            bucket,
+            statistics.median(tokens for tokens, _ in chunks),
+            len(chunks),
+            statistics.median(ms for _, ms in chunks),
+        )
+        for (start, bucket), chunks in sorted(added.items())
     ]
 
 
@@ -210,9 +231,7 @@ def interference_to_json(
         "first_tokens": len(measured.ttft_ms),
         "itl_ms": itl.to_json(),
         "decode_step_ms": Summary.of(measured.decode_step_ms).to_json(),
-        "chunks": [
-            {"start": c.start, "tokens": c.tokens, "n": c.n, "ms": c.ms} for c in measured.chunks
-        ],
+        "chunks": [asdict(chunks) for chunks in measured.chunks],
         "chunk_ms": measured.chunk_ms,
         "bound_ms": measured.bound_ms,
         "p99_within_bound": None if itl.p99 is None else itl.p99 <= measured.bound_ms,
@@ -381,6 +400,11 @@ def _engine_to_json(engine: Engine, model: str, max_itl_ms: float | None) -> dic
         "fallbacks": stats["fallbacks"],
         "step_budget": stats["step_budget"],
     }
+
+
+def _steps_under_way(engine: Engine) -> int:
+    """Return how many steps are launched when `step` returns and have not told their tokens."""
+    return 0 if engine.config.device.type == "cpu" else 1
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
