@@ -208,6 +208,11 @@ class KVCache:
         held.room = -(-num_tokens // self._block_size) * self._block_size
         return changes
 
+    def quiet_until(self, request_id: str) -> int:
+        """The first position for whose token `slide` or `grow` has something to do."""
+        held = self._held[request_id]
+        return min(held.room, held.slides_next)
+
     def slide(self, request_id: str, position: int) -> list[TableChange]:
         """Give back the blocks that the token at `position`, the next one, does not read any more.
 

@@ -146,7 +146,7 @@ class HostRig:
         for number in range(rows):
             self.add(f"row {number}", params or greedy, max_tokens)
         while scheduler.num_running < rows or not all(
-            request.output_ids for group in self.loop.groups.values() for request in group.requests
+            request.num_output for group in self.loop.groups.values() for request in group.requests
         ):
             self.loop.step()
         for number in range(queued):
