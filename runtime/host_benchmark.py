@@ -90,6 +90,7 @@ class HostRig:
         num_steps: int,
         params: SamplingParams | None = None,
         in_flight: int = 0,
+        block_size: int = BLOCK_SIZE,
         seed: int = 0,
     ) -> None:
         """Prefill `rows` requests, and queue others behind them.
@@ -101,6 +102,7 @@ class HostRig:
             num_steps: steps that no row ends in; the cache has to hold them.
             params: of the decoding requests (default: greedy); `max_tokens` is set here.
             in_flight: steps that may be under way when `step` returns.
+            block_size: slots of a block.
             seed: of prompts and tokens.
 
         Raises:
@@ -108,11 +110,11 @@ class HostRig:
         """
         self.rng = random.Random(seed)
         user = EngineConfig(
-            device="cpu", mode="eager", max_rows=rows, block_size=BLOCK_SIZE, dtype="float32"
+            device="cpu", mode="eager", max_rows=rows, block_size=block_size, dtype="float32"
         )
         prefill_steps = -(-rows * 2 * PROMPT_LEN // user.prefill_chunk)
         max_tokens = num_steps + prefill_steps + 2
-        most = rows * -(-(2 * PROMPT_LEN + max_tokens) // BLOCK_SIZE)
+        most = rows * -(-(2 * PROMPT_LEN + max_tokens) // block_size)
         if most >= num_blocks:
             raise ValueError(
                 f"{rows} rows need {most} blocks for {num_steps} steps, num_blocks is {num_blocks}"
@@ -121,11 +123,11 @@ class HostRig:
         groups = layer_groups(MODEL, config)
         kernels = select_kernels(config.device, config.mode, config.dtype)
         model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
-        arena = Arena(groups, 2, BLOCK_SIZE, config.dtype, config.device)
+        arena = Arena(groups, 2, block_size, config.dtype, config.device)
         self.runner = Runner(model, config, arena, groups, user.prefill_chunk)
         self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
         self.runner.prepare()
-        self.cache = KVCache(groups, num_blocks, BLOCK_SIZE, chunk=user.prefill_chunk)
+        self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(
             self.cache,
             max_rows=rows,
@@ -139,7 +141,7 @@ class HostRig:
             None,
             longest_sequence=MODEL.max_position_embeddings,
             seed=seed,
-            prefix_block_size=BLOCK_SIZE,
+            prefix_block_size=block_size,
             embeds_dtype=None,
         )
         greedy = SamplingParams(temperature=0.0)
@@ -213,9 +215,7 @@ def _measure(
     ]
 
 
-def _idle_library(
-    keys: Sequence[StepKey], rng: random.Random
-) -> StepLibrary[StepKey, StepOutput]:
+def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:
     """Return a library whose steps do nothing but return the same outputs again and again."""
 
     def make_step(key: StepKey) -> Step[StepOutput]:

@@ -122,25 +122,30 @@ def sampled_tokens(
     """Return the tokens of a launch whose outputs have arrived, lane by lane (see `Sampled`)."""
     parts = []
     for lanes, output in launch.parts:
-        logprobs = repeat(None) if output.details is None else _logprobs(lanes, output.details)
-        parts.append(zip(lanes, output.tokens.tolist(), logprobs))
+        logprobs: Iterable[TokenLogprobs | None] = repeat(None)
+        if output.details is not None:
+            logprobs = _logprobs(lanes, output.details)
+        # Lanes end before padding does.
+        parts.append(zip(lanes, output.tokens.tolist(), logprobs, strict=False))
     return chain.from_iterable(parts)
 
 
 def _logprobs(
     lanes: Sequence[Request | None], details: SampleOutput
-) -> Iterable[TokenLogprobs | None]:
+) -> list[TokenLogprobs | None]:
     """Return what `SamplingParams.logprobs` asks for, lane by lane."""
-    tokens, logprobs = details.tokens.numpy(), details.logprob.numpy()
-    top_ids, top_logprobs = details.top_ids.numpy(), details.top_logprobs.numpy()
-    for lane, request in enumerate(lanes):
-        count = None if request is None else request.params.logprobs
-        if count is None:
-            yield None
-            continue
-        ids, values = top_ids[lane, :count].tolist(), top_logprobs[lane, :count].tolist()
-        yield TokenLogprobs(
+    counts = [None if request is None else request.params.logprobs for request in lanes]
+    found: list[TokenLogprobs | None] = [None] * len(lanes)
+    asked = [lane for lane, count in enumerate(counts) if count is not None]
+    if asked:  # arrays, because an element of a tensor is a tensor of its own
+        tokens, logprobs = details.tokens.numpy(), details.logprob.numpy()
+        top_ids, top_logprobs = details.top_ids.numpy(), details.top_logprobs.numpy()
+    for lane in asked:
+        ids = top_ids[lane, : counts[lane]].tolist()
+        values = top_logprobs[lane, : counts[lane]].tolist()
+        found[lane] = TokenLogprobs(
             token_id=int(tokens[lane]),
             logprob=float(logprobs[lane]),
             top=dict(zip(ids, values, strict=True)),
         )
+    return found

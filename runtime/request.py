@@ -54,10 +54,9 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-TOKENS_AT_A_TIME = 512
-"""Output tokens that a request takes memory for at once: so most steps take none."""
+TOKENS_AT_A_TIME = 1024
+"""Output tokens, at most, that a request takes memory for at once: so most steps take none."""
 
-_MEMORY_OF_TOKENS = bytes(8 * TOKENS_AT_A_TIME)
 _FINISHED = RequestStatus.FINISHED
 
 
@@ -150,8 +149,9 @@ class Request:
         """Take in the next output token, which reached the host at `at_ns`."""
         count = self.num_output
         if count == len(self._output_ids):
-            self._output_ids.frombytes(_MEMORY_OF_TOKENS)
-            self._token_ns.frombytes(_MEMORY_OF_TOKENS)
+            memory = bytes(8 * max(1, min(self.max_tokens - count, TOKENS_AT_A_TIME)))
+            self._output_ids.frombytes(memory)
+            self._token_ns.frombytes(memory)
         self._output_ids[count] = token_id
         self._token_ns[count] = at_ns
         self.num_output = count + 1
@@ -195,10 +195,7 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        for request in self.requests:  # in every step: a generator would cost more
-            if request.status is not _FINISHED:
-                return False
-        return True
+        return all(request.status is _FINISHED for request in self.requests)
 
 
 class CompletionOutput:
@@ -326,21 +323,22 @@ class RequestOutput:
         """Return the present state of a group of requests."""
         requests = group.requests
         first = requests[0]
-        if len(requests) == 1:
-            completions: tuple[CompletionOutput, ...] = (CompletionOutput(first),)
-            finished = first.status is _FINISHED
-            preemptions, error = first.num_preemptions, first.error
-        else:
-            completions = tuple([CompletionOutput(request) for request in requests])
-            finished = group.finished
-            preemptions = sum([request.num_preemptions for request in requests])
-            error = next((r.error for r in requests if r.error is not None), None)
+        if len(requests) == 1:  # as most are, and there is one for each row in every step
+            return cls(
+                group.id,
+                group.prompt_ids,
+                (CompletionOutput(first),),
+                first.status is _FINISHED,
+                first.num_preemptions,
+                first.num_cached_tokens or 0,
+                first.error,
+            )
         return cls(
             group.id,
             group.prompt_ids,
-            completions,
-            finished,
-            preemptions,
+            tuple([CompletionOutput(request) for request in requests]),
+            group.finished,
+            sum(request.num_preemptions for request in requests),
             first.num_cached_tokens or 0,
-            error,
+            next((request.error for request in requests if request.error is not None), None),
         )
