@@ -189,6 +189,7 @@ class Runner:
         self._bring_inputs(plan)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         clock, worked, bucket = time.perf_counter_ns, 0, 0
+        launched = clock()
         if plan.decode:
             key = self._decode_key()
             bucket = key.size
@@ -209,8 +210,9 @@ class Runner:
             self.library.record_padding(plan.prefill_tokens, key.size)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
-            return Launch(number, plan, bucket, tuple(parts), None, worked)
-        return Launch(number, plan, bucket, tuple(parts), self._outputs.depart(number), 0)
+            return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
+        arrived = self._outputs.depart(number)
+        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0)
 
     def read(self, launch: Launch) -> Iterable[tuple[Request | None, int, TokenLogprobs | None]]:
         """Return the tokens of a launch (see `Sampled`); waits for them, and nothing after them."""
