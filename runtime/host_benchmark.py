@@ -106,7 +106,7 @@ class HostRig:
             seed: of prompts and tokens.
 
         Raises:
-            ValueError: the cache cannot hold the rows for so many steps.
+            ValueError: the cache cannot hold the rows for so many steps, or a row cannot.
         """
         self.rng = random.Random(seed)
         user = EngineConfig(
@@ -114,10 +114,17 @@ class HostRig:
         )
         prefill_steps = -(-rows * 2 * PROMPT_LEN // user.prefill_chunk)
         max_tokens = num_steps + prefill_steps + 2
-        most = rows * -(-(2 * PROMPT_LEN + max_tokens) // block_size)
+        longest = 2 * PROMPT_LEN + max_tokens
+        if longest > MODEL.max_position_embeddings:
+            raise ValueError(
+                f"{num_steps} steps make sequences of {longest} tokens, and may make no more than"
+                f" {MODEL.max_position_embeddings}: choose fewer"
+            )
+        most = rows * -(-longest // block_size)
         if most >= num_blocks:
             raise ValueError(
-                f"{rows} rows need {most} blocks for {num_steps} steps, num_blocks is {num_blocks}"
+                f"{rows} rows need {most} blocks for {num_steps} steps, num_blocks is {num_blocks}:"
+                " choose more blocks, or fewer steps"
             )
         config = ResolvedConfig.resolve(user, MODEL)
         groups = layer_groups(MODEL, config)
@@ -180,8 +187,10 @@ def measure_host(
     num_steps: int = 400,
     seed: int = 0,
 ) -> list[HostCost]:
-    """Measure every number of rows with the shortest queue and the smallest cache, then with the
-    others of either.
+    """Measure the host's time of a step.
+
+    For every number of rows there is a rig with the first queue and the first cache, and one with
+    each of the other queues and caches in its place.
 
     Raises:
         ValueError: an empty list, no step, or a cache that cannot hold the rows that long.

@@ -62,7 +62,7 @@ def ops_of(rig: HostRig, steps: int) -> Counter[str]:
     return recorder.ops
 
 
-# Nothing but the tokens moves ----------------------------------------------------------------------
+# Nothing but the tokens moves ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -121,7 +121,7 @@ def test_plans_show_the_same_list_until_somebody_joins_or_leaves() -> None:
     assert len(rig.loop._launched[-1].plan.decode) == 3
 
 
-# Outputs on their way ------------------------------------------------------------------------------
+# Outputs on their way -----------------------------------------------------------------------------
 
 
 def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
@@ -165,7 +165,7 @@ def test_log_probabilities_are_those_of_their_lane() -> None:
         assert all(len(shown.top) <= 3 for shown in request.logprobs)
 
 
-# Nothing is left behind ----------------------------------------------------------------------------
+# Nothing is left behind ---------------------------------------------------------------------------
 
 
 def growth_of(run: Callable[[], object]) -> int:
@@ -235,9 +235,9 @@ def test_requests_that_come_and_go_leave_nothing_cyclic(in_flight: int) -> None:
     assert rig.loop.counts["finished"] == rig.loop.counts["requests"]
 
 
-# What a step costs ---------------------------------------------------------------------------------
+# What a step costs --------------------------------------------------------------------------------
 
-PACKAGES = tuple(str(Path(package.__file__).parent) for package in (cache, graphs, profiling, runtime))
+PACKAGES = tuple(str(Path(p.__file__).parent) for p in (cache, graphs, profiling, runtime))
 
 
 def lines_of_steps(rig: HostRig, steps: int) -> list[int]:
@@ -284,7 +284,7 @@ def test_a_row_more_costs_a_few_lines() -> None:
     assert (many - few) / 20 < 50
 
 
-# The benchmark -------------------------------------------------------------------------------------
+# The benchmark ------------------------------------------------------------------------------------
 
 
 def test_the_benchmark_measures_every_rig() -> None:
@@ -300,8 +300,10 @@ def test_the_benchmark_measures_every_rig() -> None:
 
 
 def test_the_benchmark_refuses_what_it_cannot_measure() -> None:
-    with pytest.raises(ValueError, match="rows need .* blocks for .* steps, num_blocks is 10"):
+    with pytest.raises(ValueError, match=r"rows need .* blocks for .* steps, num_blocks is 10"):
         measure_host((2,), (1,), (10,), num_steps=50)
+    with pytest.raises(ValueError, match=r"make sequences of \d+ tokens, .* no more than 4096"):
+        HostRig(1, 1, 10_000, num_steps=4000)
     for wrong in ({"rows": ()}, {"queued": ()}, {"num_blocks": ()}, {"num_steps": 0}):
         with pytest.raises(ValueError, match="must not be empty or 0"):
             measure_host(**wrong)  # type: ignore[arg-type]
@@ -317,7 +319,7 @@ def test_every_row_of_the_benchmark_decodes() -> None:
     rig.loop.check_integrity()
 
 
-# On a device ---------------------------------------------------------------------------------------
+# On a device --------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
