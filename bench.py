@@ -4,6 +4,7 @@ python bench.py                                       the demo model, every mode
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
+python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
 """
@@ -16,13 +17,13 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from stepgraph.cache.benchmark import measure_cache
+from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling.bandwidth import measure_read_bandwidth
 from stepgraph.runtime import (
     Engine,
@@ -40,9 +41,15 @@ from stepgraph.runtime.benchmark import (
     to_json,
 )
 from stepgraph.runtime.benchmark_options import MODES, parse_arguments
-from stepgraph.runtime.benchmark_report import cache_table, markdown_table, rich_table
+from stepgraph.runtime.benchmark_report import (
+    cache_table,
+    host_table,
+    markdown_table,
+    rich_table,
+)
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
+from stepgraph.runtime.host_benchmark import HostCost, measure_host
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.scenarios import (
@@ -192,20 +199,37 @@ def run_explain_memory(options: argparse.Namespace) -> int:
 def run_cache_scenario(options: argparse.Namespace) -> int:
     """Measure the bookkeeping of blocks; print and write the results."""
     costs = measure_cache(seed=options.seed)
-    table = cache_table(costs)
+    _write_costs(options, cache_table(costs), "cache_operations", costs)
+    return 0
+
+
+def run_host_scenario(options: argparse.Namespace) -> int:
+    """Measure the host's part of a step; print and write the results."""
+    try:
+        costs = measure_host(num_steps=options.num_steps, seed=options.seed)
+    except ValueError as error:  # more steps than the cache has room for
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 1
+    _write_costs(options, host_table(costs), "host", costs)
+    return 0
+
+
+def _write_costs(
+    options: argparse.Namespace, table: str, name: str, costs: Sequence[OperationCost | HostCost]
+) -> None:
+    """Print the table of what runs on the host alone, and write it where it was asked for."""
     print(table)
     if options.output_md is not None:
         options.output_md.write_text(table + "\n")
     if options.output_json is not None:
-        device = torch.device("cpu")  # where the bookkeeping is done
+        device = torch.device("cpu")
         document = {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(device, measure_read_bandwidth(device)),
             "cases": [],
-            "cache_operations": [dataclasses.asdict(cost) for cost in costs],
+            name: [dataclasses.asdict(cost) for cost in costs],
         }
         options.output_json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
 
 
 class Scenarios:
@@ -298,6 +322,8 @@ def main() -> int:
         return run_explain_memory(options)
     if options.scenario == "cache":
         return run_cache_scenario(options)
+    if options.scenario == "host":
+        return run_host_scenario(options)
     try:
         run = Bench(options) if options.scenario == "steady" else Scenarios(options)
         document = run.run()

@@ -197,16 +197,24 @@ class KVCache:
         held = self._held[request_id]
         if num_tokens <= held.room:
             return []
-        lacking = sum(a.lacking(request_id, num_tokens) for a in self._allocators)
+        lacking = 0
+        for allocator in self._allocators:
+            lacking += allocator.lacking(request_id, num_tokens)
         if lacking > self._pool.num_free:
             return None
         changes: list[TableChange] = []
         for allocator in self._allocators:
-            blocks = allocator.grow(request_id, num_tokens)
-            first = len(allocator.table(request_id)) - len(blocks)
-            changes += [(allocator.index, first + i, block) for i, block in enumerate(blocks)]
+            column = len(allocator.table(request_id))
+            for block in allocator.grow(request_id, num_tokens):
+                changes.append((allocator.index, column, block))
+                column += 1
         held.room = -(-num_tokens // self._block_size) * self._block_size
         return changes
+
+    def quiet_until(self, request_id: str) -> int:
+        """The first position for whose token `slide` or `grow` has something to do."""
+        held = self._held[request_id]
+        return min(held.room, held.slides_next)
 
     def slide(self, request_id: str, position: int) -> list[TableChange]:
         """Give back the blocks that the token at `position`, the next one, does not read any more.

@@ -23,6 +23,7 @@ FLAGS_OF_SCENARIO = {
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters"),
     ),
     "cache": ("scenario", *_OUTPUTS),
+    "host": ("scenario", *_OUTPUTS, "num_steps"),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "num_steps", "max_itl_ms"),
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_iters": 3,
     },
     "cache": {},
+    "host": {"num_steps": 400},
     "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
 }
@@ -124,9 +126,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         default="steady",
         choices=tuple(FLAGS_OF_SCENARIO),
         help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
-        " for pools of 1,000 and of 1,000,000 blocks (no model runs); interference: rows decode"
-        " while a long prompt comes every 10 steps; churn: requests come and leave at random"
-        " (default: steady)",
+        " for pools of 1,000 and of 1,000,000 blocks (no model runs); host: what plan, launch and"
+        " commit cost around a model that does nothing; interference: rows decode while a long"
+        " prompt comes every 10 steps; churn: requests come and leave at random (default: steady)",
     )
     parser.add_argument(
         "--batch-size", nargs="+", type=_positive, help="rows that decode (default: 1 8, or 8)"
@@ -150,7 +152,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-steps",
         type=_steps,
-        help="steps of interference (default: 200) and churn (default: 400)",
+        help="steps of interference (default: 200), churn and host (default: 400)",
     )
     parser.add_argument(
         "--max-itl-ms",

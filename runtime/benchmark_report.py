@@ -8,8 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from ..cache.benchmark import OperationCost
+from .host_benchmark import HostCost
 
-__all__ = ["cache_table", "markdown_table", "rich_table"]
+__all__ = ["cache_table", "host_table", "markdown_table", "rich_table"]
 
 COLUMNS = (
     "model",
@@ -107,6 +108,28 @@ def cache_table(costs: Sequence[OperationCost]) -> str:
     ]
     unit = f"nanoseconds a block (a row for `step`), n = {costs[0].n}"
     return "\n".join([*_aligned(head, cells, 1), "", unit])
+
+
+def host_table(costs: Sequence[HostCost]) -> str:
+    """Return what the host takes for a step, as Markdown.
+
+    The ratio is that of the medians, to the first line of as many rows.
+    """
+    head = ["rows", "queued", "blocks", "host µs p50 / p90 / p99", "min", "ratio"]
+    first: dict[int, float] = {}
+    cells = [
+        [
+            str(cost.rows),
+            f"{cost.queued:,}",
+            f"{cost.num_blocks:,}",
+            _percentiles(cost.host_us.to_json()),
+            f"{cost.host_us.min:.1f}",
+            f"{cost.host_us.p50 / first.setdefault(cost.rows, cost.host_us.p50):.2f}",
+        ]
+        for cost in costs
+    ]
+    unit = f"microseconds of a step, outputs included, n = {costs[0].host_us.n}"
+    return "\n".join([*_aligned(head, cells, 0), "", unit])
 
 
 def _aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:

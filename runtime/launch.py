@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain, repeat
+from typing import Literal, NamedTuple
 
 import torch
 
 from .plan import StepPlan
 from .request import Request, TokenLogprobs
+from .sampling import SampleOutput
+from .sampling_params import MAX_LOGPROBS
 from .step_functions import StepOutput
 
-__all__ = ["Launch", "Sampled", "sampled_tokens", "to_host"]
+__all__ = ["HostOutputs", "Launch", "Sampled", "sampled_tokens"]
+
+Phase = Literal["decode", "prefill"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token that a step sampled for a request."""
+class Sampled(NamedTuple):
+    """A token that a step sampled in a lane."""
 
-    request: Request
+    request: Request | None
+    """Whom for; None: nobody, the token means nothing."""
     token_id: int
     logprobs: TokenLogprobs | None
 
@@ -42,45 +48,106 @@ class Launch:
     """What the launching thread itself worked as the device; 0 where that is another processor."""
 
 
-def to_host(output: StepOutput) -> StepOutput:
-    """Return the output on its way into pinned memory.
+class HostOutputs:
+    """Where the outputs of steps arrive on the host, in memory taken once.
 
     The copies stand in the stream before the next launch: captured steps share their memory, so
-    any of them may overwrite the outputs of another. The host memory comes from torch's cache of
-    pinned memory, which gives a piece out again only after the copies into it are done.
+    any of them may overwrite the outputs of another. What a step leaves here is valid until the
+    launch `sets` later: one that is under way and one that is read meanwhile take turns.
     """
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+    def __init__(
+        self, lanes: Mapping[Phase, int], vocab_size: int, sets: int, *, pinned: bool
+    ) -> None:
+        """Make room for as many lanes as the largest step of each phase has.
 
-    details = output.details
-    if details is not None:
-        details = type(details)(**{f.name: copy(getattr(details, f.name)) for f in fields(details)})
-    return StepOutput(copy(output.tokens), output.logits, details)
+        Args:
+            lanes: rows of the largest decode step, chunks of a prefill step.
+            vocab_size: of the model.
+            sets: steps whose outputs are kept.
+            pinned: whether the memory is pinned, as copies need that are not waited for.
+        """
+        best = min(MAX_LOGPROBS, vocab_size)
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+        self._details = [
+            {
+                phase: SampleOutput(
+                    tokens=empty(count, dtype=torch.int64),
+                    logprob=empty(count, dtype=torch.float32),
+                    top_logprobs=empty(count, best, dtype=torch.float32),
+                    top_ids=empty(count, best, dtype=torch.int64),
+                )
+                for phase, count in lanes.items()
+            }
+            for _ in range(sets)
+        ]
+        self.arrived = [torch.cuda.Event() for _ in range(sets)] if pinned else [None] * sets
+        """Of each set, what is recorded behind the copies into it."""
+        self._views: dict[tuple[int, Phase, int], SampleOutput] = {}
+
+    def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
+        """Queue the copies of what step `number` leaves; return them as they will be.
+
+        The logits stay where they are.
+        """
+        lanes = output.tokens.shape[0]
+        index = number % len(self._details)
+        views = self._views.get((index, phase, lanes))
+        if views is None:
+            whole = self._details[index][phase]
+            views = SampleOutput(**{f.name: getattr(whole, f.name)[:lanes] for f in fields(whole)})
+            self._views[index, phase, lanes] = views
+        details = output.details
+        if details is None:
+            views.tokens.copy_(output.tokens, non_blocking=True)
+            return StepOutput(views.tokens, output.logits, None)
+        views.tokens.copy_(details.tokens, non_blocking=True)
+        views.logprob.copy_(details.logprob, non_blocking=True)
+        views.top_logprobs.copy_(details.top_logprobs, non_blocking=True)
+        views.top_ids.copy_(details.top_ids, non_blocking=True)
+        return StepOutput(views.tokens, output.logits, views)
+
+    def depart(self, number: int) -> torch.cuda.Event | None:
+        """Record, behind the copies of step `number`, the event that they have arrived with."""
+        event = self.arrived[number % len(self.arrived)]
+        if event is not None:
+            event.record()
+        return event
 
 
-def sampled_tokens(launch: Launch) -> list[Sampled]:
-    """Return the tokens of a launch whose outputs have arrived, lane by lane."""
-    sampled: list[Sampled] = []
+def sampled_tokens(
+    launch: Launch,
+) -> Iterable[tuple[Request | None, int, TokenLogprobs | None]]:
+    """Return the tokens of a launch whose outputs have arrived, lane by lane (see `Sampled`)."""
+    parts = []
     for lanes, output in launch.parts:
-        tokens: list[int] = output.tokens.tolist()
-        for lane, request in enumerate(lanes):
-            if request is not None:
-                sampled.append(Sampled(request, tokens[lane], _logprobs(request, output, lane)))
-    return sampled
+        logprobs: Iterable[TokenLogprobs | None] = repeat(None)
+        if output.details is not None:
+            logprobs = _logprobs(lanes, output.details)
+        # Lanes end before padding does.
+        parts.append(zip(lanes, output.tokens.tolist(), logprobs, strict=False))
+    return chain.from_iterable(parts)
 
 
-def _logprobs(request: Request, output: StepOutput, lane: int) -> TokenLogprobs | None:
-    """Return what `SamplingParams.logprobs` asks for, of one lane."""
-    count = request.params.logprobs
-    if count is None:
-        return None
-    assert output.details is not None, "log-probabilities come from the full sampler"
-    ids = output.details.top_ids[lane, :count].tolist()
-    values = output.details.top_logprobs[lane, :count].tolist()
-    return TokenLogprobs(
-        token_id=int(output.details.tokens[lane]),
-        logprob=float(output.details.logprob[lane]),
-        top=dict(zip(ids, values, strict=True)),
-    )
+def _logprobs(
+    lanes: Sequence[Request | None], details: SampleOutput
+) -> list[TokenLogprobs | None]:
+    """Return what `SamplingParams.logprobs` asks for, lane by lane."""
+    counts = [None if request is None else request.params.logprobs for request in lanes]
+    found: list[TokenLogprobs | None] = [None] * len(lanes)
+    asked = [lane for lane, count in enumerate(counts) if count is not None]
+    if asked:  # arrays, because an element of a tensor is a tensor of its own
+        tokens, logprobs = details.tokens.numpy(), details.logprob.numpy()
+        top_ids, top_logprobs = details.top_ids.numpy(), details.top_logprobs.numpy()
+    for lane in asked:
+        ids = top_ids[lane, : counts[lane]].tolist()
+        values = top_logprobs[lane, : counts[lane]].tolist()
+        found[lane] = TokenLogprobs(
+            token_id=int(tokens[lane]),
+            logprob=float(logprobs[lane]),
+            top=dict(zip(ids, values, strict=True)),
+        )
+    return found

@@ -19,7 +19,7 @@ import torch
 
 from ..profiling import ranges
 from ..profiling.timeline import Timeline
-from .launch import Launch, Sampled
+from .launch import Launch
 from .plan import StepPlan
 from .request import FinishReason, Request, RequestGroup, RequestOutput, RequestStatus
 from .runner import Runner
@@ -29,6 +29,8 @@ from .step_budget import StepBudget
 __all__ = ["StepLoop"]
 
 logger = logging.getLogger("stepgraph.runtime")
+
+_FINISHED = RequestStatus.FINISHED
 
 TIMELINE_STEPS = 65536
 """Steps whose times are kept (5 MiB)."""
@@ -66,7 +68,7 @@ class StepLoop:
         self._step_budget = step_budget
         self._launched: deque[Launch] = deque()
         self._group_of: dict[Request, RequestGroup] = {}
-        self._changed: dict[str, RequestGroup] = {}  # since the last outputs, in order
+        self._changed: dict[RequestGroup, None] = {}  # since the last outputs, in order
 
     @property
     def has_unfinished(self) -> bool:
@@ -84,9 +86,9 @@ class StepLoop:
     def abort(self, group: RequestGroup) -> None:
         """End the requests of a group; the next step reports it."""
         for request in group.requests:
-            if request.status is not RequestStatus.FINISHED:
+            if request.status is not _FINISHED:
                 self._finish(request, "abort")
-        self._changed[group.id] = group
+        self._changed[group] = None
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what changed since the last one."""
@@ -129,7 +131,7 @@ class StepLoop:
         self.add(group)
         (request,) = group.requests
         logits: list[torch.Tensor] = []
-        while request.status is not RequestStatus.FINISHED:
+        while request.status is not _FINISHED:
             launch = self._launch(self.scheduler.plan())
             assert launch is not None, "a lone request always has something to do"
             ((lanes, output),) = launch.parts
@@ -137,8 +139,9 @@ class StepLoop:
                 logits.append(output.logits[0].float().cpu())
             self._commit(self._launched.popleft())
             if lanes[0] is not None and request.row is not None:
-                request.output_ids[-1] = forced[len(logits) - 1]
-                self.runner.force_token(request.row, request.output_ids[-1])
+                token_id = forced[len(logits) - 1]
+                request.replace_last_token(token_id)
+                self.runner.force_token(request.row, token_id)
         self._collect()
         return torch.stack(logits)
 
@@ -234,34 +237,46 @@ class StepLoop:
             arrived = time.perf_counter_ns()
             if self._step_budget is not None:
                 self._step_budget.observe(launch.plan, launch.launched_ns, arrived)
-            for token in sampled:
-                if token.request.status is not RequestStatus.FINISHED:
-                    self._take_token(token, arrived)
+            taken = 0
+            for request, token_id, logprobs in sampled:
+                if request is None or request.status is _FINISHED:
+                    continue
+                taken += 1
+                request.num_pending -= 1
+                request.append_token(token_id, arrived)
+                if logprobs is not None:
+                    request.logprobs.append(logprobs)
+                self._changed[self._group_of[request]] = None
+                if token_id in request.stop_token_ids and (
+                    request.num_output > request.params.min_tokens
+                ):
+                    self._finish(request, "stop")
+                    continue
+                if request.detokenizer is not None:
+                    reason = self._end_of_text(request, token_id)
+                    if reason is not None:
+                        self._finish(request, reason)
+                        continue
+                if request.num_output >= request.max_tokens:
+                    self._finish(request, "length")
+            self.counts["output_tokens"] += taken
         return arrived - started if launch.arrived is not None else 0
 
-    def _take_token(self, sampled: Sampled, arrived_ns: int) -> None:
-        request = sampled.request
-        request.num_pending -= 1
-        request.output_ids.append(sampled.token_id)
-        request.token_ns.append(arrived_ns)
-        if sampled.logprobs is not None:
-            request.logprobs.append(sampled.logprobs)
-        self.counts["output_tokens"] += 1
-        group = self._group_of[request]
-        self._changed[group.id] = group
+    def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
+        """Add the newest token of a request to its text; return why this ends it, if it does."""
+        assert request.detokenizer is not None
         try:
-            reason = _stop_reason(request, sampled.token_id)
+            request.detokenizer.push((token_id,))
+            return None if request.detokenizer.stopped is None else "stop"
         except Exception as error:  # of its text alone: the others go on
             logger.exception("request %s failed", request.id)
             request.error = error
-            reason = "error"
-        if reason is not None:
-            self._finish(request, reason)
+            return "error"
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.detokenizer is not None and reason != "error":
             request.detokenizer.finish()
-        request.status = RequestStatus.FINISHED
+        request.status = _FINISHED
         request.finish_reason = reason
         request.row = None
         request.siblings = []
@@ -271,20 +286,9 @@ class StepLoop:
 
     def _collect(self) -> list[RequestOutput]:
         """Return the outputs of what changed, and forget the groups that are finished."""
-        outputs = [RequestOutput.of(group) for group in self._changed.values()]
+        outputs = [RequestOutput.of(group) for group in self._changed]
         self._changed.clear()
         for output in outputs:
             if output.finished:
                 del self.groups[output.request_id]
         return outputs
-
-
-def _stop_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Return why a request ends with its newest token, after adding the token to its text."""
-    if token_id in request.stop_token_ids and len(request.output_ids) > request.params.min_tokens:
-        return "stop"
-    if request.detokenizer is not None:
-        request.detokenizer.push((token_id,))
-        if request.detokenizer.stopped is not None:
-            return "stop"
-    return "length" if len(request.output_ids) >= request.max_tokens else None

@@ -16,6 +16,7 @@ Only the engine changes a `Request` (see `Engine.step`); the scheduler and the r
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +54,16 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+TOKENS_AT_A_TIME = 1024
+"""Output tokens, at most, that a request takes memory for at once: so most steps take none."""
+
+_FINISHED = RequestStatus.FINISHED
+
+
+def _no_integers() -> array[int]:
+    return array("q")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probabilities at one position, under the model's unprocessed distribution."""
@@ -88,9 +99,11 @@ class Request:
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
 
-    output_ids: list[int] = field(default_factory=list)
-    token_ns: list[int] = field(default_factory=list)
-    """When each output token reached the host."""
+    num_output: int = field(default=0, init=False)
+    """Output tokens known on the host."""
+    _output_ids: array[int] = field(default_factory=_no_integers, init=False, repr=False)
+    _token_ns: array[int] = field(default_factory=_no_integers, init=False, repr=False)
+    """Both longer than `num_output`, by what there is room for."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -110,18 +123,50 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Tokens known on the host: the prompt's and the committed output's."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + self.num_output
+
+    @property
+    def num_unsampled(self) -> int:
+        """Tokens that it may have beyond those that launched steps have sampled."""
+        return self.max_tokens - self.num_output - self.num_pending
 
     @property
     def reached_max_tokens(self) -> bool:
         """Whether the launched steps have sampled all the tokens it may have."""
-        return len(self.output_ids) + self.num_pending >= self.max_tokens
+        return self.num_unsampled <= 0
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output tokens known on the host. A copy."""
+        return self._output_ids[: self.num_output].tolist()
+
+    @property
+    def token_ns(self) -> list[int]:
+        """When each output token reached the host. A copy."""
+        return self._token_ns[: self.num_output].tolist()
+
+    def append_token(self, token_id: int, at_ns: int) -> None:
+        """Take in the next output token, which reached the host at `at_ns`."""
+        count = self.num_output
+        if count == len(self._output_ids):
+            memory = bytes(8 * max(1, min(self.max_tokens - count, TOKENS_AT_A_TIME)))
+            self._output_ids.frombytes(memory)
+            self._token_ns.frombytes(memory)
+        self._output_ids[count] = token_id
+        self._token_ns[count] = at_ns
+        self.num_output = count + 1
+
+    def replace_last_token(self, token_id: int) -> None:
+        """Put another token in the place of the newest."""
+        self._output_ids[self.num_output - 1] = token_id
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1."""
         split = len(self.prompt_ids)
-        head = self.prompt_ids[start:stop]
-        return head + self.output_ids[max(start - split, 0) : max(stop - split, 0)]
+        if stop <= split:
+            return self.prompt_ids[start:stop]
+        output = self._output_ids[max(start - split, 0) : min(stop - split, self.num_output)]
+        return self.prompt_ids[start:split] + output.tolist()
 
     def hashes_of(self, num_tokens: int) -> PrefixHashes | None:
         """Return the block hashes of at least the first `num_tokens` tokens, which are known."""
@@ -150,19 +195,26 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(r.status is RequestStatus.FINISHED for r in self.requests)
+        return all(request.status is _FINISHED for request in self.requests)
 
 
 class CompletionOutput:
     """One completion as it stood when the output was made; later steps do not change it."""
 
-    __slots__ = ("_num_tokens", "_request", "finish_reason", "text")
+    __slots__ = ("_num_chars", "_num_tokens", "_request", "finish_reason")
 
     def __init__(self, request: Request) -> None:
+        detokenizer = request.detokenizer
         self.finish_reason: FinishReason | None = request.finish_reason
-        self.text: str = "" if request.detokenizer is None else request.detokenizer.text
-        self._request = request  # its lists only grow: a length is a snapshot of them
-        self._num_tokens = len(request.output_ids)
+        self._request = request  # tokens and text only grow: their lengths are a snapshot of them
+        self._num_tokens = request.num_output
+        self._num_chars = 0 if detokenizer is None else detokenizer.num_chars
+
+    @property
+    def text(self) -> str:
+        """The text of the output tokens."""
+        detokenizer = self._request.detokenizer
+        return "" if detokenizer is None else detokenizer.text[: self._num_chars]
 
     @property
     def token_ids(self) -> list[int]:
@@ -187,19 +239,53 @@ class CompletionOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a request has produced so far. `text`, `token_ids` … are those of completion 0."""
+    """What a request has produced so far. `text`, `token_ids` … are those of completion 0.
 
-    request_id: str
-    prompt_token_ids: list[int]
-    completions: tuple[CompletionOutput, ...]
-    finished: bool
-    num_preemptions: int = 0
-    cached_tokens: int = 0
-    """Tokens of the prompt that completion 0 did not compute: the cache had them already."""
-    error: Exception | None = None
-    """Why it ended with `finish_reason` `error`."""
+    A step makes one for each row, so what is not always asked for is put together when it is.
+
+    Attributes:
+        request_id: the request.
+        completions: as many as were asked for; none if the request was refused.
+        finished: whether every completion has ended.
+        num_preemptions: how often one of them lost its row.
+        cached_tokens: tokens of the prompt that completion 0 did not compute: the cache had them
+            already.
+        error: why it ended with `finish_reason` `error`.
+    """
+
+    __slots__ = (
+        "_prompt_ids",
+        "cached_tokens",
+        "completions",
+        "error",
+        "finished",
+        "num_preemptions",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        completions: tuple[CompletionOutput, ...],
+        finished: bool,
+        num_preemptions: int = 0,
+        cached_tokens: int = 0,
+        error: Exception | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._prompt_ids = prompt_token_ids
+        self.completions = completions
+        self.finished = finished
+        self.num_preemptions = num_preemptions
+        self.cached_tokens = cached_tokens
+        self.error = error
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt. A copy: the engine may have to prefill its own again."""
+        return self._prompt_ids.copy()
 
     @property
     def text(self) -> str:
@@ -226,15 +312,33 @@ class RequestOutput:
         """Arrival and token times of completion 0; None before its first token."""
         return self.completions[0].timing if self.completions else None
 
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, finished={self.finished},"
+            f" completions={self.completions!r}, error={self.error!r})"
+        )
+
     @classmethod
     def of(cls, group: RequestGroup) -> RequestOutput:
         """Return the present state of a group of requests."""
+        requests = group.requests
+        first = requests[0]
+        if len(requests) == 1:  # as most are, and there is one for each row in every step
+            return cls(
+                group.id,
+                group.prompt_ids,
+                (CompletionOutput(first),),
+                first.status is _FINISHED,
+                first.num_preemptions,
+                first.num_cached_tokens or 0,
+                first.error,
+            )
         return cls(
-            request_id=group.id,
-            prompt_token_ids=list(group.prompt_ids),  # ours may be prefilled again
-            completions=tuple(CompletionOutput(request) for request in group.requests),
-            finished=group.finished,
-            num_preemptions=sum(request.num_preemptions for request in group.requests),
-            cached_tokens=group.requests[0].num_cached_tokens or 0,
-            error=next((r.error for r in group.requests if r.error is not None), None),
+            group.id,
+            group.prompt_ids,
+            tuple([CompletionOutput(request) for request in requests]),
+            group.finished,
+            sum(request.num_preemptions for request in requests),
+            first.num_cached_tokens or 0,
+            next((request.error for request in requests if request.error is not None), None),
         )

@@ -6,8 +6,9 @@ Nothing here waits for the device except `read`, and that waits for the tokens o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -27,10 +28,10 @@ from .batch import (
     write_table_updates,
 )
 from .config import ResolvedConfig, max_prefill_rows
-from .launch import Launch, Sampled, sampled_tokens, to_host
+from .launch import HostOutputs, Launch, sampled_tokens
 from .models.decoder import Decoder
 from .plan import StepPlan, TableUpdate
-from .request import Request
+from .request import Request, TokenLogprobs
 from .rows import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -85,6 +86,15 @@ class Runner:
             )
         self._embeds_shown = False  # by the last prefill step
         self._decode_rows: list[int] = []  # as last written
+        self._decoding = _Decoding([])
+        self._outputs: HostOutputs | None = None
+        if device.type != "cpu":
+            self._outputs = HostOutputs(
+                {"decode": user.max_rows, "prefill": self.max_prefill_rows},
+                model.config.vocab_size,
+                sets=2,
+                pinned=True,
+            )
         self._arena = arena
         self.host_arena = host
         self._addresses = self.addresses()
@@ -145,6 +155,8 @@ class Runner:
 
     def swap_out(self, plan: StepPlan) -> None:
         """Queue the copies of preempted requests to the host; before anything writes blocks."""
+        if not plan.preempted:
+            return
         pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
         if pairs:
             assert self.host_arena is not None, "requests are swapped without a host arena"
@@ -153,6 +165,8 @@ class Runner:
 
     def copy_in(self, plan: StepPlan) -> None:
         """Queue the copies that admitted requests begin with: a batch of blocks, and the host's."""
+        if not plan.admitted:
+            return
         copies = [pair for admission in plan.admitted for pair in admission.found.copies]
         if copies:
             with ranges.span(ranges.FORK, len(copies)):
@@ -168,42 +182,47 @@ class Runner:
 
         Decoding goes first: nobody's next token waits for somebody's prompt.
         """
-        with ranges.span(ranges.PREPARE, len(plan.admitted)):
-            for admission in plan.admitted:
-                self._take_row(admission.request, admission.row)
+        if plan.admitted:
+            with ranges.span(ranges.PREPARE, len(plan.admitted)):
+                for admission in plan.admitted:
+                    self._take_row(admission.request, admission.row)
         self._bring_inputs(plan)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
-        started = time.perf_counter_ns()
-        bucket = 0
+        clock, worked, bucket = time.perf_counter_ns, 0, 0
+        launched = clock()
         if plan.decode:
-            key = self._decode_key(plan)
+            key = self._decode_key()
             bucket = key.size
             with ranges.span(ranges.REPLAY, len(plan.decode)):
-                parts.append((plan.decode, self._outward(self.library.launch(key))))
+                started = clock()
+                output = self.library.launch(key)
+                worked += clock() - started
+                parts.append((plan.decode, self._outward(number, key, output)))
             self.library.record_padding(len(plan.decode), key.size)
         if plan.prefill:
             key = self._prefill_key(plan)
             bucket = bucket or key.size
             with ranges.span(ranges.PREFILL, plan.prefill_tokens):
-                output = self._outward(self.library.launch(key))
+                started = clock()
+                output = self.library.launch(key)
+                worked += clock() - started
+                output = self._outward(number, key, output)
             self.library.record_padding(plan.prefill_tokens, key.size)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
-        worked = time.perf_counter_ns() - started
-        if self.device.type == "cpu":
-            return Launch(number, plan, bucket, started, tuple(parts), None, worked)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Launch(number, plan, bucket, started, tuple(parts), arrived, 0)
+        if self._outputs is None:
+            return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
+        arrived = self._outputs.depart(number)
+        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0)
 
-    def read(self, launch: Launch) -> list[Sampled]:
-        """Return the tokens of a launch; waits for them, and for nothing after them."""
+    def read(self, launch: Launch) -> Iterable[tuple[Request | None, int, TokenLogprobs | None]]:
+        """Return the tokens of a launch (see `Sampled`); waits for them, and nothing after them."""
         if launch.arrived is not None:
             launch.arrived.synchronize()
         return sampled_tokens(launch)
 
-    def _outward(self, output: StepOutput) -> StepOutput:
+    def _outward(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Send an output on its way to the host, before another launch can overwrite it."""
-        return output if self.device.type == "cpu" else to_host(output)
+        return output if self._outputs is None else self._outputs.bring(number, key.phase, output)
 
     def force_token(self, row: int, token_id: int) -> None:
         """Put another token in the place of the one that was sampled last for a row."""
@@ -222,9 +241,11 @@ class Runner:
 
     def _bring_inputs(self, plan: StepPlan) -> None:
         """Write what changed into the mirror and copy it over, or do nothing if nothing changed."""
-        rows = [request.row for request in plan.decode if request.row is not None]
-        assert len(rows) == len(plan.decode), "a request that decodes holds a row"
-        updates = plan.table_updates
+        rows, updates = self._decode_rows, plan.table_updates
+        if plan.decode is not self._decoding.requests:
+            rows = [request.row for request in plan.decode if request.row is not None]
+            assert len(rows) == len(plan.decode), "a request that decodes holds a row"
+            self._decoding = _Decoding(plan.decode)
         if not (updates or plan.prefill or rows != self._decode_rows):
             return
         most = self._host.table_updates.shape[0]
@@ -266,15 +287,33 @@ class Runner:
         with ranges.span(ranges.COPY, self.inputs.nbytes):
             self.inputs.copy_to_device()
 
-    def _decode_key(self, plan: StepPlan) -> StepKey:
-        longest = max(request.num_computed for request in plan.decode) + 1
-        full = any(request.params.needs_full_sampler for request in plan.decode)
-        return self.sizes.decode_key(len(plan.decode), -(-longest // self.block_size), full)
+    def _decode_key(self) -> StepKey:
+        """Return the key of the step for those who decode: the last one as long as it fits."""
+        decoding = self._decoding
+        assert decoding.longest is not None, "nobody decodes"
+        positions, key = decoding.longest.num_computed + 1, decoding.key
+        if key is None or positions > key.read_blocks * self.block_size:
+            key = decoding.key = self.sizes.decode_key(
+                len(decoding.requests), -(-positions // self.block_size), decoding.full_sampler
+            )
+        return key
 
     def _prefill_key(self, plan: StepPlan) -> StepKey:
         longest = max(chunk.start + chunk.count for chunk in plan.prefill)
         full = any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
         return self.sizes.prefill_key(plan.prefill_tokens, -(-longest // self.block_size), full)
+
+
+class _Decoding:
+    """Who decodes, and what follows from it as long as nobody joins or leaves."""
+
+    __slots__ = ("full_sampler", "key", "longest", "requests")
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and stays it
+        self.full_sampler = any(request.params.needs_full_sampler for request in requests)
+        self.key: StepKey | None = None
 
 
 def _library(

@@ -7,6 +7,10 @@ sliding window those that the next chunk needs), so mostly decoding takes more; 
 the running request that would be served last loses its blocks and its row. They wait on the host,
 or it computes its sequence anew when there is room (see `preemption.py`).
 
+Most requests that decode ask for nothing: which step the next block, the next one to share, or the
+last token belongs to is known beforehand. So each of them has an appointment, and a step looks at
+those only who have theirs, at requests that are prefilled, and at the head of the queue.
+
 A request that is admitted goes on from what the cache has of it: its own blocks on the host, the
 prompt that a sibling has computed, or blocks with the same content (see `cache/kv_cache.py`).
 """
@@ -14,6 +18,7 @@ prompt that a sibling has computed, or blocks with the same content (see `cache/
 from __future__ import annotations
 
 import heapq
+import sys
 from bisect import insort
 from operator import attrgetter
 
@@ -61,7 +66,15 @@ class Scheduler:
         self._step_budget = step_budget
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
-        self._running: list[Request] = []  # by order
+        # By order: all that hold a row; of these, those whose prompts are computed, and those that
+        # decode. Neither are those of which the last token is under way.
+        self._running: list[Request] = []
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []
+        self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
+        self._num_plans = 0
+        self._appointments: dict[int, dict[Request, None]] = {}  # by number of the plan
+        self._next_look: dict[Request, int] = {}  # the same, by request
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first
         self._publish_at: dict[Request, int] = {}  # computed tokens that fill its next block
@@ -106,11 +119,14 @@ class Scheduler:
         makes the plan true.
         """
         plan = StepPlan()
-        for request, at in self._publish_at.items():
-            if request.num_computed >= at:
-                self._publish(request)
-        self._plan_decode(plan)
+        self._num_plans += 1
+        due = self._appointments.pop(self._num_plans, None)
+        if due is not None or self._prefilling:
+            self._look_at(plan, due or {})
+        plan.decode = self._those_that_decode()
         self._plan_prefill(plan)
+        if plan.preempted:
+            plan.decode = self._those_that_decode()
         return plan
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
@@ -134,19 +150,58 @@ class Scheduler:
         for request in (*self._running, *(request for _, request in self._waiting)):
             request.prefix_hashes = None
 
-    def _plan_decode(self, plan: StepPlan) -> None:
-        for request in tuple(self._running):
-            if request not in self._rows or not request.decoding or request.reached_max_tokens:
+    def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
+        """Do what those who decode need for their next token, if it is time; see who joins them."""
+        for request in due:
+            del self._next_look[request]
+        joining = [request for request in self._prefilling if request.decoding]
+        for request in (*due, *self._prefilling):
+            if request.num_computed >= self._publish_at.get(request, sys.maxsize):
+                self._publish(request)
+        if joining:
+            self._prefilling = [request for request in self._prefilling if not request.decoding]
+        for request in sorted((*due, *joining), key=_order):
+            if request not in self._rows:  # preempted for one that is served before it
                 continue
-            if self._make_room(plan, request, request.num_computed + 1, may_leave=True):
-                plan.decode.append(request)
+            if request.reached_max_tokens:
+                if request in due:
+                    self._stop_decoding(request)
+            elif self._make_room(plan, request, request.num_computed + 1, may_leave=True):
+                if request not in due:
+                    insort(self._decoding, request, key=_order)
+                    self._decode = None
+                self._appoint(request)
+
+    def _appoint(self, request: Request) -> None:
+        """Note at which plan a request that decodes from this one on needs something again."""
+        plans = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
+        number = self._next_look[request] = self._num_plans + max(1, plans)
+        self._appointments.setdefault(number, {})[request] = None
+
+    def _quiet_until(self, request: Request) -> int:
+        """First position before whose token the blocks of a request have to be seen to."""
+        publish_at = self._publish_at.get(request, sys.maxsize)
+        return min(self.cache.quiet_until(request.id), publish_at)
+
+    def _stop_decoding(self, request: Request) -> None:
+        self._decoding.remove(request)
+        self._decode = None
+
+    def _those_that_decode(self) -> list[Request]:
+        """Return what is in `_decoding`: the same list as long as it has not changed.
+
+        Steps under way go on showing the list that they were launched with.
+        """
+        if self._decode is None:
+            self._decode = self._decoding.copy()
+        return self._decode
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = min(self.prefill_chunk, self.max_batch_tokens - len(plan.decode))
-        for request in tuple(self._running):
+        for request in tuple(self._prefilling):
             if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
                 break
-            if request not in self._rows or request.decoding:
+            if request not in self._rows:
                 continue
             stop = min(request.num_tokens, request.num_computed + budget)
             if self._make_room(plan, request, stop, may_leave=False):
@@ -202,6 +257,7 @@ class Scheduler:
         row = heapq.heappop(self._free_rows)
         self._rows[head] = row
         insort(self._running, head, key=_order)
+        insort(self._prefilling, head, key=_order)
         if head.prefix_hashes is not None:
             self._publish_at[head] = self.cache.block_size
         plan.admitted.append(Admission(head, row, found))
@@ -288,7 +344,6 @@ class Scheduler:
         self._update_tables(plan, request, dropped)
 
     def _preempt(self, plan: StepPlan, victim: Request) -> None:
-        plan.decode = [request for request in plan.decode if request is not victim]
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
         if victim in self._publish_at:
             self._publish(victim)
@@ -331,6 +386,16 @@ class Scheduler:
 
     def _give_up_row(self, request: Request) -> None:
         self._running.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        elif request in self._decoding:
+            self._stop_decoding(request)
+        number = self._next_look.pop(request, None)
+        if number is not None:
+            due = self._appointments[number]
+            del due[request]
+            if not due:
+                del self._appointments[number]
         heapq.heappush(self._free_rows, self._rows.pop(request))
         self._publish_at.pop(request, None)
 
@@ -343,6 +408,26 @@ class Scheduler:
         assert all(request in self._rows for request in self._running)
         assert [r.order for r in self._running] == sorted(r.order for r in self._running)
         assert self._publish_at.keys() <= self._rows.keys()
+        self._check_decoding()
         alive = [r for _, r in self._waiting if _is_alive(r)]
         assert len(alive) == self._num_waiting
         assert not any(request in self._rows for request in alive)
+
+    def _check_decoding(self) -> None:
+        """Assert that who holds a row is where the next plan expects it, and looked at in time."""
+        prefilling, decoding = set(self._prefilling), set(self._decoding)
+        assert not prefilling & decoding
+        assert [r for r in self._running if r in prefilling] == self._prefilling
+        assert [r for r in self._running if r in decoding] == self._decoding
+        ending = set(self._running) - prefilling - decoding
+        assert all(request.decoding and request.reached_max_tokens for request in ending)
+        assert self._decode is None or self._decode == self._decoding
+        assert self._next_look.keys() == decoding
+        noted = {r: number for number, due in self._appointments.items() for r in due}
+        assert noted == self._next_look
+        assert sum(map(len, self._appointments.values())) == len(noted)
+        for request, number in self._next_look.items():
+            plans = number - self._num_plans - 1  # that show it before
+            assert 0 <= plans <= request.num_unsampled
+            last = request.num_computed + plans - 1
+            assert plans == 0 or last < self._quiet_until(request)

@@ -184,6 +184,8 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._patterns = [_StopPattern(text) for text in stop]
         self._parts: list[str] = []
+        self.num_chars = 0
+        """Characters of `text`, which only grows."""
         self._held = ""
         """Decoded text that may be the beginning of a stop string."""
         self._stopped: str | None = None
@@ -246,4 +248,5 @@ class IncrementalDetokenizer:
     def _emit(self, text: str) -> str:
         if text:
             self._parts.append(text)
+            self.num_chars += len(text)
         return text

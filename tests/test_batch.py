@@ -43,7 +43,7 @@ def untouched(host: StepInputs[Int64Array], *written: str) -> bool:
 
 
 def make_request(tokens: list[int], prompt_len: int) -> Request:
-    return Request(
+    request = Request(
         id="r",
         prompt_ids=tokens[:prompt_len],
         params=SamplingParams(),
@@ -53,8 +53,10 @@ def make_request(tokens: list[int], prompt_len: int) -> Request:
         stop_token_ids=frozenset(),
         detokenizer=None,
         arrival_ns=0,
-        output_ids=tokens[prompt_len:],
     )
+    for token_id in tokens[prompt_len:]:
+        request.append_token(token_id, 0)
+    return request
 
 
 def test_the_example_of_the_module() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from stepgraph.cache.benchmark import OperationCost
+from stepgraph.profiling.stats import Summary
 from stepgraph.runtime.benchmark_report import (
     CHURN_COLUMNS,
     COLUMNS,
@@ -13,6 +14,7 @@ from stepgraph.runtime.benchmark_report import (
     markdown_table,
     rows,
 )
+from stepgraph.runtime.host_benchmark import HostCost
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
@@ -133,6 +135,7 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--scenario steady --model demo --seed 0",
         "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8",
         "--scenario cache --seed 0 --output-json x --output-md y",
+        "--scenario host --seed 0 --num-steps 100 --output-json x --output-md y",
         "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",
         "--scenario churn --max-itl-ms 20 --output-len 9 --mode eager --kv-dtype int8 --device cpu",
     ],
@@ -184,6 +187,45 @@ nanoseconds a block (a row for `step`), n = 5
         "worst_nanoseconds": 260.0,
         "n": 5,
     }
+
+
+def test_host_scenario(bench, capsys, monkeypatch, tmp_path):
+    def measure_host(num_steps, seed):
+        times = [10.0 + seed + i % 10 for i in range(num_steps)]
+        return [
+            HostCost(rows, queued, 20_000, Summary.of(slower * time for time in times))
+            for rows in (1, 32)
+            for queued, slower in ((10, 1.0), (100_000, 1.25))
+        ]
+
+    monkeypatch.setattr(bench, "measure_host", measure_host)
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    files = f"--output-json {tmp_path}/a --output-md {tmp_path}/b"
+    arguments = f"--scenario host --seed 4 --num-steps 100 {files}"
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 0
+    table = """\
+| rows |  queued | blocks | host µs p50 / p90 / p99 |  min | ratio |
+| ---: | ------: | -----: | ----------------------: | ---: | ----: |
+|    1 |      10 | 20,000 |   18.50 / 22.10 / 23.00 | 14.0 |  1.00 |
+|    1 | 100,000 | 20,000 |   23.12 / 27.62 / 28.75 | 17.5 |  1.25 |
+|   32 |      10 | 20,000 |   18.50 / 22.10 / 23.00 | 14.0 |  1.00 |
+|   32 | 100,000 | 20,000 |   23.12 / 27.62 / 28.75 | 17.5 |  1.25 |
+
+microseconds of a step, outputs included, n = 100
+"""
+    assert capsys.readouterr().out == (tmp_path / "b").read_text() == table
+    document = json.loads((tmp_path / "a").read_text())
+    assert document["cases"] == []
+    assert [cost["rows"] for cost in document["host"]] == [1, 1, 32, 32]
+    assert set(document["host"][0]) == {"rows", "queued", "num_blocks", "host_us"}
+    assert set(document["host"][0]["host_us"]) == SUMMARY
+
+
+def test_more_steps_than_the_cache_holds_is_one_clear_line(bench, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--scenario", "host", "--num-steps", "100000"])
+    assert bench.main() == 1
+    assert capsys.readouterr().err.startswith("bench.py: error: 100060 steps make")
 
 
 def run_scenario(bench, monkeypatch, folder, arguments):

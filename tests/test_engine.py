@@ -555,7 +555,8 @@ def test_one_request_that_fails_ends_alone(
     def push(*_: object) -> None:
         raise ValueError("no such text")
 
-    broken = type("Broken", (), {"push": push, "finish": push, "text": "so far"})()
+    fields = {"push": push, "finish": push, "text": "so far", "num_chars": 6}
+    broken = type("Broken", (), fields)()
     monkeypatch.setattr(request, "detokenizer", broken)
     final = run(engine)
     assert final["good"].token_ids == expected.token_ids

@@ -52,7 +52,7 @@ def test_an_error_in_the_text_of_one_request_ends_that_one_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
-        text, stopped = "so far", None
+        text, num_chars, stopped = "so far", 6, None
         pushed = 0
 
         def push(self, token_ids: Sequence[int]) -> str:

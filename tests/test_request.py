@@ -25,6 +25,7 @@ class Text:
     """Stands for a detokenizer: text grows with the tokens."""
 
     text = ""
+    num_chars = 0
     stopped = None
 
 
@@ -39,16 +40,19 @@ def make_request(prompt: list[int], output: list[int], **fields: object) -> Requ
         "detokenizer": None,
         "arrival_ns": 5 * MS,
     }
-    return Request(prompt_ids=prompt, output_ids=output, **(options | fields))
+    request = Request(prompt_ids=prompt, **(options | fields))
+    for token_id in output:
+        request.append_token(token_id, 0)
+    return request
 
 
 def take(request: Request, token_id: int, at_ns: int) -> None:
     """What the loop does with a token."""
-    request.output_ids.append(token_id)
-    request.token_ns.append(at_ns)
+    request.append_token(token_id, at_ns)
     request.logprobs.append(TokenLogprobs(token_id, -0.5, {token_id: -0.5}))
     if request.detokenizer is not None:
         request.detokenizer.text += f"<{token_id}>"  # type: ignore[misc]
+        request.detokenizer.num_chars = len(request.detokenizer.text)
 
 
 @given(
@@ -115,7 +119,8 @@ def test_outputs_are_snapshots() -> None:
     assert [output.token_ids for output in outputs] == [
         [], [11], [11, 12], [11, 12, 13], [11, 12, 13],
     ]  # fmt: skip
-    assert [output.text for output in outputs[:3]] == ["", "<11>", "<11><12>"]
+    texts = ["", "<11>", "<11><12>", "<11><12><13>", "<11><12><13>"]
+    assert [output.text for output in outputs] == texts
     assert [len(output.logprobs) for output in outputs] == [0, 1, 2, 3, 3]
     assert [output.finished for output in outputs] == [False] * 4 + [True]
     assert [output.finish_reason for output in outputs] == [None] * 4 + ["stop"]
@@ -156,7 +161,8 @@ def test_hashes_are_those_of_the_known_tokens() -> None:
     assert request.hashes_of(3) is request.prefix_hashes
     assert len(request.prefix_hashes or ()) == 1
     request.hashes_of(6)
-    request.output_ids += [7, 8]
+    request.append_token(7, 0)
+    request.append_token(8, 0)
     hashes = request.hashes_of(8)
     assert hashes is not None
     assert [hashes[block] for block in range(len(hashes))] == [expected[i] for i in range(4)]

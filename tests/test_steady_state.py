@@ -1,0 +1,347 @@
+"""In the steady state a step allocates no tensor, copies nothing to the device, and leaves nothing.
+
+Steady: no row joins or leaves, and none begins a block. The loop, the scheduler, the cache and the
+runner are the real ones, over steps that return outputs made beforehand (see `HostRig`): on a CPU a
+step's own temporaries are the device's work, not the loop's.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from stepgraph import cache, graphs, profiling, runtime
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.host_benchmark import HostRig, measure_host
+from stepgraph.runtime.launch import HostOutputs
+from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
+from stepgraph.runtime.sampling import SampleOutput
+from stepgraph.runtime.step_functions import StepOutput
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.7, seed=1)
+SHOWN = SamplingParams(temperature=0.7, seed=1, logprobs=3)
+NO_BLOCKS = {"num_blocks": 200, "block_size": 1024}  # one holds what a row gets in most tests
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what torch is asked to do, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def arrive_elsewhere(rig: HostRig) -> None:
+    """Let outputs be brought to the host, as from a device that is none."""
+    assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_rows
+    lanes = {"decode": rig.loop.scheduler.max_rows, "prefill": rig.runner.max_prefill_rows}
+    rig.runner._outputs = HostOutputs(lanes, 1024, 2, pinned=False)  # type: ignore[arg-type]
+    rig.run(3)  # each set has been used
+
+
+def ops_of(rig: HostRig, steps: int) -> Counter[str]:
+    with Recorder() as recorder:
+        rig.run(steps)
+    return recorder.ops
+
+
+# Nothing but the tokens moves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(
+    ("params", "known"),
+    [(GREEDY, set()), (SAMPLED, set()), (SHOWN, {"aten.detach.default"})],
+    ids=["greedy", "sampled", "logprobs"],
+)
+def test_on_a_cpu_torch_is_asked_for_nothing(
+    params: SamplingParams, known: set[str], in_flight: int
+) -> None:
+    """Log-probabilities are read as arrays, which torch makes a view for."""
+    rig = HostRig(5, 10, num_steps=200, params=params, in_flight=in_flight, **NO_BLOCKS)
+    rig.run(2)
+    assert set(ops_of(rig, 150)) == known
+
+
+@pytest.mark.parametrize(("params", "copies"), [(GREEDY, 1), (SAMPLED, 4)])
+def test_elsewhere_only_the_tokens_are_copied(params: SamplingParams, copies: int) -> None:
+    """Into memory that is there already; with the full sampler, its log-probabilities too."""
+    rig = HostRig(5, 10, num_steps=200, params=params, in_flight=1, **NO_BLOCKS)
+    arrive_elsewhere(rig)
+    ops = ops_of(rig, 150)
+    assert set(ops) == {"aten.copy_.default"}
+    assert ops["aten.copy_.default"] == 150 * copies
+
+
+def test_inputs_are_copied_only_when_something_changed() -> None:
+    """Blocks of 16: of the other steps, each brings nothing."""
+    rig = HostRig(3, 10, 1000, num_steps=200)
+    rig.run(2)  # the last row has joined
+    quiet = 0
+    for _ in range(64):
+        before, known = rig.runner.inputs.copies, dict(rig.loop.scheduler._appointments)
+        ops = ops_of(rig, 1)
+        if rig.loop.scheduler._num_plans not in known:
+            quiet += 1
+            assert (ops, rig.runner.inputs.copies) == ({}, before)
+        else:
+            assert rig.runner.inputs.copies == before + 1
+    assert 40 < quiet < 64
+
+
+def test_plans_show_the_same_list_until_somebody_joins_or_leaves() -> None:
+    rig = HostRig(4, 10, 1000, num_steps=200, in_flight=1)
+    shown = []
+    for _ in range(40):
+        rig.run(1)
+        shown.append(rig.loop._launched[-1].plan.decode)
+    assert all(requests is shown[0] for requests in shown)
+    assert len(shown[0]) == 4
+    rig.loop.abort(rig.loop.groups["row 2"])
+    under_way = shown[-1].copy()
+    rig.run(1)
+    assert shown[-1] == under_way, "a step under way goes on showing who is in it"
+    assert len(rig.loop._launched[-1].plan.decode) == 3
+
+
+# Outputs on their way -----------------------------------------------------------------------------
+
+
+def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 50, (lanes,), generator=generator)
+    if not full:
+        return StepOutput(tokens, torch.empty(0), None)
+    details = SampleOutput(
+        tokens,
+        torch.rand(lanes, generator=generator),
+        torch.rand(lanes, 20, generator=generator),
+        torch.randint(0, 50, (lanes, 20), generator=generator),
+    )
+    return StepOutput(tokens, torch.empty(0), details)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
+    outputs = HostOutputs({"decode": 8, "prefill": 2}, 50, 2, pinned=False)
+    for number in range(6):
+        parts = {}
+        for phase, lanes in (("decode", 1 + number), ("prefill", 2)):
+            sent = output_of(lanes, 10 * number + lanes, full)
+            parts[phase] = (sent, outputs.bring(number, phase, sent))  # type: ignore[arg-type]
+        for phase, lanes in (("decode", 8), ("prefill", 2)):  # the next step, before this is read
+            outputs.bring(number + 1, phase, output_of(lanes, 99, full))  # type: ignore[arg-type]
+        for sent, brought in parts.values():
+            assert torch.equal(brought.tokens, sent.tokens)
+            if sent.details is not None and brought.details is not None:
+                for name in ("tokens", "logprob", "top_logprobs", "top_ids"):
+                    arrived = getattr(brought.details, name)
+                    assert torch.equal(arrived, getattr(sent.details, name)), name
+
+
+def test_log_probabilities_are_those_of_their_lane() -> None:
+    rig = HostRig(5, 0, num_steps=20, params=SHOWN, **NO_BLOCKS)
+    rig.run(3)
+    for group in rig.loop.groups.values():
+        (request,) = group.requests
+        assert [shown.token_id for shown in request.logprobs] == request.output_ids
+        assert all(len(shown.top) <= 3 for shown in request.logprobs)
+
+
+# Nothing is left behind ---------------------------------------------------------------------------
+
+
+def growth_of(run: Callable[[], object]) -> int:
+    """Bytes that Python holds more after `run`."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        run()  # what is made once, and kept for the next time
+        before = tracemalloc.get_traced_memory()[0]
+        run()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_thousands_of_steps_leave_only_the_memory_of_tokens(in_flight: int) -> None:
+    """A token and its time are 16 bytes, in memory that is taken for many at once."""
+    rows = 4
+    rig = HostRig(rows, 10, num_steps=3500, in_flight=in_flight, **NO_BLOCKS)
+    rig.run(TOKENS_AT_A_TIME - rig.loop.groups["row 0"].requests[0].num_output + 1)
+    assert growth_of(lambda: rig.run(TOKENS_AT_A_TIME // 2 - 10)) < 2048, "nobody needs more"
+    grown = growth_of(lambda: rig.run(TOKENS_AT_A_TIME))
+    assert grown < rows * 16 * TOKENS_AT_A_TIME * 1.25 + 4096
+
+
+def test_requests_take_no_more_memory_than_their_tokens_need() -> None:
+    rig = HostRig(1, 0, num_steps=10, **NO_BLOCKS)
+    (request,) = rig.loop.groups["row 0"].requests
+    assert len(request._output_ids) == len(request._token_ns) == request.max_tokens
+
+
+@contextmanager
+def no_automatic_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("params", [GREEDY, SHOWN], ids=["greedy", "logprobs"])
+def test_steps_make_nothing_cyclic(params: SamplingParams, in_flight: int) -> None:
+    rig = HostRig(4, 10, 1000, num_steps=400, params=params, in_flight=in_flight)
+    rig.run(5)
+    with no_automatic_collection():
+        rig.run(300)
+        assert gc.collect() == 0
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_requests_that_come_and_go_leave_nothing_cyclic(in_flight: int) -> None:
+    rig = HostRig(4, 3, 1000, num_steps=100, in_flight=in_flight)
+    several = SamplingParams(temperature=0.0, n=3)
+    with no_automatic_collection():
+        for number in range(12):
+            rig.add(f"late {number}", several if number % 3 else GREEDY, max_tokens=5)
+        rig.loop.abort(rig.loop.groups["late 4"])
+        rig.loop.abort(rig.loop.groups["row 1"])
+        while rig.loop.has_unfinished:
+            rig.run(1)
+        rig.loop.check_integrity()
+        assert gc.collect() == 0
+    assert rig.loop.counts["finished"] == rig.loop.counts["requests"]
+
+
+# What a step costs --------------------------------------------------------------------------------
+
+PACKAGES = tuple(str(Path(p.__file__).parent) for p in (cache, graphs, profiling, runtime))
+
+
+def lines_of_steps(rig: HostRig, steps: int) -> list[int]:
+    """Executed lines of each of the next steps: work, whatever the machine is busy with."""
+    counts = [0]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGES):
+            return None
+        counts[-1] += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    for _ in range(steps):
+        sys.settrace(trace)
+        try:
+            rig.loop.step()
+        finally:
+            sys.settrace(before)
+        counts.append(0)
+    assert counts[0] > 0, "nothing was counted"
+    return counts[:-1]
+
+
+def test_a_step_does_the_same_however_many_wait() -> None:
+    short, long = (
+        lines_of_steps(HostRig(3, queued, 1000, num_steps=100), 60) for queued in (10, 3000)
+    )
+    assert short == long
+
+
+def test_a_step_does_the_same_however_large_the_cache_is() -> None:
+    small, large = (
+        lines_of_steps(HostRig(3, 10, blocks, num_steps=100), 60) for blocks in (100, 100_000)
+    )
+    assert small == large
+
+
+def test_a_row_more_costs_a_few_lines() -> None:
+    """In a step in which nobody needs anything."""
+    few, many = (
+        min(lines_of_steps(HostRig(rows, 10, num_steps=50, **NO_BLOCKS), 20)) for rows in (10, 30)
+    )
+    assert (many - few) / 20 < 50
+
+
+# The benchmark ------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_measures_every_rig() -> None:
+    costs = measure_host((1, 3), (2, 20), (500, 800), num_steps=120)
+    points = [(2, 500), (20, 500), (2, 800)]
+    assert [(c.rows, c.queued, c.num_blocks) for c in costs] == [
+        (rows, *point) for rows in (1, 3) for point in points
+    ]
+    for cost in costs:
+        assert cost.host_us.n == 120
+        assert cost.host_us.p99 is not None
+        assert 0 < cost.host_us.min <= cost.host_us.p50 <= cost.host_us.p99
+
+
+def test_the_benchmark_refuses_what_it_cannot_measure() -> None:
+    with pytest.raises(ValueError, match=r"rows need .* blocks for .* steps, num_blocks is 10"):
+        measure_host((2,), (1,), (10,), num_steps=50)
+    with pytest.raises(ValueError, match=r"make sequences of \d+ tokens, .* no more than 4096"):
+        HostRig(1, 1, 10_000, num_steps=4000)
+    for wrong in ({"rows": ()}, {"queued": ()}, {"num_blocks": ()}, {"num_steps": 0}):
+        with pytest.raises(ValueError, match="must not be empty or 0"):
+            measure_host(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_row_of_the_benchmark_decodes() -> None:
+    rig = HostRig(9, 4, 1000, num_steps=30, in_flight=1)
+    running = [g.requests[0] for g in rig.loop.groups.values() if g.id.startswith("row")]
+    before = [request.num_output for request in running]
+    rig.run(30)
+    assert [request.num_output - 30 for request in running] == before
+    assert all(request.status is RequestStatus.RUNNING for request in running)
+    rig.loop.check_integrity()
+
+
+# On a device --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_on_cuda_a_steady_step_allocates_nothing(
+    open_engine: Callable[..., Engine], temperature: float
+) -> None:
+    engine = open_engine("base", device="cuda", mode="graph", compile=False, block_size=128)
+    params = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
+    for number in range(3):
+        engine.add_request([5 + number, 6, 7], params)
+    for _ in range(12):
+        engine.step()
+    copies = engine._loop.runner.inputs.copies
+    before = torch.cuda.memory_stats()
+    with Recorder() as recorder:
+        for _ in range(30):
+            engine.step()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "segment.all.allocated", "num_alloc_retries"):
+        assert after[name] == before[name], name
+    assert engine._loop.runner.inputs.copies == copies
+    assert set(recorder.ops) == {"aten.copy_.default"}
+    assert recorder.ops["aten.copy_.default"] == 30 * (1 if temperature == 0.0 else 4)
