@@ -53,6 +53,7 @@ FLAGS_OF_EXPLAIN_MEMORY = (
     "model",
     "device",
     "dtype",
+    "weight_dtype",
     "kv_dtype",
     "mode",
     "batch_size",
@@ -78,6 +79,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=["auto"],
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of weights and activations (default: auto, as stored)",
+    )
+    parser.add_argument(
+        "--weight-dtype",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "int8"),
+        help="dtype of the weights of linear layers (default: auto, as --dtype)",
     )
     parser.add_argument(
         "--kv-dtype",
@@ -218,7 +226,11 @@ class Bench:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            kinds = list(itertools.product(options.model, options.dtype, options.kv_dtype))
+            kinds = list(
+                itertools.product(
+                    options.model, options.dtype, options.weight_dtype, options.kv_dtype
+                )
+            )
             engines = len(kinds) * len(self.modes)
             task = progress.add_task("starting", total=engines * len(self.grid))
             for kind in kinds:
@@ -239,6 +251,7 @@ class Bench:
         self,
         model: str,
         dtype: str,
+        weight_dtype: str,
         kv_dtype: str,
         mode: str,
         eager: Mapping[BenchmarkCase, Measurement],
@@ -248,6 +261,7 @@ class Bench:
         config = EngineConfig(
             device=str(self.device),
             dtype=dtype,
+            weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             mode=mode,
             prefix_cache=False,  # every repetition prefills its prompts
@@ -261,7 +275,10 @@ class Bench:
         began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
             seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
-            self.say(f"{model} {dtype} KV {kv_dtype} {mode}\n{engine.memory_plan.format()}")
+            self.say(
+                f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}\n"
+                + engine.memory_plan.format()
+            )
             self.say(
                 f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
                 f" {prepared['steps']} steps ready"
@@ -289,12 +306,17 @@ def run_explain_memory(options: argparse.Namespace) -> int:
     """
     status, separator = 0, ""
     kinds = itertools.product(
-        options.model, options.dtype, options.kv_dtype, options.mode or ["auto"]
+        options.model,
+        options.dtype,
+        options.weight_dtype,
+        options.kv_dtype,
+        options.mode or ["auto"],
     )
-    for model, dtype, kv_dtype, mode in kinds:
+    for model, dtype, weight_dtype, kv_dtype, mode in kinds:
         config = EngineConfig(
             device=options.device,
             dtype=dtype,
+            weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             mode=mode,
             max_rows=max(options.batch_size),

@@ -19,6 +19,7 @@ from ..profiling.roofline import Roofline, step_bytes, step_flops
 from ..profiling.stats import Summary
 from .engine import Engine
 from .models.config import ModelConfig
+from .models.layout import weights_per_step
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
@@ -176,11 +177,10 @@ def to_json(
     context = case.input_len + case.output_len // 2
     kv_bytes = engine.kv_bytes_read(context)
     weight_bytes = engine.weight_bytes_per_step
-    weights = weight_bytes // engine.config.dtype.itemsize
     roofline = Roofline(
         step_bytes(weight_bytes, case.batch_size, kv_bytes),
         step_flops(
-            weights,
+            weights_per_step(config),
             case.batch_size,
             engine.positions_read(context),
             config.num_heads,
@@ -194,6 +194,7 @@ def to_json(
     return {
         "model": case.model,
         "dtype": dtype,
+        "weight_dtype": dtype if engine.config.weights == "model" else engine.config.weights,
         "kv_dtype": dtype if engine.config.storage == "model" else engine.config.storage,
         "mode": engine.config.mode,
         "device": str(engine.config.device),

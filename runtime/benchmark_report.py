@@ -14,6 +14,7 @@ __all__ = ["cache_table", "markdown_table", "rich_table"]
 COLUMNS = (
     "model",
     "dtype",
+    "weights",
     "KV",
     "mode",
     "batch",
@@ -32,7 +33,7 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
-TEXT_COLUMNS = 4
+TEXT_COLUMNS = 5
 
 
 def rich_table(document: dict[str, Any]) -> Table:
@@ -106,6 +107,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     return (
         case["model"],
         case["dtype"],
+        case["weight_dtype"],
         case["kv_dtype"],
         case["mode"],
         str(case["batch_size"]),

@@ -31,6 +31,7 @@ _UNITS = (
 _HEADERS = (
     "cpu_kernels.h",
     "cpu_vec.h",
+    "cpu_int8.h",
     "cpu_storage.h",
     "cpu_attention_math.h",
     "cpu_attention_worker.h",

@@ -6,16 +6,18 @@
 
 namespace stepgraph {
 
-// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does.
+// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does. With
+// scales the packed weight is int8, and each sum is multiplied by the scale of its column.
 template <class T>
 struct LinearArgs {
-  const T* x;           // [rows, k], last dimension dense; k even for bf16
+  const T* x;           // [rows, k], last dimension dense; k even for bf16 and with scales
   int64_t x_stride;     // from row to row
-  const void* packed;   // [ceil(columns / 32)][steps][32] words
+  const void* packed;   // [ceil(columns / 32)][steps][32] words, or pairs of int8
+  const float* scales;  // [columns], or null: the weight is of T
   const T* bias;        // [columns] or null
   T* out;               // [rows, columns], contiguous
   int64_t rows, columns;
-  int64_t steps;        // words in a row of x
+  int64_t steps;        // of a packed block: words in a row of x, with scales pairs of elements
   int threads;
 };
 

@@ -16,46 +16,59 @@ constexpr int64_t kBlockColumns = 32;
 int threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 template <class T>
-void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* bias,
-                at::Tensor& out, int64_t steps) {
+void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
+                const at::Tensor* bias, at::Tensor& out) {
   packed_linear(LinearArgs<T>{x.const_data_ptr<T>(), x.stride(0), packed.const_data_ptr(),
+                              scales == nullptr ? nullptr : scales->const_data_ptr<float>(),
                               bias == nullptr ? nullptr : bias->const_data_ptr<T>(),
-                              out.mutable_data_ptr<T>(), x.size(0), out.size(1), steps, threads()});
+                              out.mutable_data_ptr<T>(), x.size(0), out.size(1), packed.size(1),
+                              threads()});
 }
 
 at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
-                             const std::optional<at::Tensor>& bias, int64_t out_features) {
+                             const std::optional<at::Tensor>& bias, int64_t out_features,
+                             const std::optional<at::Tensor>& scales) {
   TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.dim(), " dimensions");
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
               "packed_linear: bfloat16 or float32 expected, x is ", x.scalar_type());
-  const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
-  const int64_t steps = (x.size(1) + per_word - 1) / per_word;
-  TORCH_CHECK(packed.scalar_type() == x.scalar_type() && packed.is_contiguous() &&
+  const at::ScalarType stored = scales ? at::kChar : x.scalar_type();
+  const int64_t per_step = stored == at::kFloat ? 1 : 2;
+  const int64_t steps = (x.size(1) + per_step - 1) / per_step;
+  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
                   packed.dim() == 4 && packed.size(1) == steps && packed.size(2) == kBlockColumns &&
-                  packed.size(3) == per_word && out_features > (packed.size(0) - 1) * kBlockColumns &&
+                  packed.size(3) == per_step && out_features > (packed.size(0) - 1) * kBlockColumns &&
                   out_features <= packed.size(0) * kBlockColumns,
               "packed_linear: packed weight ", packed.sizes(), " of ", packed.scalar_type(),
               " does not fit x ", x.sizes(), " of ", x.scalar_type(), " and out_features ",
-              out_features, "; pack the weight with pack_linear in the dtype of x");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features &&
-                        bias->scalar_type() == x.scalar_type() && bias->is_contiguous()),
-              "packed_linear: bias is a contiguous [", out_features, "] of ", x.scalar_type());
+              out_features, scales ? " with scales; pack an int8 weight with pack_linear"
+                                   : "; pack the weight with pack_linear in the dtype of x");
+  const auto fits = [&](const std::optional<at::Tensor>& given, at::ScalarType dtype) {
+    return !given || (given->dim() == 1 && given->size(0) == out_features &&
+                      given->scalar_type() == dtype && given->is_contiguous());
+  };
+  TORCH_CHECK(fits(bias, x.scalar_type()), "packed_linear: bias is a contiguous [", out_features,
+              "] of ", x.scalar_type());
+  TORCH_CHECK(fits(scales, at::kFloat), "packed_linear: scales are a contiguous [", out_features,
+              "] of float32");
   at::Tensor out = at::empty({x.size(0), out_features}, x.options());
-  // The kernel reads whole words, so an odd last element gets a zero beside it.
+  // The kernel reads whole words, and of int8 two at a time: an odd last element gets a zero beside
+  // it. Rows of bf16 begin at whole words.
+  const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
   at::Tensor padded;
   const at::Tensor* input = &x;
-  if (x.size(1) % per_word != 0) {
+  if (x.size(1) % per_step != 0) {
     padded = at::constant_pad_nd(x, {0, 1}).contiguous();
     input = &padded;
   } else if (x.stride(1) != 1 || x.stride(0) % per_word != 0) {
     padded = x.contiguous();
     input = &padded;
   }
+  const at::Tensor* scaled = scales ? &*scales : nullptr;
   const at::Tensor* added = bias ? &*bias : nullptr;
-  if (per_word == 2) {
-    run_linear<at::BFloat16>(*input, packed, added, out, steps);
+  if (x.scalar_type() == at::kBFloat16) {
+    run_linear<at::BFloat16>(*input, packed, scaled, added, out);
   } else {
-    run_linear<float>(*input, packed, added, out, steps);
+    run_linear<float>(*input, packed, scaled, added, out);
   }
   return out;
 }

@@ -20,9 +20,11 @@ from ...cache.spec import (
     LayerSpec,
     SlidingWindowSpec,
 )
+from ..errors import CheckpointError
 from ..kernels import Kernels
 from .attention import Attention, AttentionInputs, LatentAttention, Place
 from .config import ModelConfig
+from .layout import fused_layout
 from .modules import Projection, RMSNorm
 from .rope import inverse_frequencies
 
@@ -125,16 +127,30 @@ class Decoder(nn.Module):
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every weight; those of linear layers are packed as the kernels want them."""
+        """Take every weight; those of linear layers are stored as the kernels want them.
+
+        Raises:
+            CheckpointError: a weight to quantise holds NaN or infinity.
+        """
         for name, tensor in weights:
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)
             tensor = tensor.to(self.dtype)
             if isinstance(module, Projection) and leaf == "weight":
-                module.store(tensor, self.device)
+                try:
+                    module.store(tensor, self.device)
+                except ValueError as error:
+                    raise CheckpointError(self._unfit(name, error)) from error
             else:
                 assert leaf in ("weight", "bias"), name
                 setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
+
+    def _unfit(self, name: str, error: ValueError) -> str:
+        sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))
+        return (
+            f"{name} cannot be stored as int8: {error} (it is made of {sources});"
+            " look at the checkpoint, or use weight_dtype='auto'"
+        )
 
     @property
     def weight_bytes(self) -> int:

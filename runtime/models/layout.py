@@ -6,11 +6,12 @@ and gate, up are stored as one tensor each.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .config import LatentConfig, ModelConfig
 
-__all__ = ["FusedTensor", "fused_layout"]
+__all__ = ["FusedTensor", "fused_layout", "weights_per_step"]
 
 Shape = tuple[int, ...]
 
@@ -53,6 +54,19 @@ def fused_layout(config: ModelConfig) -> dict[str, FusedTensor]:
     if not config.tie_word_embeddings:
         builder.single("lm_head.weight", "lm_head", config.vocab_size)
     return builder.layout
+
+
+def weights_per_step(config: ModelConfig) -> int:
+    """Return how many parameters a decode step multiplies with, however they are stored.
+
+    An untied input embedding is left out: a step reads one of its rows per sequence.
+    """
+    tied = config.tie_word_embeddings
+    return sum(
+        math.prod(fused.shape)
+        for name, fused in fused_layout(config).items()
+        if tied or name != "embed_tokens.weight"
+    )
 
 
 class _Builder:
