@@ -79,7 +79,7 @@ def test_numbers_smaller_than_a_scale_can_be() -> None:
 def test_what_is_no_number_is_refused(value: float, dtype: torch.dtype) -> None:
     weight = torch.randn(9, 5).to(dtype)
     weight[6, 2] = weight[8, 0] = value
-    with pytest.raises(ValueError, match="^row 6 holds NaN or infinity$"):
+    with pytest.raises(ValueError, match=r"^row 6 holds NaN or infinity$"):
         kernels.quantise_weight(weight)
 
 

@@ -51,7 +51,10 @@ def test_logits_are_those_of_the_dequantised_model(
     assert error > 1e-3, "nothing was quantised"
 
 
-@pytest.fixture(scope="module", params=["odd", "deepseek_v3"])
+@pytest.fixture(
+    scope="module",  # each costs seconds of compilation
+    params=["odd", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+)
 def compiled_int8(
     request: pytest.FixtureRequest, tiny: Callable[[str], TinyModel]
 ) -> Iterator[tuple[str, Engine]]:

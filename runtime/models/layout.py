@@ -20,7 +20,7 @@ class FusedTensor(NamedTuple):
     """A parameter of ours: tensors of a checkpoint stacked along the first dimension.
 
     Those with two dimensions, and only those, are the weights of linear layers, which kernels may
-    pack; what is read otherwise is stored as it is.
+    quantise and pack; what is read otherwise is stored as it is.
     """
 
     sources: tuple[str | None, ...]

@@ -43,7 +43,8 @@ class Projection(nn.Module):
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
-        assert self.weight is not None and self.dtype is not None
+        assert self.weight is not None
+        assert self.dtype is not None
         if self.kernels.pack is None:
             rows = F.embedding(index_T, self.weight)
         else:
