@@ -6,16 +6,27 @@
 
 namespace stepgraph {
 
+enum class WeightKind { kModel };
+
+// A packed weight and what is applied to its sums. Pointers are the owner's.
+struct Weights {
+  const char* packed = nullptr;   // [blocks][steps][32] words of the kind
+  const float* scales = nullptr;  // [columns], each multiplies the sums of its column; or null
+  const void* bias = nullptr;     // [columns] of the model's type, or null
+  int64_t columns = 0, steps = 0;
+  WeightKind kind = WeightKind::kModel;
+
+  int64_t blocks() const { return (columns + 31) / 32; }
+};
+
 // out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does.
 template <class T>
 struct LinearArgs {
-  const T* x;           // [rows, k], last dimension dense; k even for bf16
-  int64_t x_stride;     // from row to row
-  const void* packed;   // [ceil(columns / 32)][steps][32] words
-  const T* bias;        // [columns] or null
-  T* out;               // [rows, columns], contiguous
-  int64_t rows, columns;
-  int64_t steps;        // words in a row of x
+  Weights weights;
+  const T* x;        // [rows, k], last dimension dense; k even for bf16
+  int64_t x_stride;  // from row to row
+  T* out;            // [rows, columns], contiguous
+  int64_t rows;
   int threads;
 };
 
