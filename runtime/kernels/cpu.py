@@ -33,6 +33,7 @@ _HEADERS = (
     "cpu_kernels.h",
     "cpu_vec.h",
     "cpu_storage.h",
+    "cpu_attention_plan.h",
     "cpu_attention_math.h",
     "cpu_attention_worker.h",
     "cpu_attention.h",

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "cpu_attention_plan.h"
 #include "cpu_checks.h"
 #include "cpu_kernels.h"
 #include "cpu_stack_ops.h"
@@ -102,18 +103,19 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor queries = dense(q), new_keys = dense(k), new_values = v ? dense(*v) : new_keys;
   uint8_t* keys = static_cast<uint8_t*>(arena.mutable_data_ptr()) +
                   layer * arena.stride(0) * arena.element_size();
+  AttentionPlan plan;
+  plan.prepare({slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
+                block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
+                positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
+                value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()});
   const auto run = [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
         v ? new_values.const_data_ptr<T>() : nullptr,
         {queries.stride(0), queries.stride(1)}, {new_keys.stride(0), new_keys.stride(1)},
         {new_values.stride(0), new_values.stride(1)},
-        keys, v ? keys + arena.stride(1) * arena.element_size() : keys,
-        slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
-        block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
-        positions.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(), tokens, q.size(1), kv_heads,
-        head_dim, value_dim, num_blocks, block_size, window, static_cast<float>(scale),
-        static_cast<float>(softcap), storage, threads()});
+        keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
+        static_cast<float>(scale), static_cast<float>(softcap)}, plan);
   };
   switch (q.scalar_type()) {
     case at::kBFloat16: run(at::BFloat16()); break;
