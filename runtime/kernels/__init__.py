@@ -23,6 +23,7 @@ from .linear import (
     reference_linear,
     unpack_linear,
 )
+from .stack import DecoderStack, StackLayer, StackLinear, StackShape
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -42,6 +43,8 @@ class Kernels:
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    stacks: bool = False
+    """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
 
 
 def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -> Kernels:
@@ -60,6 +63,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
             pack=pack_linear if packs else None,
             bounded_by_length=True,
             masks=0,
+            stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
@@ -74,8 +78,12 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
 
 __all__ = [
     "AttentionForm",
+    "DecoderStack",
     "Kernels",
     "Mode",
+    "StackLayer",
+    "StackLinear",
+    "StackShape",
     "select_kernels",
     "paged_attention",
     "reference_paged_attention",
