@@ -23,6 +23,7 @@ from .linear import (
     reference_linear,
     unpack_linear,
 )
+from .stack import DecoderStack, StackLayer, StackLinear, StackShape
 from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
 Mode = Literal["eager", "compile", "graph"]
@@ -44,6 +45,8 @@ class Kernels:
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    stacks: bool = False
+    """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; `int8` weights come with scales."""
 
@@ -84,6 +87,7 @@ def select_kernels(
             bounded_by_length=True,
             masks=0,
             weights=weights,
+            stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
@@ -99,8 +103,12 @@ def select_kernels(
 
 __all__ = [
     "AttentionForm",
+    "DecoderStack",
     "Kernels",
     "Mode",
+    "StackLayer",
+    "StackLinear",
+    "StackShape",
     "WeightStorage",
     "select_kernels",
     "paged_attention",
