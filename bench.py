@@ -63,6 +63,8 @@ from stepgraph.runtime.scenarios import (
 
 SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
+Dtypes = tuple[str, str, str]
+"""Of the model, its weights and its cache, as flags name them."""
 AUTOMATIC_BUDGET = 3.0
 """Decode steps that fit the budget which interference is measured with when none is given."""
 
@@ -104,7 +106,11 @@ class Bench:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            kinds = list(itertools.product(options.model, options.dtype, options.kv_dtype))
+            kinds = list(
+                itertools.product(
+                    options.model, options.dtype, options.weight_dtype, options.kv_dtype
+                )
+            )
             engines = len(kinds) * len(self.modes)
             task = progress.add_task("starting", total=engines * len(self.grid))
             for kind in kinds:
@@ -125,6 +131,7 @@ class Bench:
         self,
         model: str,
         dtype: str,
+        weight_dtype: str,
         kv_dtype: str,
         mode: str,
         eager: Mapping[BenchmarkCase, Measurement],
@@ -134,6 +141,7 @@ class Bench:
         config = EngineConfig(
             device=str(self.device),
             dtype=dtype,
+            weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             mode=mode,
             prefix_cache=False,  # every repetition prefills its prompts
@@ -147,7 +155,10 @@ class Bench:
         began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
             seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
-            self.say(f"{model} {dtype} KV {kv_dtype} {mode}\n{engine.memory_plan.format()}")
+            self.say(
+                f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}\n"
+                + engine.memory_plan.format()
+            )
             self.say(
                 f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
                 f" {prepared['steps']} steps ready"
@@ -175,12 +186,17 @@ def run_explain_memory(options: argparse.Namespace) -> int:
     """
     status, separator = 0, ""
     kinds = itertools.product(
-        options.model, options.dtype, options.kv_dtype, options.mode or ["auto"]
+        options.model,
+        options.dtype,
+        options.weight_dtype,
+        options.kv_dtype,
+        options.mode or ["auto"],
     )
-    for model, dtype, kv_dtype, mode in kinds:
+    for model, dtype, weight_dtype, kv_dtype, mode in kinds:
         config = EngineConfig(
             device=options.device,
             dtype=dtype,
+            weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             mode=mode,
             max_rows=max(options.batch_size),
@@ -246,7 +262,8 @@ class Scenarios:
         """Measure; return the document that `--output-json` writes."""
         options = self.options
         measure = self.interference if options.scenario == "interference" else self.churn
-        engines = itertools.product(options.model, options.dtype, options.kv_dtype, self.modes)
+        dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
+        engines = itertools.product(options.model, dtypes, self.modes)
         return {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(self.device, measure_read_bandwidth(self.device)),
@@ -254,16 +271,14 @@ class Scenarios:
             options.scenario: [entry for engine in engines for entry in measure(*engine)],
         }
 
-    def interference(
-        self, model: str, dtype: str, kv_dtype: str, mode: str
-    ) -> Iterator[dict[str, Any]]:
+    def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
         options = self.options
         for input_len, batch_size in itertools.product(options.input_len, options.batch_size):
             case = InterferenceCase(model, batch_size, input_len, options.num_steps)
             rows = range(batch_size, batch_size + 3)  # nobody is timed in a far larger bucket
             config = EngineConfig(
-                **self._choices(dtype, kv_dtype, mode),
+                **self._choices(dtypes, mode),
                 max_rows=case.max_rows,
                 buckets=tuple(rows),
                 max_model_len=case.longest_sequence,
@@ -277,7 +292,7 @@ class Scenarios:
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
                 yield entry
 
-    def churn(self, model: str, dtype: str, kv_dtype: str, mode: str) -> Iterator[dict[str, Any]]:
+    def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
         options = self.options
         points = itertools.product(options.output_len, options.input_len, options.batch_size)
@@ -285,7 +300,7 @@ class Scenarios:
             case = ChurnCase(model, batch_size, input_len, output_len, options.num_steps)
             for max_itl_ms in options.max_itl_ms or (None,):
                 config = EngineConfig(
-                    **self._choices(dtype, kv_dtype, mode),
+                    **self._choices(dtypes, mode),
                     max_rows=batch_size,
                     max_model_len=case.longest_sequence,
                     max_itl_ms=max_itl_ms,
@@ -294,10 +309,12 @@ class Scenarios:
                     measured = measure_churn(engine, case, seed=options.seed)
                     yield churn_to_json(engine, measured, max_itl_ms)
 
-    def _choices(self, dtype: str, kv_dtype: str, mode: str) -> dict[str, Any]:
+    def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
+        dtype, weight_dtype, kv_dtype = dtypes
         return {
             "device": str(self.device),
             "dtype": dtype,
+            "weight_dtype": weight_dtype,
             "kv_dtype": kv_dtype,
             "mode": mode,
             "prefix_cache": False,
@@ -307,7 +324,8 @@ class Scenarios:
     def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
         budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
         self.console.print(
-            f"{case.model} {config.dtype} KV {config.kv_dtype} {config.mode},"
+            f"{case.model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
+            f" {config.mode},"
             f" {case.batch_size} rows, prompts of {case.input_len}, {budget}",
             style="dim",
             highlight=False,

@@ -19,12 +19,14 @@ from ..profiling.roofline import Roofline, step_bytes, step_flops
 from ..profiling.stats import Summary
 from .engine import Engine
 from .models.config import ModelConfig
+from .models.layout import weights_per_step
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
 __all__ = [
     "BenchmarkCase",
     "Measurement",
+    "dtype_names",
     "longest_sequence",
     "measure",
     "random_prompts",
@@ -155,6 +157,17 @@ def _run(
     return [latest[request_id] for request_id in ids], durations
 
 
+def dtype_names(engine: Engine) -> dict[str, str]:
+    """Return what the model computes in, and how weights and cache are stored, for the JSON."""
+    config = engine.config
+    dtype = str(config.dtype).removeprefix("torch.")
+    return {
+        "dtype": dtype,
+        "weight_dtype": dtype if config.weights == "model" else config.weights,
+        "kv_dtype": dtype if config.storage == "model" else config.storage,
+    }
+
+
 def to_json(
     engine: Engine,
     measurement: Measurement,
@@ -176,11 +189,10 @@ def to_json(
     context = case.input_len + case.output_len // 2
     kv_bytes = engine.kv_bytes_read(context)
     weight_bytes = engine.weight_bytes_per_step
-    weights = weight_bytes // engine.config.dtype.itemsize
     roofline = Roofline(
         step_bytes(weight_bytes, case.batch_size, kv_bytes),
         step_flops(
-            weights,
+            weights_per_step(config),
             case.batch_size,
             engine.positions_read(context),
             config.num_heads,
@@ -190,11 +202,9 @@ def to_json(
         bandwidth,
     )
     step = Summary.of(measurement.step_ms)
-    dtype = str(engine.config.dtype).removeprefix("torch.")
     return {
         "model": case.model,
-        "dtype": dtype,
-        "kv_dtype": dtype if engine.config.storage == "model" else engine.config.storage,
+        **dtype_names(engine),
         "mode": engine.config.mode,
         "device": str(engine.config.device),
         "batch_size": case.batch_size,

@@ -14,7 +14,7 @@ __all__ = ["MODES", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
 _OUTPUTS = ("output_json", "output_md", "seed")
-_ENGINE = ("model", "device", "dtype", "kv_dtype", "mode")
+_ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode")
 
 FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
 FLAGS_OF_SCENARIO = {
@@ -106,6 +106,13 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         default=["auto"],
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of weights and activations (default: auto, as stored)",
+    )
+    parser.add_argument(
+        "--weight-dtype",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "int8"),
+        help="dtype of the weights of linear layers (default: auto, as --dtype)",
     )
     parser.add_argument(
         "--kv-dtype",

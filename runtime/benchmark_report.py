@@ -15,6 +15,7 @@ __all__ = ["cache_table", "host_table", "markdown_table", "rich_table"]
 COLUMNS = (
     "model",
     "dtype",
+    "weights",
     "KV",
     "mode",
     "batch",
@@ -36,6 +37,7 @@ COLUMNS = (
 INTERFERENCE_COLUMNS = (
     "model",
     "dtype",
+    "weights",
     "KV",
     "mode",
     "rows",
@@ -56,6 +58,7 @@ INTERFERENCE_COLUMNS = (
 CHURN_COLUMNS = (
     "model",
     "dtype",
+    "weights",
     "KV",
     "mode",
     "rows",
@@ -72,7 +75,7 @@ CHURN_COLUMNS = (
     "preempted",
     "requests",
 )
-TEXT_COLUMNS = 4
+TEXT_COLUMNS = 5
 
 
 def rich_table(document: dict[str, Any]) -> Table:
@@ -180,6 +183,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     return (
         case["model"],
         case["dtype"],
+        case["weight_dtype"],
         case["kv_dtype"],
         case["mode"],
         str(case["batch_size"]),
@@ -243,7 +247,8 @@ def _churn_row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _engine_cells(entry: dict[str, Any]) -> tuple[str, ...]:
-    return (entry["model"], entry["dtype"], entry["kv_dtype"], entry["mode"])
+    names = ("model", "dtype", "weight_dtype", "kv_dtype", "mode")
+    return tuple(entry[name] for name in names)
 
 
 def _budget(entry: dict[str, Any]) -> str:

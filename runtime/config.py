@@ -11,7 +11,7 @@ import torch
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
 from .errors import ConfigError
-from .kernels import have_compiler
+from .kernels import WeightStorage, have_compiler
 from .models.config import ModelConfig
 
 __all__ = ["EngineConfig", "Mode", "ResolvedConfig", "max_prefill_rows", "resolve_device"]
@@ -48,6 +48,9 @@ class EngineConfig:
     """`cpu`, `cuda`, `cuda:1` …; `auto` takes CUDA where there is a device."""
     dtype: str = "auto"
     """Of weights and activations: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
+    weight_dtype: str = "auto"
+    """Of the weights of linear layers and embeddings: `int8`, a scale for each output channel;
+    `auto`: as `dtype`."""
     kv_dtype: str = "auto"
     """Of the cache: `int8` or `fp8` (e4m3), a scale for each token and head; `auto`: as `dtype`."""
     mode: str = "auto"
@@ -103,6 +106,7 @@ class EngineConfig:
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
@@ -190,6 +194,8 @@ class ResolvedConfig:
     """What was asked for."""
     device: torch.device
     dtype: torch.dtype
+    weights: WeightStorage
+    """How the weights of linear layers are stored."""
     storage: Storage
     """How the cache stores keys and values."""
     mode: Mode
@@ -224,6 +230,7 @@ class ResolvedConfig:
             user=config,
             device=device,
             dtype=DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype],
+            weights="model" if config.weight_dtype == "auto" else "int8",
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
             mode=_resolve_mode(config.mode, device),
             max_model_len=config.max_model_len or longest,

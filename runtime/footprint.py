@@ -15,7 +15,7 @@ from ..graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from .batch import EmbedInputs, StepInputs
 from .config import ResolvedConfig, max_prefill_rows
 from .errors import ConfigError
-from .kernels import Kernels, packed_bytes
+from .kernels import Kernels
 from .loading import fused_layout
 from .models.config import ModelConfig
 from .rows import RowState
@@ -42,9 +42,9 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> i
     """Return the bytes of all parameters as the kernels store them."""
     total = 0
     for fused in fused_layout(config).values():
-        if len(fused.shape) == 2 and kernels.pack is not None:
+        if len(fused.shape) == 2:
             rows, columns = fused.shape
-            total += packed_bytes(rows, columns, dtype)
+            total += kernels.stored_bytes(rows, columns, dtype)
         else:
             total += math.prod(fused.shape) * dtype.itemsize
     return total
@@ -69,6 +69,7 @@ def model_footprint(
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels, user.prefill_chunk).keys()
+    layer_weight, head_weight = _unpacked_bytes(model, kernels)
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(model, kernels, config.dtype),
         groups=groups,
@@ -76,13 +77,13 @@ def model_footprint(
         max_rows=user.max_rows,
         max_model_len=config.max_model_len,
         prefill_chunk=user.prefill_chunk,
-        activation_bytes_fixed=CPU_STEP_BYTES if on_cpu else 0,
+        activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + layer_weight,
         activation_bytes_per_token=math.ceil(heap * _activation_bytes(model, config, len(groups))),
         read_bytes_per_position=0
         if kernels.bounded_by_length
         else math.ceil(heap * _gathered_bytes(model, config, groups[0].spec.sides)),
         mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(model, config)),
-        logits_bytes_fixed=CPU_STEP_BYTES if on_cpu else 0,
+        logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=len(steps) * GRAPH_BYTES_PER_STEP if config.mode == "graph" else 0,
@@ -122,6 +123,16 @@ def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: in
     rotation = 2 * 4 * model.rope_dim
     indices = 8 * (5 + num_groups)
     return max(mlp, attention, norm) + rotation + indices
+
+
+def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
+    """What the largest linear layer, and the head, make of their weights while they run."""
+    layers = [
+        kernels.unpacked_bytes(*fused.shape)
+        for name, fused in fused_layout(model).items()
+        if len(fused.shape) == 2 and name.startswith("layers.")
+    ]
+    return max(layers), kernels.unpacked_bytes(model.vocab_size, model.hidden_size)
 
 
 def _gathered_bytes(model: ModelConfig, config: ResolvedConfig, sides: int) -> int:

@@ -132,9 +132,7 @@ def sampled_tokens(
     return chain.from_iterable(parts)
 
 
-def _logprobs(
-    lanes: Sequence[Request | None], details: SampleOutput
-) -> list[TokenLogprobs | None]:
+def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[TokenLogprobs | None]:
     """Return what `SamplingParams.logprobs` asks for, lane by lane."""
     counts = [None if request is None else request.params.logprobs for request in lanes]
     found: list[TokenLogprobs | None] = [None] * len(lanes)

@@ -75,16 +75,17 @@ def explain_memory(
         shared = resolved.device.type == "cpu"
         memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
         place = f"{resolved.device.type} with {format_bytes(device_memory)}"
-    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype)
+    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
     dtype = str(resolved.dtype).removeprefix("torch.")
     stored = dtype if resolved.storage == "model" else resolved.storage
+    weights = "" if resolved.weights == "model" else f", weights in {resolved.weights}"
     kv = sum(group.spec.slot_bytes * len(group.layers) for group in groups)
     return "\n".join(
         [
-            f"{source} in {dtype}, cache in {stored}, on {place}, {resolved.mode}, "
+            f"{source} in {dtype}{weights}, cache in {stored}, on {place}, {resolved.mode}, "
             f"{config.max_rows} {_rows(config.max_rows)}",
             f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
             "",

@@ -18,7 +18,7 @@ from typing import Any
 from ..graphs.buckets import Buckets, default_token_buckets
 from ..profiling.stats import Summary
 from ..profiling.timeline import StepRecord
-from .benchmark import random_prompts
+from .benchmark import dtype_names, random_prompts
 from .engine import Engine
 from .models.config import ModelConfig
 from .request import RequestOutput
@@ -388,11 +388,9 @@ def churn_to_json(engine: Engine, measured: Churn, max_itl_ms: float | None) -> 
 
 def _engine_to_json(engine: Engine, model: str, max_itl_ms: float | None) -> dict[str, Any]:
     stats = engine.stats()
-    dtype = str(engine.config.dtype).removeprefix("torch.")
     return {
         "model": model,
-        "dtype": dtype,
-        "kv_dtype": dtype if engine.config.storage == "model" else engine.config.storage,
+        **dtype_names(engine),
         "mode": engine.config.mode,
         "device": str(engine.config.device),
         "max_itl_ms": max_itl_ms,

@@ -115,7 +115,7 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
     found = resolve_source(source)
     resolved = ResolvedConfig.resolve(config, found.config)
-    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype)
+    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())

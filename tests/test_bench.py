@@ -54,6 +54,9 @@ def test_json_has_the_documented_fields(document):
         (1, 24, "eager"),
         (2, 24, "eager"),
     ]
+    assert [(c["dtype"], c["weight_dtype"], c["kv_dtype"]) for c in document["cases"]] == [
+        ("bfloat16",) * 3
+    ] * 2
     for case in document["cases"]:
         for name in ("ttft_ms", "itl_ms", "step_ms", "host_us"):
             assert set(case[name]) == SUMMARY, name
@@ -97,6 +100,7 @@ def test_bytes_of_a_step(document):
         ("--batch-size two", "'two' is not an integer of at least 1"),
         ("--output-len 1", "'1' is not an integer of at least 2"),
         ("--mode fast", "invalid choice: 'fast'"),
+        ("--weight-dtype int4", "invalid choice: 'int4'"),
         ("--plot x.png", "unrecognized arguments: --plot x.png"),
         ("--output-json /no/such/folder/x.json", "/no/such/folder is not a directory"),
         (f"--output-md {ROOT}", "it is a directory"),
@@ -133,7 +137,8 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
     [
         "",
         "--scenario steady --model demo --seed 0",
-        "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8",
+        "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8"
+        " --weight-dtype auto int8",
         "--scenario cache --seed 0 --output-json x --output-md y",
         "--scenario host --seed 0 --num-steps 100 --output-json x --output-md y",
         "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",

@@ -118,7 +118,7 @@ def test_memory_fraction_in_range(fraction: float) -> None:
     assert EngineConfig(memory_fraction=fraction).memory_fraction == fraction
 
 
-@pytest.mark.parametrize("field", ["dtype", "kv_dtype", "mode", "preemption"])
+@pytest.mark.parametrize("field", ["dtype", "weight_dtype", "kv_dtype", "mode", "preemption"])
 @pytest.mark.parametrize("value", ["float64", "GRAPH", "", None, 3])
 def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} must be one of auto, .*not {value!r}$"):

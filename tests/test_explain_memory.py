@@ -80,6 +80,16 @@ def test_a_quantised_cache_holds_more() -> None:
     assert tokens[1] > 1.4 * tokens[0]
 
 
+def test_quantised_weights_leave_more_to_the_cache() -> None:
+    plain, quantised = (
+        explain("preset:llama-3.2-1b", "8GB", weight_dtype=kind) for kind in ("auto", "int8")
+    )
+    assert "preset:llama-3.2-1b in bfloat16, cache in bfloat16, on" in plain
+    assert "preset:llama-3.2-1b in bfloat16, weights in int8, cache in bfloat16, on" in quantised
+    contexts = [answer(text, "longest context of 16 rows") for text in (plain, quantised)]
+    assert contexts[1] > contexts[0]
+
+
 def test_this_machine() -> None:
     text = explain("demo", None, device="cpu", mode="eager", max_rows=2)
     assert ", on cpu, " in text

@@ -21,6 +21,7 @@ from stepgraph.runtime.config import ResolvedConfig, max_prefill_rows
 from stepgraph.runtime.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.kernels import (
     Kernels,
+    WeightStorage,
     pack_linear,
     reference_linear,
     reference_paged_attention,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-def kernels_that(pack: bool) -> Kernels:
+def kernels_that(pack: bool, weights: WeightStorage = "model") -> Kernels:
     return Kernels(
         name="test",
         attention=reference_paged_attention,
@@ -47,6 +48,7 @@ def kernels_that(pack: bool) -> Kernels:
         pack=pack_linear if pack else None,
         bounded_by_length=pack,
         masks=0 if pack else 1,
+        weights=weights,
     )
 
 
@@ -84,11 +86,16 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 
 @settings(max_examples=150, deadline=None)
-@given(models(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+@given(
+    models(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.sampled_from(["model", "int8"]),
+)
 def test_weights_before_and_after_loading(
-    model: ModelConfig, dtype: torch.dtype, pack: bool
+    model: ModelConfig, dtype: torch.dtype, pack: bool, weights: WeightStorage
 ) -> None:
-    kernels = kernels_that(pack)
+    kernels = kernels_that(pack, weights)
     planned = weight_bytes(model, kernels, dtype)
     groups = group_layers(attention_specs(model, dtype.itemsize))
     decoder = Decoder(model, kernels, dtype, CPU, groups)
@@ -144,6 +151,7 @@ def test_static_buffers_to_the_byte(
     [
         {},
         {"kv_dtype": "int8", "max_rows": 3},
+        {"weight_dtype": "int8", "dtype": "bfloat16"},
         {"host_cache_bytes": 1 << 18, "block_size": 4},
         {"memory_tokens": 77, "prefill_chunk": 24, "max_rows": 2},
         {"prompt_embeds": True, "num_blocks": 9},
@@ -203,6 +211,16 @@ def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine
     for name in ("static_buffers", "activations", "attention_masks"):
         sizes = [engine.stats()["memory"][name]["planned"] for engine in (small, large)]
         assert sizes[0] < sizes[1], name
+
+
+def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Callable[..., Engine]) -> None:
+    """In float32, a layer's largest beside its activations and the head beside the logits."""
+    plans = [open_engine("base", weight_dtype=kind).stats()["memory"] for kind in ("auto", "int8")]
+    grown = {
+        name: plans[1][name]["planned"] - plans[0][name]["planned"]
+        for name in ("activations", "logits")
+    }
+    assert grown == {"activations": 4 * 160 * 48, "logits": 4 * 97 * 48}
 
 
 def test_steps_are_measured(open_engine: Callable[..., Engine]) -> None:

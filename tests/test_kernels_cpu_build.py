@@ -27,7 +27,7 @@ def test_a_library_is_built_once_and_found_again(
     monkeypatch.setattr(cpu, "_run", lambda command, _: compiled.append(command) or "")
     with pytest.raises(FileNotFoundError):
         kernels.build_cpu_ops()  # nothing was linked, so there is nothing to move into place
-    assert len(compiled) == 7  # the macros, five sources, the library
+    assert len(compiled) == 8  # the macros, six sources, the library
 
 
 PORTABLE = """
@@ -45,6 +45,10 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
     expected = x.double() @ weight.double().T + 1
     torch.testing.assert_close(out.double(), expected, atol=10 * tolerance, rtol=tolerance)
     assert torch.equal(kernels.packed_linear(x[4:5], packed, bias.to(dtype), 50)[0], out[4])
+    data, scales = kernels.quantise_weight(weight)
+    out = kernels.packed_linear(x, kernels.pack_linear(data), bias.to(dtype), 50, scales)
+    expected = x.double() @ kernels.dequantise_weight(data, scales).double().T + 1
+    torch.testing.assert_close(out.double(), expected, atol=10 * tolerance, rtol=tolerance)
 
 plain = kernels.AttentionForm(16, 0.2, value_dim=40)
 forms = [
@@ -141,6 +145,15 @@ def test_cpu_compile_gets_the_fast_kernels() -> None:
     assert half.attention is kernels.paged_attention
     assert half.linear is kernels.reference_linear
     assert half.pack is None
+
+
+def test_kernels_know_how_weights_are_stored() -> None:
+    for device, mode in (("cpu", "eager"), ("cuda", "graph")):
+        for weights in ("model", "int8"):
+            chosen = kernels.select_kernels(device, mode, torch.bfloat16, weights)
+            assert chosen.weights == weights
+    assert chosen.stored_bytes(33, 65, torch.bfloat16) == 33 * 65 + 33 * 4
+    assert chosen.unpacked_bytes(33, 65) == 33 * 65 * 4
 
 
 def test_everyone_else_gets_plain_torch() -> None:

@@ -1,13 +1,15 @@
-"""How well the demo model predicts text it never saw, for each way of storing keys and values.
+"""How well the demo model predicts text it never saw, for each way of storing weights and cache.
 
-Run with `python -m stepgraph.runtime.demo.perplexity --kv-dtype auto int8 fp8`. Every token goes
-through a decode step of the engine (teacher forcing), so what is judged is what serves requests:
-quantisation when a token is written, and again each time it is read.
+Run with `python -m stepgraph.runtime.demo.perplexity --kv-dtype auto int8 fp8`, or with
+`--weight-dtype auto int8 --kv-dtype auto`. Every token goes through a decode step of the engine
+(teacher forcing), so what is judged is what serves requests: keys and values quantised when a
+token is written, and read as such; linear layers over the weights as stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sysconfig
@@ -27,6 +29,7 @@ CONTEXT = 2048
 """Tokens of the demo model's context."""
 
 KV_DTYPES = ("auto", "int8", "fp8")
+WEIGHT_DTYPES = ("auto", "int8")
 
 
 def held_out_tokens() -> list[int]:
@@ -63,8 +66,9 @@ def perplexity(engine: Engine, tokens: Sequence[int], window: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line of JSON for each way of storing keys and values."""
+    """Print a line of JSON for each way of storing weights, keys and values."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weight-dtype", nargs="+", default=("auto",), choices=WEIGHT_DTYPES)
     parser.add_argument("--kv-dtype", nargs="+", default=KV_DTYPES, choices=KV_DTYPES)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=None, help="use the first ones only")
@@ -81,10 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"were held out, not {count}"
         )
     tokens = tokens[:count]
-    for kv_dtype in options.kv_dtype:
-        config = EngineConfig(kv_dtype=kv_dtype, max_rows=1, max_model_len=CONTEXT)
+    for weight_dtype, kv_dtype in itertools.product(options.weight_dtype, options.kv_dtype):
+        config = EngineConfig(
+            weight_dtype=weight_dtype, kv_dtype=kv_dtype, max_rows=1, max_model_len=CONTEXT
+        )
         with Engine.from_pretrained("demo", config) as engine:
             result = {
+                "weight_dtype": weight_dtype,
+                "weight_bytes_per_step": engine.weight_bytes_per_step,
                 "kv_dtype": kv_dtype,
                 "kv_bytes_per_token": engine.kv_bytes_per_token,
                 "window": options.window,

@@ -23,6 +23,8 @@ from .linear import (
     reference_linear,
     unpack_linear,
 )
+from .stack import DecoderStack, StackLayer, StackLinear, StackShape
+from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -34,18 +36,42 @@ class Kernels:
     name: str
     attention: Callable[..., Tensor]
     """Signature of `reference_paged_attention`."""
-    linear: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
-    """`linear(x_TK, weight, bias_N or None, out_features)`; the weight as `pack` returns it."""
+    linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
+    """`linear(x_TK, weight, bias_N or None, out_features, scales_N or None)`; the weight as `pack`
+    returns it."""
     pack: Callable[[Tensor], Tensor] | None
     """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
     bounded_by_length: bool
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    stacks: bool = False
+    """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
+    weights: WeightStorage = "model"
+    """How the weights of linear layers are stored; `int8` weights come with scales."""
+
+    def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
+        scales = n * SCALE_BYTES if self.weights == "int8" else 0
+        stored = torch.int8 if self.weights == "int8" else dtype
+        if self.pack is None:
+            return n * k * stored.itemsize + scales
+        return packed_bytes(n, k, stored) + scales
+
+    def unpacked_bytes(self, n: int, k: int) -> int:
+        """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
+        return n * k * 4 if self.weights == "int8" and self.pack is None else 0
 
 
-def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -> Kernels:
+def select_kernels(
+    device: torch.device | str,
+    mode: Mode,
+    dtype: torch.dtype,
+    weights: WeightStorage = "model",
+) -> Kernels:
     """The kernels for a model in `dtype` on `device`; builds and loads them where they need it.
+
+    `weights` says how those of linear layers are stored.
 
     Raises KernelBuildError where the fast CPU kernels cannot be built.
     """
@@ -60,6 +86,8 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
             pack=pack_linear if packs else None,
             bounded_by_length=True,
             masks=0,
+            weights=weights,
+            stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
@@ -69,13 +97,19 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
         pack=None,
         bounded_by_length=False,
         masks=1,
+        weights=weights,
     )
 
 
 __all__ = [
     "AttentionForm",
+    "DecoderStack",
     "Kernels",
     "Mode",
+    "StackLayer",
+    "StackLinear",
+    "StackShape",
+    "WeightStorage",
     "select_kernels",
     "paged_attention",
     "reference_paged_attention",
@@ -86,6 +120,8 @@ __all__ = [
     "packed_bytes",
     "packed_embedding",
     "can_pack",
+    "quantise_weight",
+    "dequantise_weight",
     "KernelBuildError",
     "build_cpu_ops",
     "have_compiler",

@@ -27,14 +27,22 @@ _UNITS = (
     "cpu_attention_int8.cpp",
     "cpu_attention_fp8.cpp",
     "cpu_linear.cpp",
+    "cpu_stack.cpp",
 )
 _HEADERS = (
     "cpu_kernels.h",
     "cpu_vec.h",
+    "cpu_int8.h",
     "cpu_storage.h",
+    "cpu_attention_plan.h",
     "cpu_attention_math.h",
     "cpu_attention_worker.h",
     "cpu_attention.h",
+    "cpu_checks.h",
+    "cpu_linear.h",
+    "cpu_stack.h",
+    "cpu_stack_math.h",
+    "cpu_stack_ops.h",
 )
 _TAIL_LINES = 30
 

@@ -4,9 +4,10 @@ Shapes: T tokens, K input features, N output features.
 
 A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features, each
 read from first to last byte. A step holds, for each feature of the block, one 32-bit word: w = 2
-consecutive input features in bfloat16 (steps = ceil(K / 2)), or w = 1 in float32 (steps = K). What
-K or N lack to whole words and blocks is zero. It takes the place of the weight: besides
-`packed_linear` it serves the embedding that a model ties to its head (`packed_embedding`).
+consecutive input features in bfloat16 (steps = ceil(K / 2)), or w = 1 in float32 (steps = K). Of
+int8 weights (`weight_storage.py`) a step holds w = 2 bytes for each feature, whatever the dtype of
+the model. What K or N lack to whole steps and blocks is zero. It takes the place of the weight:
+besides `packed_linear` it serves the embedding that a model ties to its head (`packed_embedding`).
 
 The fast version computes each output as one chain of multiply-adds in the order of K, whatever T:
 row t of `packed_linear(x, ...)` is bitwise the same in any batch.
@@ -17,16 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32
-_PER_WORD = {torch.bfloat16: 2, torch.float32: 1}
+_PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
+"""Input features of a step, by the dtype of the weight."""
 
 torch.library.define(
     "stepgraph::packed_linear",
-    "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None) -> Tensor",
 )
 
 
 def _fake_packed_linear(
-    x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
+    x_TK: Tensor,
+    packed: Tensor,
+    bias_N: Tensor | None,
+    out_features: int,
+    scales_N: Tensor | None = None,
 ) -> Tensor:
     return x_TK.new_empty(x_TK.shape[0], out_features)
 
@@ -35,20 +41,21 @@ torch.library.register_fake("stepgraph::packed_linear", _fake_packed_linear)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether weights of `dtype` have a packed form (bfloat16 and float32 do)."""
-    return dtype in _PER_WORD
+    """Whether weights of `dtype` have a packed form (bfloat16, float32 and int8 do)."""
+    return dtype in _PER_STEP
 
 
-def _per_word(dtype: torch.dtype) -> int:
-    if dtype not in _PER_WORD:
-        known = ", ".join(str(known) for known in _PER_WORD)
+def _per_step(dtype: torch.dtype) -> int:
+    if dtype not in _PER_STEP:
+        known = ", ".join(str(known) for known in _PER_STEP)
         raise TypeError(f"no packed form for weights of {dtype}; use one of {known}")
-    return _PER_WORD[dtype]
+    return _PER_STEP[dtype]
 
 
 def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
     """Bytes of a packed `[n, k]` weight, padding included. TypeError as `pack_linear`."""
-    return -(-n // BLOCK) * BLOCK * -(-k // _per_word(dtype)) * 4
+    width = _per_step(dtype)
+    return -(-n // BLOCK) * BLOCK * -(-k // width) * width * dtype.itemsize
 
 
 def pack_linear(weight_NK: Tensor) -> Tensor:
@@ -59,7 +66,7 @@ def pack_linear(weight_NK: Tensor) -> Tensor:
     if weight_NK.dim() != 2:
         raise ValueError(f"a weight to pack is [N, K], got shape {tuple(weight_NK.shape)}")
     n, k = weight_NK.shape
-    width = _per_word(weight_NK.dtype)
+    width = _per_step(weight_NK.dtype)
     padded = F.pad(weight_NK, (0, -k % width, 0, -n % BLOCK))
     return padded.view(-1, BLOCK, padded.shape[1] // width, width).transpose(1, 2).contiguous()
 
@@ -74,19 +81,41 @@ def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     return packed[tokens_T // BLOCK, :, tokens_T % BLOCK].flatten(1)[:, :k]
 
 
-def packed_linear(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
+def packed_linear(
+    x_TK: Tensor,
+    packed: Tensor,
+    bias_N: Tensor | None,
+    out_features: int,
+    scales_N: Tensor | None = None,
+) -> Tensor:
     """`x @ weight.T + bias` as `[T, out_features]`, accumulated in float32.
 
     `packed` is `pack_linear(weight)` in the dtype of `x_TK`; `bias_N` is `[out_features]` or None.
-    Runs on CPU after `load_cpu_ops`. Raises RuntimeError for arguments that do not fit.
+    With `scales_N`, float32 `[out_features]`, the weight is int8 and each sum is multiplied by the
+    scale of its feature before the bias is added and the result rounded. Runs on CPU after
+    `load_cpu_ops`. Raises RuntimeError for arguments that do not fit.
     """
-    out: Tensor = torch.ops.stepgraph.packed_linear.default(x_TK, packed, bias_N, out_features)
+    out: Tensor = torch.ops.stepgraph.packed_linear.default(
+        x_TK, packed, bias_N, out_features, scales_N
+    )
     return out
 
 
 def reference_linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_features: int
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_features: int,
+    scales_N: Tensor | None = None,
 ) -> Tensor:
-    """`F.linear` with the signature of `packed_linear`, over the weight as it is."""
+    """`F.linear` with the signature of `packed_linear`, over the weight as it is.
+
+    An int8 weight is brought to float32 as a whole: right everywhere, fast nowhere.
+    """
     assert weight_NK.shape[0] == out_features
-    return F.linear(x_TK, weight_NK, bias_N)
+    if scales_N is None:
+        return F.linear(x_TK, weight_NK, bias_N)
+    out_TN = F.linear(x_TK.float(), weight_NK.float()) * scales_N
+    if bias_N is not None:
+        out_TN = out_TN + bias_N.float()
+    return out_TN.to(x_TK.dtype)

@@ -6,11 +6,12 @@ and gate, up are stored as one tensor each.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .config import LatentConfig, ModelConfig
 
-__all__ = ["FusedTensor", "fused_layout"]
+__all__ = ["FusedTensor", "fused_layout", "weights_per_step"]
 
 Shape = tuple[int, ...]
 
@@ -19,7 +20,7 @@ class FusedTensor(NamedTuple):
     """A parameter of ours: tensors of a checkpoint stacked along the first dimension.
 
     Those with two dimensions, and only those, are the weights of linear layers, which kernels may
-    pack; what is read otherwise is stored as it is.
+    quantise and pack; what is read otherwise is stored as it is.
     """
 
     sources: tuple[str | None, ...]
@@ -53,6 +54,19 @@ def fused_layout(config: ModelConfig) -> dict[str, FusedTensor]:
     if not config.tie_word_embeddings:
         builder.single("lm_head.weight", "lm_head", config.vocab_size)
     return builder.layout
+
+
+def weights_per_step(config: ModelConfig) -> int:
+    """Return how many parameters a decode step multiplies with, however they are stored.
+
+    An untied input embedding is left out: a step reads one of its rows per sequence.
+    """
+    tied = config.tie_word_embeddings
+    return sum(
+        math.prod(fused.shape)
+        for name, fused in fused_layout(config).items()
+        if tied or name != "embed_tokens.weight"
+    )
 
 
 class _Builder:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import Kernels, packed_embedding
+from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
 
 __all__ = ["HeadProjection", "Projection", "RMSNorm"]
 
@@ -23,23 +23,39 @@ class Projection(nn.Module):
         self.out_features = out_features
         self.in_features = in_features
         self.weight: nn.Parameter | None = None
+        self.scales: nn.Parameter | None = None
+        """float32 `[out_features]`, of weights that are stored as int8."""
         self.bias: nn.Parameter | None = None
+        self.dtype: torch.dtype | None = None
+        """Of the weight as it was before it was quantised."""
 
     def store(self, weight: torch.Tensor, device: torch.device) -> None:
-        """Take the weight `[out_features, in_features]`, packed if the kernels pack."""
+        """Take the weight `[out_features, in_features]`, quantised and packed as the kernels want.
+
+        Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
+        """
+        self.dtype = weight.dtype
+        if self.kernels.weights == "int8":
+            weight, scales = quantise_weight(weight)
+            self.scales = nn.Parameter(scales.to(device), requires_grad=False)
         packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
         self.weight = nn.Parameter(packed.to(device), requires_grad=False)
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
         assert self.weight is not None
+        assert self.dtype is not None
         if self.kernels.pack is None:
-            return F.embedding(index_T, self.weight)
-        return packed_embedding(index_T, self.weight, self.in_features)
+            rows = F.embedding(index_T, self.weight)
+        else:
+            rows = packed_embedding(index_T, self.weight, self.in_features)
+        if self.scales is None:
+            return rows
+        return dequantise_weight(rows, self.scales[index_T]).to(self.dtype)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None
-        return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features)
+        return self.kernels.linear(x_TD, self.weight, self.bias, self.out_features, self.scales)
 
 
 class HeadProjection(nn.Module):
@@ -47,7 +63,8 @@ class HeadProjection(nn.Module):
 
     Attention lives in the latent space: instead of a key that comes from a latent, the query is
     brought to the latent (q . (W c) = (W^T q) . c), and what comes out is a mixture of latents,
-    from which the mixture of values is projected.
+    from which the mixture of values is projected. Their weight stays in the model's dtype where
+    those of linear layers are quantised: it has no output channel that both products share.
     """
 
     def __init__(self, key_dim: int) -> None:
