@@ -27,6 +27,7 @@ _UNITS = (
     "cpu_attention_int8.cpp",
     "cpu_attention_fp8.cpp",
     "cpu_linear.cpp",
+    "cpu_sampling.cpp",
 )
 _HEADERS = (
     "cpu_kernels.h",
@@ -35,6 +36,8 @@ _HEADERS = (
     "cpu_attention_math.h",
     "cpu_attention_worker.h",
     "cpu_attention.h",
+    "cpu_sampling.h",
+    "cpu_sampling_ops.h",
 )
 _TAIL_LINES = 30
 

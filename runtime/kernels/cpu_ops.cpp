@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "cpu_kernels.h"
+#include "cpu_sampling_ops.h"
 
 namespace stepgraph {
 namespace {
