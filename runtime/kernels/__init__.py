@@ -42,6 +42,8 @@ class Kernels:
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    fused_sampling: bool = False
+    """Either sampler is one operation: `fused_sampler`."""
 
 
 def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -> Kernels:
@@ -60,6 +62,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
             pack=pack_linear if packs else None,
             bounded_by_length=True,
             masks=0,
+            fused_sampling=True,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
