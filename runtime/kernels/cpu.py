@@ -30,16 +30,24 @@ _UNITS = (
     "cpu_attention_fp8.cpp",
     "cpu_linear.cpp",
     "cpu_sampling.cpp",
+    "cpu_stack.cpp",
 )
 _HEADERS = (
     "cpu_kernels.h",
     "cpu_vec.h",
     "cpu_storage.h",
+    "cpu_attention_plan.h",
     "cpu_attention_math.h",
     "cpu_attention_worker.h",
     "cpu_attention.h",
     "cpu_sampling.h",
     "cpu_sampling_ops.h",
+    "cpu_checks.h",
+    "cpu_embedding_ops.h",
+    "cpu_linear.h",
+    "cpu_stack.h",
+    "cpu_stack_math.h",
+    "cpu_stack_ops.h",
 )
 _TAIL_LINES = 30
 

@@ -1,19 +1,126 @@
-// Attention over an arena of the model's own type, and the choice among the storages.
+// The plan of a step's attention, the choice among the storages, and attention over an arena of the
+// model's own type.
 #include "cpu_attention.h"
 
-namespace stepgraph {
+#include <c10/util/Exception.h>
 
-template <class T>
-void paged_attention(const AttentionArgs<T>& args) {
-  switch (args.storage) {
-    case Storage::kModel: return attend_paged<T, Plain<T>>(args);
-    case Storage::kInt8: return attend_int8(args);
-    case Storage::kFp8: return attend_fp8(args);
+namespace stepgraph {
+namespace {
+
+constexpr int64_t kTileQueries = 48;  // query rows that share one packed chunk of keys
+constexpr int64_t kMostHeads = 64;    // query heads of a tile; more of a group go to several
+constexpr int64_t kBytesPerThread = 64 * 1024;  // below, a second thread costs more than it brings
+constexpr int64_t kItemsPerThread = 4;  // fewer tiles than this are split into chunks
+// A split call keeps the state of every chunk of every tile until all are there. If that took more
+// than this it is not split: the memory plan leaves 64 MiB for such work space, and no more.
+constexpr int64_t kMostSplitBytes = 32 << 20;
+
+// Tiles of one kv head.
+int64_t head_parts(int64_t group) { return (group + kMostHeads - 1) / kMostHeads; }
+
+}  // namespace
+
+float* WorkSpace::reserve(int64_t count) {
+  if (count > size_) {
+    floats_.reset();
+    const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+    floats_.reset(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
+    std::fill_n(floats_.get(), count, 0.0f);
+    size_ = count;
+  }
+  return floats_.get();
+}
+
+void AttentionPlan::prepare(const AttentionStep& new_step) {
+  step = new_step;
+  cut_tiles();
+  share_out();
+  const int64_t width = state_width(step.value_dim);
+  // A word is an element or two.
+  scratch_floats = packed_key_words(step.head_dim) + 2 * state_floats(most_queries, width) +
+                   most_queries * (step.head_dim + kChunk + kSpanFloats);
+  scratch_floats = (scratch_floats + 15) / 16 * 16;
+  scratch.reserve(scratch_floats * step.threads);
+}
+
+// All heads of some tokens lie together.
+void AttentionPlan::cut_tiles() {
+  const int64_t group = step.heads / step.kv_heads, head_tiles = head_parts(group);
+  const int64_t most = std::max<int64_t>(1, kTileQueries / group);
+  tiles.clear();
+  for (int64_t first = 0, tokens; first < step.tokens; first += tokens) {
+    const int64_t row = step.token_rows[first];
+    Span seen = seen_from(step.positions[first], step.window);
+    for (tokens = 1; tokens < most && first + tokens < step.tokens &&
+                     step.token_rows[first + tokens] == row; ++tokens) {
+      const Span own = seen_from(step.positions[first + tokens], step.window);
+      seen = {std::min(seen.begin, own.begin), std::max(seen.end, own.end)};
+    }
+    const int32_t* table = step.block_tables + row * step.max_blocks;
+    for (int64_t i = seen.begin / step.block_size; i * step.block_size < seen.end; ++i) {
+      TORCH_CHECK_INDEX(0 <= table[i] && table[i] < step.num_blocks, "block_tables[", row, ", ", i,
+                        "] is ", table[i], ", the arena has ", step.num_blocks, " blocks");
+    }
+    for (int64_t kv_head = 0; kv_head < step.kv_heads; ++kv_head) {
+      for (int64_t part = 0; part < head_tiles; ++part) {
+        const int64_t from = group * part / head_tiles, to = group * (part + 1) / head_tiles;
+        tiles.push_back({first, tokens, seen.begin, seen.end, kv_head, kv_head * group + from,
+                         to - from});
+      }
+    }
   }
 }
 
-template void paged_attention(const AttentionArgs<c10::BFloat16>&);
-template void paged_attention(const AttentionArgs<c10::Half>&);
-template void paged_attention(const AttentionArgs<float>&);
+// How many threads are worth while, and whether a tile's chunks go to several of them.
+void AttentionPlan::share_out() {
+  const int64_t items = static_cast<int64_t>(tiles.size());
+  int64_t positions = 0;
+  most_chunks = most_queries = 1;
+  for (const Tile& tile : tiles) {
+    // As often as rows of queries pass over what is read.
+    positions += (tile.end - tile.begin) * ((tile.queries() + kTileRows - 1) / kTileRows);
+    most_chunks = std::max(most_chunks, tile.chunks());
+    most_queries = std::max(most_queries, tile.queries());
+  }
+  // Work in bytes of the model's type; quantised ones are not decoded faster than they are counted.
+  const int64_t bytes = positions * step.head_dim * 2 * step.element_bytes;
+  const int64_t useful = std::min(bytes / kBytesPerThread, items * most_chunks);
+  threads = static_cast<int>(std::clamp<int64_t>(useful, 1, step.threads));
+  part_floats = state_floats(most_queries, state_width(step.value_dim));
+  const int64_t floats = items * most_chunks * part_floats;
+  const bool split = threads > 1 && most_chunks > 1 && items < threads * kItemsPerThread &&
+                     floats * static_cast<int64_t>(sizeof(float)) <= kMostSplitBytes;
+  pieces.clear();
+  if (!split) return;
+  parts.reserve(floats);
+  const int64_t together = step.kv_heads * head_parts(step.heads / step.kv_heads);
+  for (int64_t i = 0; i < items; i += together) {  // tiles of the same tokens
+    for (int64_t chunk = tiles[i].first_chunk(); chunk < tiles[i].end_chunk(); ++chunk) {
+      for (int64_t j = i; j < i + together; ++j) pieces.push_back({&tiles[j], chunk});
+    }
+  }
+}
+
+template <class T>
+void attend_in_region(const AttentionArgs<T>& args, AttentionPlan& plan) {
+  switch (plan.step.storage) {
+    case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan);
+    case Storage::kInt8: return attend_int8(args, plan);
+    case Storage::kFp8: return attend_fp8(args, plan);
+  }
+}
+
+template <class T>
+void paged_attention(const AttentionArgs<T>& args, AttentionPlan& plan) {
+#pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
+  attend_in_region(args, plan);
+}
+
+template void attend_in_region(const AttentionArgs<c10::BFloat16>&, AttentionPlan&);
+template void attend_in_region(const AttentionArgs<c10::Half>&, AttentionPlan&);
+template void attend_in_region(const AttentionArgs<float>&, AttentionPlan&);
+template void paged_attention(const AttentionArgs<c10::BFloat16>&, AttentionPlan&);
+template void paged_attention(const AttentionArgs<c10::Half>&, AttentionPlan&);
+template void paged_attention(const AttentionArgs<float>&, AttentionPlan&);
 
 }  // namespace stepgraph

@@ -4,12 +4,12 @@
 namespace stepgraph {
 
 template <class T>
-void attend_fp8(const AttentionArgs<T>& args) {
-  attend_paged<T, Scaled<Fp8, typename Element<T>::Word>>(args);
+void attend_fp8(const AttentionArgs<T>& args, AttentionPlan& plan) {
+  attend_paged<T, Scaled<Fp8, typename Element<T>::Word>>(args, plan);
 }
 
-template void attend_fp8(const AttentionArgs<c10::BFloat16>&);
-template void attend_fp8(const AttentionArgs<c10::Half>&);
-template void attend_fp8(const AttentionArgs<float>&);
+template void attend_fp8(const AttentionArgs<c10::BFloat16>&, AttentionPlan&);
+template void attend_fp8(const AttentionArgs<c10::Half>&, AttentionPlan&);
+template void attend_fp8(const AttentionArgs<float>&, AttentionPlan&);
 
 }  // namespace stepgraph

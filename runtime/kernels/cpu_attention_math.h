@@ -7,11 +7,11 @@
 #include <limits>
 #include <utility>
 
+#include "cpu_attention_plan.h"
 #include "cpu_storage.h"
 
 namespace stepgraph {
 
-constexpr int kChunk = 128;  // positions; a multiple of 2 * kBlock
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Cephes' expf on [-87, 0] (argument reduction by ln 2 in two parts, polynomial of degree 5,
@@ -66,12 +66,6 @@ inline float lane_max(F32x16 value) {
 
 struct Partial {
   float maximum, sum;
-};
-
-// Positions begin ... end - 1 of a chunk.
-struct Span {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
 };
 
 // exp(score - maximum) in place over the seen ones of kChunk scores; the others are not looked at.

@@ -1,57 +1,14 @@
-// Where `cpu_attention_math.h` gets its rows from: the tiles a call is cut into, and what a thread
-// does with one. The order of all sums is explained in `cpu_attention.h`.
+// Where `cpu_attention_math.h` gets its rows from: what a thread does with one tile of a plan. The order of all sums is explained in `cpu_attention.h`.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <utility>
-#include <vector>
 
 #include "cpu_attention_math.h"
-#include "cpu_kernels.h"
 
 namespace stepgraph {
-
-// Query heads that share a kv head, for consecutive tokens of one row.
-struct Tile {
-  int64_t first, tokens;         // tokens first ... first + tokens - 1
-  int64_t begin, end;            // positions begin ... end - 1: what any of them sees
-  int64_t kv_head, head, heads;  // query heads head ... head + heads - 1
-  int64_t queries() const { return tokens * heads; }
-  int64_t first_chunk() const { return begin / kChunk; }
-  int64_t end_chunk() const { return (end + kChunk - 1) / kChunk; }
-  int64_t chunks() const { return end_chunk() - first_chunk(); }
-};
-
-// The positions that a token at `position` sees.
-inline Span seen_from(int64_t position, int64_t window) {
-  return {window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0, position + 1};
-}
-
-// One chunk of a tile.
-struct Piece {
-  const Tile* tile;
-  int64_t chunk;
-  // What the tile reads of the chunk.
-  Span read() const {
-    const int64_t start = chunk * kChunk;
-    return {std::max<int64_t>(tile->begin - start, 0),
-            std::min<int64_t>(tile->end - start, kChunk)};
-  }
-};
-
-struct Free {
-  void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-inline Floats allocate(int64_t count) {
-  return Floats(static_cast<float*>(
-      ::operator new[](static_cast<size_t>(count) * sizeof(float), std::align_val_t(64))));
-}
 
 // Softmax state of the query rows of a tile: maximum and sum of each, and its weighted values.
 struct State {
@@ -59,39 +16,27 @@ struct State {
   float* acc;        // [queries, width]
 };
 
-// Floats of a row of weighted values, and of the state of `queries` rows of that width.
-inline int64_t state_width(int64_t value_dim) { return (value_dim + kBlock - 1) / kBlock * kBlock; }
-inline int64_t state_floats(int64_t queries, int64_t width) {
-  return queries * width + (2 * queries + 15) / 16 * 16;
-}
-
 // What one thread needs to work on one tile after another.
 template <class T, class Codec>
 class Worker {
  public:
-  Worker(const AttentionArgs<T>& args, const std::vector<Tile>& tiles)
+  // `scratch`: plan.scratch_floats floats of its own.
+  Worker(const AttentionArgs<T>& args, const AttentionPlan& plan, float* scratch)
       : args_(args),
-        words_((args.head_dim + Codec::kPerWord - 1) / Codec::kPerWord),
-        width_(state_width(args.value_dim)),
-        head_elements_(args.block_size * (args.head_dim + (Codec::kScaled ? 2 : 0))),
+        step_(plan.step),
+        words_((step_.head_dim + Codec::kPerWord - 1) / Codec::kPerWord),
+        width_(state_width(step_.value_dim)),
+        head_elements_(step_.block_size * (step_.head_dim + (Codec::kScaled ? 2 : 0))),
         arena_(reinterpret_cast<const Data*>(args.keys)),
         value_offset_(reinterpret_cast<const Data*>(args.values) - arena_) {
-    int64_t queries = 1;
-    for (const Tile& tile : tiles) queries = std::max(queries, tile.queries());
-    seen_.resize(queries);
-    // Transposing writes 16 words at a time: up to 15 * kBlock words behind the last block.
-    const int64_t key_words = kChunk * words_ + 16 * kBlock;
-    const int64_t state = state_floats(queries, width_);
-    storage_ = allocate(key_words + queries * (words_ + kChunk) + 2 * state + 64);
-    float* next = storage_.get();
-    // Keys are packed 16 at a time and scored 32 at a time: what is computed with the other half is
-    // not looked at, but it is to be a number.
-    std::fill_n(next, key_words, 0.0f);
-    packed_keys_ = reinterpret_cast<Word*>(std::exchange(next, next + key_words));
-    scores_ = std::exchange(next, next + queries * kChunk);
-    chunk_ = state_at(std::exchange(next, next + state), queries);
-    running_ = state_at(std::exchange(next, next + state), queries);
-    q_ = reinterpret_cast<Word*>(next);
+    const int64_t queries = plan.most_queries, state = state_floats(queries, width_);
+    const auto take = [&](int64_t floats) { return std::exchange(scratch, scratch + floats); };
+    packed_keys_ = reinterpret_cast<Word*>(take(packed_key_words(words_)));
+    scores_ = take(queries * kChunk);
+    chunk_ = state_at(take(state), queries);
+    running_ = state_at(take(state), queries);
+    seen_ = reinterpret_cast<Span*>(take(queries * kSpanFloats));
+    q_ = reinterpret_cast<Word*>(take(queries * words_));
   }
 
   State state_at(float* place, int64_t queries) const {
@@ -146,7 +91,7 @@ class Worker {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
       const T* q = args_.q + token * args_.q_strides[0] + head * args_.q_strides[1];
       for (int64_t word = 0; word < words_; word += 16) {
-        const auto words = words_of<Plain<T>>(q, word * Codec::kPerWord, args_.head_dim);
+        const auto words = words_of<Plain<T>>(q, word * Codec::kPerWord, step_.head_dim);
         std::memcpy(q_ + query * words_ + word, &words,
                     std::min<int64_t>(words_ - word, 16) * sizeof(Word));
       }
@@ -161,7 +106,7 @@ class Worker {
     pack_keys(piece.read());
     if constexpr (Codec::kScaled) load_scales(piece);
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t) {
-      const Span seen = seen_from(args_.positions[token], args_.window);
+      const Span seen = seen_from(step_.positions[token], step_.window);
       seen_[query] = {std::clamp<int64_t>(seen.begin - start, 0, kChunk),
                       std::clamp<int64_t>(seen.end - start, 0, kChunk)};
     });
@@ -170,7 +115,7 @@ class Worker {
       const int64_t from = queries * i / parts, to = queries * (i + 1) / parts;
       const ChunkRows<Codec> rows{
           q_ + from * words_, packed_keys_, words_, keys_, next_keys_, value_offset_, &seen_[from],
-          args_.value_dim, args_.scale, args_.softcap, score_scales_, value_scales_,
+          step_.value_dim, args_.scale, args_.softcap, score_scales_, value_scales_,
           scores_ + from * kChunk, state.partial + from, state.acc + from * width_, width_};
       attend_rows(rows, to - from, std::make_index_sequence<kTileRows>());
     }
@@ -181,14 +126,14 @@ class Worker {
   // j ... j + count - 1 of the piece's chunk that lie in one block, from `offset` on.
   template <class Visit>
   void visit_blocks(const Piece& piece, Visit visit) const {
-    const int64_t row = args_.token_rows[piece.tile->first], start = piece.chunk * kChunk;
-    const int32_t* table = args_.block_tables + row * args_.max_blocks;
+    const int64_t row = step_.token_rows[piece.tile->first], start = piece.chunk * kChunk;
+    const int32_t* table = step_.block_tables + row * step_.max_blocks;
     const Span read = piece.read();
     for (int64_t j = read.begin; j < read.end;) {
-      const int64_t column = (start + j) / args_.block_size;
-      const int64_t offset = (start + j) % args_.block_size;
-      const int64_t count = std::min(read.end - j, args_.block_size - offset);
-      const int64_t head = table[column] * args_.kv_heads + piece.tile->kv_head;
+      const int64_t column = (start + j) / step_.block_size;
+      const int64_t offset = (start + j) % step_.block_size;
+      const int64_t count = std::min(read.end - j, step_.block_size - offset);
+      const int64_t head = table[column] * step_.kv_heads + piece.tile->kv_head;
       visit(arena_ + head * head_elements_, offset, j, count);
       j += count;
     }
@@ -199,10 +144,10 @@ class Worker {
   // is not read.
   void find_keys(const Piece& piece, const Data** keys) const {
     visit_blocks(piece, [&](const Data* head, int64_t offset, int64_t j, int64_t count) {
-      const Data* key = head + offset * args_.head_dim;
-      for (int64_t i = j; i < j + count; ++i, key += args_.head_dim) keys[i] = key;
+      const Data* key = head + offset * step_.head_dim;
+      for (int64_t i = j; i < j + count; ++i, key += step_.head_dim) keys[i] = key;
       if constexpr (Codec::kScaled) {
-        const Data* scales = head + args_.block_size * args_.head_dim + offset * 2;
+        const Data* scales = head + step_.block_size * step_.head_dim + offset * 2;
         __builtin_prefetch(scales);
         __builtin_prefetch(scales + value_offset_);
       }
@@ -215,7 +160,7 @@ class Worker {
   void load_scales(const Piece& piece) {
     const float key_unit = args_.scale * Codec::Number::kUnit, value_unit = Codec::Number::kUnit;
     visit_blocks(piece, [&](const Data* head, int64_t offset, int64_t j, int64_t count) {
-      const Data* scales = head + args_.block_size * args_.head_dim + offset * 2;
+      const Data* scales = head + step_.block_size * step_.head_dim + offset * 2;
       for (int64_t i = 0; i < count; ++i) {
         const Data* scale = scales + 2 * i;
         score_scales_[j + i] = from_bf16(load<uint16_t>(scale)) * key_unit;
@@ -234,7 +179,7 @@ class Worker {
         decltype(words_of<Codec>(arena_, 0, 0)) rows[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) {
-          rows[i] = words_of<Codec>(keys_[j + i], from, args_.head_dim);
+          rows[i] = words_of<Codec>(keys_[j + i], from, step_.head_dim);
           __builtin_prefetch(ahead[i] + from);
           __builtin_prefetch(keys_[j + i] + value_offset_ + from);
         }
@@ -246,7 +191,7 @@ class Worker {
   // A row that sees nothing before `chunk` takes its part as it is, whatever the others saw.
   void merge_chunk(const Tile& tile, int64_t chunk, State part) {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t) {
-      const Span seen = seen_from(args_.positions[token], args_.window);
+      const Span seen = seen_from(step_.positions[token], step_.window);
       if (seen.end <= chunk * kChunk || seen.begin >= (chunk + 1) * kChunk) return;
       float* acc = running_.acc + query * width_;
       const float* next = part.acc + query * width_;
@@ -261,29 +206,29 @@ class Worker {
 
   void write(const Tile& tile, State state) {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
-      T* out = args_.out + (token * args_.heads + head) * args_.value_dim;
-      for (int64_t dim = 0; dim < args_.value_dim; dim += kBlock) {
+      T* out = args_.out + (token * step_.heads + head) * step_.value_dim;
+      for (int64_t dim = 0; dim < step_.value_dim; dim += kBlock) {
         const float* acc = state.acc + query * width_ + dim;
         const F32x16 sum = broadcast(state.partial[query].sum);
         T values[kBlock];
         Codec::store32(values, load<F32x16>(acc) / sum, load<F32x16>(acc + 16) / sum);
-        std::copy_n(values, std::min<int64_t>(args_.value_dim - dim, kBlock), out + dim);
+        std::copy_n(values, std::min<int64_t>(step_.value_dim - dim, kBlock), out + dim);
       }
     });
   }
 
   const AttentionArgs<T>& args_;
+  const AttentionStep& step_;
   int64_t words_, width_;  // words of a query; floats of a result
   int64_t head_elements_;  // of one head of a block in the arena
   const Data* arena_;      // the keys
   ptrdiff_t value_offset_;  // from a key (or its scale) to its value
-  Floats storage_;
-  std::vector<Span> seen_;
   std::array<const Data*, kChunk> key_rows_[2] = {};
   const Data **keys_ = key_rows_[0].data(), **next_keys_ = key_rows_[1].data();
   alignas(64) float score_scales_[kChunk] = {}, value_scales_[kChunk] = {};
   Word *packed_keys_, *q_;
   float* scores_;
+  Span* seen_;
   State chunk_, running_;
 };
 

@@ -6,16 +6,27 @@
 
 namespace stepgraph {
 
+enum class WeightKind { kModel };
+
+// A packed weight and what is applied to its sums. Pointers are the owner's.
+struct Weights {
+  const char* packed = nullptr;   // [blocks][steps][32] words of the kind
+  const float* scales = nullptr;  // [columns], each multiplies the sums of its column; or null
+  const void* bias = nullptr;     // [columns] of the model's type, or null
+  int64_t columns = 0, steps = 0;
+  WeightKind kind = WeightKind::kModel;
+
+  int64_t blocks() const { return (columns + 31) / 32; }
+};
+
 // out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does.
 template <class T>
 struct LinearArgs {
-  const T* x;           // [rows, k], last dimension dense; k even for bf16
-  int64_t x_stride;     // from row to row
-  const void* packed;   // [ceil(columns / 32)][steps][32] words
-  const T* bias;        // [columns] or null
-  T* out;               // [rows, columns], contiguous
-  int64_t rows, columns;
-  int64_t steps;        // words in a row of x
+  Weights weights;
+  const T* x;        // [rows, k], last dimension dense; k even for bf16
+  int64_t x_stride;  // from row to row
+  T* out;            // [rows, columns], contiguous
+  int64_t rows;
   int threads;
 };
 
@@ -25,7 +36,22 @@ void packed_linear(const LinearArgs<T>& args);
 // How the arena stores vectors; see `cpu_storage.h`.
 enum class Storage { kModel, kInt8, kFp8 };
 
-// Paged attention over one layer; the arena is written first. See `attention.py` for the meaning.
+// What paged attention is over, the same for all layers of a step that share a block table and a
+// window. See `attention.py` for the meaning.
+struct AttentionStep {
+  const int64_t* slots;        // [tokens]
+  const int32_t* block_tables; // [.., max_blocks]
+  int64_t max_blocks;
+  const int64_t* token_rows;   // [tokens]
+  const int64_t* positions;    // [tokens]
+  int64_t tokens, heads, kv_heads, head_dim, value_dim, num_blocks, block_size;
+  int64_t window;              // positions that a token sees, itself included; 0: all
+  int64_t element_bytes;       // of the model's type
+  Storage storage;
+  int threads;                 // no team that uses a plan of this step is larger
+};
+
+// One layer's tensors; the arena is written first.
 template <class T>
 struct AttentionArgs {
   const T* q;                  // [tokens, heads, head_dim], last dimension dense, as k and v
@@ -34,20 +60,21 @@ struct AttentionArgs {
   int64_t q_strides[2], k_strides[2], v_strides[2];  // token, head
   uint8_t* keys;               // one side of a layer: [num_blocks, kv_heads, bytes of a head]
   uint8_t* values;             // likewise; without v the keys
-  const int64_t* slots;        // [tokens]
-  const int32_t* block_tables; // [.., max_blocks]
-  int64_t max_blocks;
-  const int64_t* token_rows;   // [tokens]
-  const int64_t* positions;    // [tokens]
   T* out;                      // [tokens, heads, value_dim], contiguous
-  int64_t tokens, heads, kv_heads, head_dim, value_dim, num_blocks, block_size;
-  int64_t window;              // positions that a token sees, itself included; 0: all
   float scale, softcap;        // softcap 0: none
-  Storage storage;
-  int threads;
 };
 
+// How a step's attention is cut into work, and the work space for it (`cpu_attention_plan.h`). One
+// plan serves all layers whose step is the same, one after another.
+class AttentionPlan;
+
+// Called by every thread of a team (or outside of one); `out` is complete when it returns. All
+// threads pass the same arguments, which are read until then.
 template <class T>
-void paged_attention(const AttentionArgs<T>& args);
+void attend_in_region(const AttentionArgs<T>& args, AttentionPlan& plan);
+
+// One call on its own, with a team of its own.
+template <class T>
+void paged_attention(const AttentionArgs<T>& args, AttentionPlan& plan);
 
 }  // namespace stepgraph

@@ -2,28 +2,21 @@
 // Part of `cpu_ops.cpp`: torch's headers take longer to compile than the kernels.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include <limits>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "cpu_checks.h"
 #include "cpu_sampling.h"
 
 namespace stepgraph {
 namespace {
 
-int sampling_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-
 void check_logits(const at::Tensor& logits, const char* name) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1, name,
               ": logits are [lanes, vocab_size] with a dense last dimension, got ", logits.sizes());
-}
-
-void check_lanes(const at::Tensor& index, int64_t lanes, const char* name) {
-  TORCH_CHECK(index.scalar_type() == at::kLong && index.dim() == 1 && index.size(0) == lanes &&
-                  index.is_contiguous(),
-              "sample_full: ", name, " is a contiguous [", lanes, "] of int64, got ",
-              index.sizes(), " of ", index.scalar_type());
 }
 
 template <class Run>
@@ -43,7 +36,7 @@ at::Tensor sample_greedy_cpu(const at::Tensor& logits) {
   at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   for_logits(logits, "sample_greedy", [&](const auto* data) {
     sample_greedy(data, logits.stride(0), logits.size(0), logits.size(1),
-                  tokens.mutable_data_ptr<int64_t>(), sampling_threads());
+                  tokens.mutable_data_ptr<int64_t>(), threads());
   });
   return tokens;
 }
@@ -69,12 +62,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
               counts.sizes());
   TORCH_CHECK(0 <= tops && tops <= vocab_size, "sample_full: ", tops,
               " log-probabilities of a vocabulary of ", vocab_size);
-  check_lanes(rows, lanes, "rows");
-  check_lanes(positions, lanes, "positions");
+  check_index("sample_full", rows, at::kLong, lanes, num_rows, "rows");
+  check_index("sample_full", positions, at::kLong, lanes,
+              std::numeric_limits<int64_t>::max(), "positions");
   const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    TORCH_CHECK_INDEX(0 <= row[lane] && row[lane] < num_rows, "sample_full: rows[", lane, "] is ",
-                      row[lane], ", outside 0 ... ", num_rows - 1);
     const int64_t* ids = integers.const_data_ptr<int64_t>() + row[lane] * integers.size(1);
     for (int64_t i = kIntegers; i < integers.size(1); ++i) {
       TORCH_CHECK_INDEX(0 <= ids[i] && ids[i] < vocab_size, "sample_full: row ", row[lane],
@@ -87,9 +79,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
   at::Tensor tokens = at::empty({lanes}, longs), logprob = at::empty({lanes}, floats);
   at::Tensor top_logprobs = at::empty({lanes, tops}, floats);
   at::Tensor top_ids = at::empty({lanes, tops}, longs);
-  const int threads =
-      static_cast<int>(std::clamp<int64_t>(lanes, 1, sampling_threads()));
-  at::Tensor scratch = at::empty({threads * sample_scratch_bytes(vocab_size)},
+  const int used = static_cast<int>(std::clamp<int64_t>(lanes, 1, threads()));
+  at::Tensor scratch = at::empty({used * sample_scratch_bytes(vocab_size)},
                                  logits.options().dtype(at::kByte));
   for_logits(logits, "sample_full", [&]<class T>(const T* data) {
     sample_full(SampleArgs<T>{
@@ -98,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
         vocab_size, biases, stops, tops, tokens.mutable_data_ptr<int64_t>(),
         logprob.mutable_data_ptr<float>(), top_logprobs.mutable_data_ptr<float>(),
         top_ids.mutable_data_ptr<int64_t>(),
-        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), threads});
+        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used});
   });
   return {tokens, logprob, top_logprobs, top_ids};
 }

@@ -1,0 +1,102 @@
+// How a step's attention is cut into work: made before the threads start, and used by every layer
+// whose step is the same. How and why it is cut is explained in `cpu_attention.h`.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cpu_kernels.h"
+#include "cpu_vec.h"
+
+namespace stepgraph {
+
+constexpr int kChunk = 128;  // positions; a multiple of 2 * kBlock
+
+// Positions begin ... end - 1, of a row or of a chunk.
+struct Span {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// The positions that a token at `position` sees.
+inline Span seen_from(int64_t position, int64_t window) {
+  return {window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0, position + 1};
+}
+
+// Query heads that share a kv head, for consecutive tokens of one row.
+struct Tile {
+  int64_t first, tokens;         // tokens first ... first + tokens - 1
+  int64_t begin, end;            // positions begin ... end - 1: what any of them sees
+  int64_t kv_head, head, heads;  // query heads head ... head + heads - 1
+  int64_t queries() const { return tokens * heads; }
+  int64_t first_chunk() const { return begin / kChunk; }
+  int64_t end_chunk() const { return (end + kChunk - 1) / kChunk; }
+  int64_t chunks() const { return end_chunk() - first_chunk(); }
+};
+
+// One chunk of a tile.
+struct Piece {
+  const Tile* tile;
+  int64_t chunk;
+  // What the tile reads of the chunk.
+  Span read() const {
+    const int64_t start = chunk * kChunk;
+    return {std::max<int64_t>(tile->begin - start, 0),
+            std::min<int64_t>(tile->end - start, kChunk)};
+  }
+};
+
+// Floats of a row of weighted values, and of the softmax state of `queries` rows of that width:
+// the values, then maximum and sum of each row.
+inline int64_t state_width(int64_t value_dim) { return (value_dim + kBlock - 1) / kBlock * kBlock; }
+inline int64_t state_floats(int64_t queries, int64_t width) {
+  return queries * width + (2 * queries + 15) / 16 * 16;
+}
+
+// Words of a packed chunk of keys. Transposing writes 16 words at a time, so up to 15 * kBlock words
+// behind the last block.
+inline int64_t packed_key_words(int64_t words) { return kChunk * words + 16 * kBlock; }
+constexpr int64_t kSpanFloats = sizeof(Span) / sizeof(float);
+
+// Floats on a cache line of their own, kept from one use to the next as long as they suffice.
+class WorkSpace {
+ public:
+  // At least `count` floats, all numbers; their content is left from the use before.
+  float* reserve(int64_t count);
+  float* get() const { return floats_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> floats_;
+  int64_t size_ = 0;
+};
+
+class AttentionPlan {
+ public:
+  // Cuts a step into work. Allocates nothing where the plan has been as large before. What the step
+  // points to is used until the last layer is done.
+  //
+  // Raises IndexError if a block that will be read is not of the arena.
+  void prepare(const AttentionStep& step);
+
+  AttentionStep step;
+  std::vector<Tile> tiles;
+  std::vector<Piece> pieces;  // of a split call, in the order in which memory is read; else empty
+  int64_t most_queries;       // of a tile
+  int64_t most_chunks;        // likewise
+  int threads;                // that have something to do
+  WorkSpace parts;            // states of a split call, [tiles, most_chunks, part_floats]
+  int64_t part_floats;
+  WorkSpace scratch;          // [step.threads, scratch_floats]
+  int64_t scratch_floats;
+
+ private:
+  void cut_tiles();
+  void share_out();
+};
+
+}  // namespace stepgraph
