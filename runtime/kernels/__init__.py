@@ -23,6 +23,7 @@ from .linear import (
     reference_linear,
     unpack_linear,
 )
+from .stack import DecoderStack, StackLayer, StackLinear, StackShape
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -44,6 +45,8 @@ class Kernels:
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
     fused_sampling: bool = False
     """Either sampler is one operation: `fused_sampler`."""
+    stacks: bool = False
+    """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
 
 
 def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -> Kernels:
@@ -63,6 +66,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
             bounded_by_length=True,
             masks=0,
             fused_sampling=True,
+            stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
@@ -77,8 +81,12 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
 
 __all__ = [
     "AttentionForm",
+    "DecoderStack",
     "Kernels",
     "Mode",
+    "StackLayer",
+    "StackLinear",
+    "StackShape",
     "select_kernels",
     "paged_attention",
     "reference_paged_attention",

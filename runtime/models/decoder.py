@@ -20,7 +20,7 @@ from ...cache.spec import (
     LayerSpec,
     SlidingWindowSpec,
 )
-from ..kernels import Kernels
+from ..kernels import DecoderStack, Kernels, StackLayer, StackLinear, StackShape
 from .attention import Attention, AttentionInputs, LatentAttention, Place
 from .config import ModelConfig
 from .modules import Projection, RMSNorm
@@ -52,6 +52,28 @@ class Layer(nn.Module):
         self.down = Projection(kernels, hidden, inner)
         self.mlp_output_norm = norm() if config.family.output_norms else None
 
+    def stacked(self, rope: int) -> StackLayer:
+        """The layer as one of a `DecoderStack`; `rope` is its kind of rotation."""
+        attention = self.attention
+        assert isinstance(attention, Attention)
+        return StackLayer(
+            input_norm=_weight(self.input_norm),
+            qkv=_linear(attention.qkv),
+            q_norm=attention.q_norm and _weight(attention.q_norm),
+            k_norm=attention.k_norm and _weight(attention.k_norm),
+            output=_linear(attention.output),
+            attention_output_norm=self.attention_output_norm
+            and _weight(self.attention_output_norm),
+            mlp_norm=_weight(self.mlp_norm),
+            gate_up=_linear(self.gate_up),
+            down=_linear(self.down),
+            mlp_output_norm=self.mlp_output_norm and _weight(self.mlp_output_norm),
+            group=attention.place.group,
+            position=attention.place.position,
+            window=attention.window,
+            rope=rope,
+        )
+
     def forward(
         self,
         x_TD: torch.Tensor,
@@ -76,6 +98,15 @@ class Layer(nn.Module):
         return F.gelu(gate_TF, approximate="tanh")
 
 
+def _weight(module: RMSNorm | Projection) -> torch.Tensor:
+    assert module.weight is not None
+    return module.weight
+
+
+def _linear(projection: Projection) -> StackLinear:
+    return StackLinear(_weight(projection), None, projection.bias)
+
+
 class Decoder(nn.Module):
     """Token ids to hidden states to logits, reading and writing the arena.
 
@@ -98,6 +129,8 @@ class Decoder(nn.Module):
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
+        self.storage: Storage = storage
+        self.stack: DecoderStack | None = None
         places = {
             layer: Place(group.index, position, storage)
             for group in groups
@@ -120,9 +153,14 @@ class Decoder(nn.Module):
         ropes = [config.rope(layer) for layer in range(config.num_layers)]
         kinds = list(dict.fromkeys(ropes))
         self.rope_kinds = [kinds.index(rope) for rope in ropes]
-        self.amplitudes = [rope.scaling.amplitude for rope in kinds]
         frequencies_KE = torch.stack([inverse_frequencies(r, config.rope_dim) for r in kinds])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
+        amplitudes = [rope.scaling.amplitude for rope in kinds]
+        self.amplitudes: torch.Tensor | None = (
+            None
+            if all(amplitude == 1.0 for amplitude in amplitudes)
+            else nn.Buffer(torch.tensor(amplitudes, device=device)[:, None, None], persistent=False)
+        )
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take every weight; those of linear layers are packed as the kernels want them."""
@@ -135,6 +173,31 @@ class Decoder(nn.Module):
             else:
                 assert leaf in ("weight", "bias"), name
                 setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
+        self.stack = self._make_stack()
+
+    def _make_stack(self) -> DecoderStack | None:
+        """All layers as one operation, or None where they run one by one."""
+        config = self.config
+        if not self.kernels.stacks or config.latent is not None:
+            return None
+        shape = StackShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.score_scale,
+            softcap=config.attn_logit_softcapping or 0.0,
+            offset_norms=config.family.offset_norms,
+            gelu=config.hidden_act != "silu",
+            storage=self.storage,
+        )
+        layers: list[StackLayer] = []
+        for layer, rope in zip(self.layers, self.rope_kinds, strict=True):
+            assert isinstance(layer, Layer)
+            layers.append(layer.stacked(rope))
+        return DecoderStack(shape, layers, _weight(self.norm))
 
     @property
     def weight_bytes(self) -> int:
@@ -167,15 +230,24 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
         angles_KTE = inputs.positions[:, None].float() * self.inverse_frequencies[:, None]
-        cos_KTE, sin_KTE = angles_KTE.cos(), angles_KTE.sin()
-        rotations = [
-            (cos_TE, sin_TE) if amplitude == 1.0 else (cos_TE * amplitude, sin_TE * amplitude)
-            for cos_TE, sin_TE, amplitude in zip(
-                cos_KTE.unbind(), sin_KTE.unbind(), self.amplitudes, strict=True
+        rotations_KTE = [angles_KTE.cos(), angles_KTE.sin()]
+        if self.amplitudes is not None:
+            rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
+        cos_KTE, sin_KTE = rotations_KTE
+        if self.stack is not None:
+            return self.stack.run(
+                x_TD,
+                arena,
+                inputs.positions,
+                inputs.slots,
+                inputs.block_tables,
+                inputs.token_rows,
+                cos_KTE,
+                sin_KTE,
+                inputs.read_blocks,
             )
-        ]
         for layer, kind in zip(self.layers, self.rope_kinds, strict=True):
-            x_TD = layer(x_TD, *rotations[kind], arena, inputs)
+            x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
         normed: torch.Tensor = self.norm(x_TD)
         return normed
 

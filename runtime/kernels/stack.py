@@ -1,0 +1,193 @@
+"""All layers of a decoder as one operation over weights that are packed once.
+
+Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
+rotation. The arithmetic is that of the modules in `models/decoder.py`, with results rounded to the
+model's dtype at the same places; what is fused or shared out among threads, and how, is said in
+`cpu_stack.cpp`. Like the operations it is made of, it computes a row's result bitwise the same in
+any batch and with any number of threads.
+
+Weights are no arguments: a stack is created once over them and known by a handle.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+torch.library.define(
+    "stepgraph::stack_create",
+    "(Tensor norm, Tensor?[] weights, int[] places, int[] sizes, float[] numbers,"
+    " bool offset_norms, bool gelu, str storage) -> int",
+)
+torch.library.define("stepgraph::stack_destroy", "(int handle) -> ()")
+torch.library.define("stepgraph::stack_workspace", "(int handle, int tokens) -> int")
+torch.library.define(
+    "stepgraph::decoder_stack",
+    "(Tensor x, Tensor(a!) arena, Tensor positions, Tensor slots, Tensor block_tables,"
+    " Tensor token_rows, Tensor cos, Tensor sin, int read_blocks, Tensor handle) -> Tensor",
+)
+
+
+def _fake_decoder_stack(
+    x_TD: Tensor,
+    arena: Tensor,
+    positions_T: Tensor,
+    slots_GT: Tensor,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    cos_KTE: Tensor,
+    sin_KTE: Tensor,
+    read_blocks: int,
+    handle: Tensor,
+) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
+
+
+class StackLinear(NamedTuple):
+    """A linear layer: its packed weight, and what its sums are multiplied by and added to."""
+
+    weight: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """One layer. Weights of norms are in the model's dtype; None: there is no such norm."""
+
+    input_norm: Tensor
+    qkv: StackLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: StackLinear
+    attention_output_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: StackLinear
+    down: StackLinear
+    mlp_output_norm: Tensor | None
+    group: int
+    """Its layer group."""
+    position: int
+    """Its position in the group: the first coordinate of the arena."""
+    window: int
+    """Tokens that a token attends to, itself included; 0: all before it."""
+    rope: int
+    """Its kind of rotation: the first coordinate of cosines and sines."""
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """In the order in which `stack_create` reads them."""
+        return (
+            self.input_norm,
+            *self.qkv,
+            self.q_norm,
+            self.k_norm,
+            *self.output,
+            self.attention_output_norm,
+            self.mlp_norm,
+            *self.gate_up,
+            *self.down,
+            self.mlp_output_norm,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers have in common."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    """Multiplies q . k."""
+    softcap: float
+    """Of scores; 0: none."""
+    offset_norms: bool
+    """Norms multiply by one plus their weight, in float32."""
+    gelu: bool
+    """The activation is tanh's approximation of gelu; else silu."""
+    storage: str
+    """How the arena stores vectors: `model`, `int8` or `fp8`."""
+
+
+class DecoderStack:
+    """The layers of one model and its final norm, ready to run; needs `load_cpu_ops`.
+
+    It keeps the weights alive, and ends with itself or with `close`.
+    """
+
+    def __init__(self, shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> None:
+        """Raises RuntimeError for weights that do not fit together."""
+        number: int = torch.ops.stepgraph.stack_create.default(
+            norm.detach(),
+            [None if w is None else w.detach() for layer in layers for w in layer.weights()],
+            [n for x in layers for n in (x.group, x.position, x.window, x.rope)],
+            [
+                shape.hidden_size,
+                shape.intermediate_size,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+            ],
+            [shape.eps, shape.scale, shape.softcap],
+            shape.offset_norms,
+            shape.gelu,
+            shape.storage,
+        )
+        # A tensor, so that compiled code does not depend on the number.
+        self._handle = torch.tensor(number)
+        self._number = number
+        self._close = weakref.finalize(self, torch.ops.stepgraph.stack_destroy.default, number)
+
+    def close(self) -> None:
+        """Let go of the weights; `run` raises RuntimeError from now on."""
+        self._close()
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Bytes of activations kept for steps of at most `tokens` tokens.
+
+        What attention keeps besides, less than 1 MiB as a rule, is not counted.
+        """
+        count: int = torch.ops.stepgraph.stack_workspace.default(self._number, tokens)
+        return count
+
+    def run(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        positions_T: Tensor,
+        slots_GT: Tensor,
+        block_tables: Tensor,
+        token_rows_T: Tensor,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+        read_blocks: int,
+    ) -> Tensor:
+        """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
+
+        `slots_GT`, `positions_T` and `token_rows_T` are int64, `block_tables` is int32 `[G, rows,
+        max_blocks]`; cosines and sines are float32. All positions are below `read_blocks` blocks.
+        Opaque to torch.compile. Raises RuntimeError for arguments that do not fit together and
+        IndexError for an index out of range, in both cases before anything is written.
+        """
+        out: Tensor = torch.ops.stepgraph.decoder_stack.default(
+            x_TD,
+            arena,
+            positions_T,
+            slots_GT,
+            block_tables,
+            token_rows_T,
+            cos_KTE,
+            sin_KTE,
+            read_blocks,
+            self._handle,
+        )
+        return out

@@ -1,0 +1,407 @@
+"""The decoder's layers as one operation against the modules that they are written down as."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime import kernels
+from stepgraph.runtime.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.kernels import select_kernels
+from stepgraph.runtime.loading import iter_weights, random_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+CPU = torch.device("cpu")
+VARIANTS = [
+    "base",
+    "odd",
+    "one_kv_head",
+    "biases",
+    "llama3_rope",
+    "qwen3",
+    "qwen3_yarn",
+    "mistral",
+    "gemma2",
+    "gemma3",
+]
+BLOCK_SIZE = 8
+ROWS = 3
+LENGTH = 160
+# Tokens of a step as (row, first position, count).
+CHUNKS = {
+    "T=1": [(0, 37, 1)],
+    "T=2": [(0, 9, 1), (2, 150, 1)],
+    "T=7": [(1, 0, 7)],
+    "T=33": [(0, 5, 1), (1, 17, 31), (2, 0, 1)],
+    "T=130": [(0, 20, 80), (1, 0, 49), (2, 129, 1)],
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06}
+"""Of the largest element: bfloat16 rounds to 2**-9 of it, several times a layer."""
+
+
+class Rig:
+    """A decoder and an arena that is NaN wherever a step has no business."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, storage: Storage = "model", seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        self.config, self.dtype, self.storage = config, dtype, storage
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        self.groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        self.decoder = Decoder(
+            config, select_kernels(CPU, "compile", dtype), dtype, CPU, self.groups, storage
+        )
+        self.columns = LENGTH // BLOCK_SIZE
+        blocks = 1 + ROWS * self.columns * len(self.groups)
+        self.arena = Arena(self.groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
+        tables = 1 + torch.randperm(blocks - 1, dtype=torch.int32)
+        self.tables = torch.zeros(len(self.groups), ROWS + 1, self.columns, dtype=torch.int32)
+        self.tables[:, :ROWS] = tables.view(len(self.groups), ROWS, self.columns)
+        if storage == "model":
+            self.arena.normal_()
+        else:
+            # Scales are bfloat16 of ordinary size, and data is anything.
+            width = config.head_dim * BLOCK_SIZE
+            self.arena.random_(0, 120)
+            scales = torch.rand(self.arena[..., width::2].shape) * 0.02
+            self.arena[..., width:] = scales.bfloat16().view(torch.uint8)
+
+    @classmethod
+    def of(cls, model: TinyModel, dtype: torch.dtype, storage: Storage = "model") -> Rig:
+        rig = cls(read_config(model.directory), dtype, storage)
+        with CheckpointReader(model.directory) as reader:
+            rig.decoder.store(iter_weights(reader, rig.config, dtype))
+        return rig
+
+    def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> AttentionInputs:
+        rows = torch.cat([torch.full((n,), row) for row, _, n in chunks])
+        positions = torch.cat([torch.arange(at, at + n) for _, at, n in chunks])
+        blocks = self.tables[:, rows, positions // BLOCK_SIZE].long()
+        return AttentionInputs(
+            positions=positions,
+            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            token_rows=rows,
+            rows=torch.tensor(sorted({row for row, _, _ in chunks})),
+            block_tables=self.tables,
+            read_blocks=self.columns,
+            block_size=BLOCK_SIZE,
+        )
+
+    def hidden(self, inputs: AttentionInputs, seed: int = 1) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(inputs.positions), self.config.hidden_size)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def poison(self, inputs: AttentionInputs) -> None:
+        """Everything becomes NaN that no token of the step reads before it is written."""
+        seen = torch.zeros(len(self.groups), self.arena.shape[2], BLOCK_SIZE, dtype=torch.bool)
+        for group in self.groups:
+            for row, at in zip(inputs.token_rows, inputs.positions, strict=True):
+                window = group.spec.window_tokens or LENGTH
+                read = torch.arange(max(0, int(at) - window + 1), int(at) + 1)
+                blocks = self.tables[group.index, row, read // BLOCK_SIZE]
+                seen[group.index, blocks, read % BLOCK_SIZE] = True
+        kept = seen.any(0)
+        if self.storage == "model":
+            self.arena.masked_fill_(~kept[None, None, :, None, :, None], torch.nan)
+        else:
+            self.arena[:, :, ~kept.any(-1)] = 255  # all ones are NaN in bfloat16
+
+    def step(
+        self, inputs: AttentionInputs, x_TD: torch.Tensor, *, stacked: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and the arena afterwards, which the next call does not see."""
+        arena, stack = self.arena.clone(), self.decoder.stack
+        assert stack is not None
+        if not stacked:
+            self.decoder.stack = None
+        with torch.no_grad():
+            out = self.decoder.decode(x_TD, arena, inputs)
+        self.decoder.stack = stack
+        return out, arena
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_agrees(rig: Rig, inputs: AttentionInputs, x_TD: torch.Tensor) -> None:
+    expected, expected_arena = rig.step(inputs, x_TD, stacked=False)
+    out, arena = rig.step(inputs, x_TD)
+    assert out.isfinite().all()
+    error = (out.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error < TOLERANCE[rig.dtype], error
+    # Which bytes were written is the same; what the first layer writes is nearly so.
+    if rig.storage == "model":
+        assert torch.equal(arena.isnan(), expected_arena.isnan())
+        torch.testing.assert_close(
+            arena, expected_arena, atol=TOLERANCE[rig.dtype] * 8, rtol=0.05, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_modules(
+    tiny: Callable[[str], TinyModel], variant: str, dtype: torch.dtype
+) -> None:
+    for chunks in CHUNKS.values():
+        rig = Rig.of(tiny(variant), dtype)
+        inputs = rig.inputs(chunks)
+        rig.poison(inputs)
+        assert_agrees(rig, inputs, rig.hidden(inputs))
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("variant", ["base", "gemma3"])
+def test_quantised_storage(
+    tiny: Callable[[str], TinyModel], variant: str, storage: Storage
+) -> None:
+    """A rounding of the input may go to the next code: tolerance of a storage, not of floats."""
+    for chunks in CHUNKS.values():
+        rig = Rig.of(tiny(variant), torch.float32, storage)
+        inputs = rig.inputs(chunks)
+        rig.poison(inputs)
+        x_TD = rig.hidden(inputs)
+        expected, _ = rig.step(inputs, x_TD, stacked=False)
+        out, _ = rig.step(inputs, x_TD)
+        error = (out - expected).abs().max() / expected.abs().max()
+        assert error < 5e-3, error
+
+
+def wide(dtype: torch.dtype, **fields: Any) -> Rig:
+    """A model of which two threads get something to do in every phase."""
+    config = ModelConfig(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 264,
+            "intermediate_size": 640,
+            "num_layers": 2,
+            "num_heads": 6,
+            "num_kv_heads": 3,
+            "head_dim": 48,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            **fields,
+        }
+    )
+    rig = Rig(config, dtype)
+    rig.decoder.store(random_weights(config, dtype))
+    return rig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields", [{}, {"intermediate_size": 601, "hidden_size": 261}, {"model_type": "gemma2"}]
+)
+def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    rig = wide(dtype, **fields)
+    inputs = rig.inputs(CHUNKS["T=130"])
+    x_TD = rig.hidden(inputs)
+    expected, expected_arena = rig.step(inputs, x_TD)
+    assert_agrees(rig, inputs, x_TD)
+    for count in (1, 2, 3):
+        with threads(count):
+            out, arena = rig.step(inputs, x_TD)
+            assert torch.equal(out, expected)
+            assert torch.equal(arena, expected_arena)
+    # The last row's only token alone, and then as one of two.
+    with threads(2):
+        alone = rig.inputs([CHUNKS["T=130"][2]])
+        assert torch.equal(rig.step(alone, x_TD[129:])[0], expected[129:])
+        pair = rig.inputs([(0, 20, 20), CHUNKS["T=130"][2]])
+        out, _ = rig.step(pair, torch.cat((x_TD[:20], x_TD[129:])))
+        assert torch.equal(out, torch.cat((expected[:20], expected[129:])))
+
+
+def test_what_an_earlier_step_left_behind_is_not_read() -> None:
+    for fields in ({}, {"intermediate_size": 601, "hidden_size": 261}):
+        rig = wide(torch.bfloat16, **fields)
+        for chunks in CHUNKS.values():
+            inputs = rig.inputs(chunks)
+            expected, _ = rig.step(inputs, rig.hidden(inputs))
+            nan = rig.inputs(CHUNKS["T=130"])
+            rig.step(nan, torch.full_like(rig.hidden(nan), torch.nan))
+            assert torch.equal(rig.step(inputs, rig.hidden(inputs))[0], expected)
+
+
+def test_nan_stays_in_its_row() -> None:
+    rig = wide(torch.bfloat16)
+    inputs = rig.inputs(CHUNKS["T=2"])
+    x_TD = rig.hidden(inputs)
+    expected, _ = rig.step(inputs, x_TD)
+    x_TD[0, 3] = torch.nan
+    out, _ = rig.step(inputs, x_TD)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], expected[1])
+
+
+def test_stacks_do_not_know_each_other() -> None:
+    one, two = wide(torch.bfloat16), wide(torch.float32, num_layers=3, head_dim=32)
+    inputs_one, inputs_two = one.inputs(CHUNKS["T=7"]), two.inputs(CHUNKS["T=33"])
+    first, _ = one.step(inputs_one, one.hidden(inputs_one))
+    second, _ = two.step(inputs_two, two.hidden(inputs_two))
+    assert torch.equal(one.step(inputs_one, one.hidden(inputs_one))[0], first)
+    assert one.decoder.stack is not None
+    one.decoder.stack.close()
+    assert torch.equal(two.step(inputs_two, two.hidden(inputs_two))[0], second)
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        one.step(inputs_one, one.hidden(inputs_one))
+
+
+def test_weights_are_let_go_with_the_decoder() -> None:
+    rig = wide(torch.float32)
+    weight = rig.decoder.layers[0].get_submodule("down").get_parameter("weight")
+    alive = StorageWeakRef(weight.untyped_storage())
+    stack = rig.decoder.stack
+    assert stack is not None
+    del rig, weight
+    gc.collect()
+    assert not alive.expired()
+    stack.close()
+    stack.close()
+    assert alive.expired()
+
+
+def test_a_stack_ends_with_its_decoder() -> None:
+    rig = wide(torch.float32)
+    weight = rig.decoder.layers[0].get_submodule("down").get_parameter("weight")
+    alive = StorageWeakRef(weight.untyped_storage())
+    del rig, weight
+    gc.collect()
+    assert alive.expired()
+
+
+def _set(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[-1] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "error"),
+    [
+        ("slots", lambda x: _set(x, 10**6), IndexError),
+        ("slots", lambda x: _set(x, -1), IndexError),
+        ("slots", lambda x: x[:, :-1], RuntimeError),
+        ("slots", lambda x: x[0], RuntimeError),
+        ("positions", lambda x: _set(x, LENGTH), IndexError),
+        ("positions", lambda x: x.int(), RuntimeError),
+        ("token_rows", lambda x: _set(x, ROWS + 1), IndexError),
+        ("block_tables", lambda x: torch.full_like(x, 10**6), IndexError),
+        ("block_tables", lambda x: torch.full_like(x, -1), IndexError),
+        ("block_tables", lambda x: x[0], RuntimeError),
+        ("block_tables", lambda x: x[..., ::2], RuntimeError),
+        ("read_blocks", lambda x: x + 1, RuntimeError),
+        ("read_blocks", lambda x: 0, RuntimeError),
+    ],
+)
+def test_bad_indices_are_refused_before_anything_is_written(
+    field: str, change: Callable[[Any], Any], error: type[Exception]
+) -> None:
+    rig = wide(torch.bfloat16)
+    good = rig.inputs(CHUNKS["T=33"])
+    bad = dataclasses.replace(good, **{field: change(getattr(good, field))})
+    before = rig.arena.clone()
+    assert rig.decoder.stack is not None
+    with pytest.raises(error, match="decoder_stack|block_tables"), torch.no_grad():
+        rig.decoder.decode(rig.hidden(good), rig.arena, bad)
+    assert torch.equal(rig.arena, before)
+
+
+def test_other_tensors_are_refused() -> None:
+    rig = wide(torch.bfloat16)
+    inputs = rig.inputs(CHUNKS["T=7"])
+    x_TD = rig.hidden(inputs)
+    for bad in (x_TD.float(), x_TD[:, :-1], x_TD[0]):
+        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
+            rig.decoder.decode(bad, rig.arena, inputs)
+    for arena in (rig.arena.float(), rig.arena[:1], rig.arena[:, :1], rig.arena[..., 2:]):
+        with pytest.raises(RuntimeError, match="decoder_stack"), torch.no_grad():
+            rig.decoder.decode(x_TD, arena, inputs)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    rig = wide(torch.bfloat16)
+    rig.decoder.layers[1].get_submodule("down").get_parameter("weight").data = torch.zeros(
+        3, 4, 32, 2, dtype=torch.bfloat16
+    )
+    with pytest.raises(RuntimeError, match="the weight of down is not a packed"):
+        rig.decoder._make_stack()
+
+
+def test_compiles_to_one_operation_for_any_number_of_tokens() -> None:
+    rig = wide(torch.bfloat16)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(module: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    def forward(
+        x_TD: torch.Tensor,
+        arena: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        read_blocks: int,
+    ) -> torch.Tensor:
+        inputs = AttentionInputs(
+            positions=positions,
+            slots=slots,
+            token_rows=rows,
+            rows=rows,
+            block_tables=rig.tables,
+            read_blocks=read_blocks,
+            block_size=BLOCK_SIZE,
+        )
+        return rig.decoder.decode(x_TD, arena, inputs)
+
+    compiled = torch.compile(forward, backend=count, fullgraph=True, dynamic=True)
+    for name in ("T=7", "T=2", "T=33", "T=130"):
+        inputs = rig.inputs(CHUNKS[name])
+        x_TD = rig.hidden(inputs)
+        expected, expected_arena = rig.step(inputs, x_TD)
+        arena = rig.arena.clone()
+        with torch.no_grad():
+            out = compiled(
+                x_TD, arena, inputs.positions, inputs.slots, inputs.token_rows, inputs.read_blocks
+            )
+        assert torch.equal(out, expected)
+        assert torch.equal(arena, expected_arena)
+    (graph,) = graphs
+    calls = [n for n in graph.graph.nodes if "stepgraph" in str(n.target)]
+    assert len(calls) == 1
+
+
+def test_latent_attention_and_other_dtypes_stay_with_the_modules(
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    for variant, dtype in (("deepseek_v3", torch.float32), ("base", torch.float16)):
+        config = read_config(tiny(variant).directory)
+        groups = group_layers(attention_specs(config, 4))
+        decoder = Decoder(config, select_kernels(CPU, "compile", dtype), dtype, CPU, groups)
+        decoder.store(random_weights(config, dtype))
+        assert decoder.stack is None
