@@ -106,10 +106,18 @@ class CompiledStep(Step[O]):
     """
 
     kind = "compile"
-    _prepared = False
+
+    def __init__(self, fn: Callable[[], O], name: str, *, compiles: bool = True) -> None:
+        """Wrap `fn`; without `compiles` no part of it is compiled, and one run warms it up."""
+        super().__init__(fn, name)
+        self._compiles = compiles
+        self._prepared = False
 
     def _prepare(self) -> None:
-        _run_until_compiled(self._fn)
+        if self._compiles:
+            _run_until_compiled(self._fn)
+        else:
+            self._fn()
         self._prepared = True
 
     def launch(self) -> O:

@@ -40,7 +40,7 @@ class RowState:
     ) -> RowState:
         """Allocate the state of `max_rows` rows and the null row."""
         rows = max_rows + 1
-        state = cls(
+        return cls(
             token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
             block_tables=torch.zeros(
@@ -48,9 +48,6 @@ class RowState:
             ),
             sampling=SamplingState.allocate(max_rows, vocab_size, device),
         )
-        for tensor in state.tensors().values():
-            torch._dynamo.mark_static_address(tensor)
-        return state
 
     @property
     def null_row(self) -> int:

@@ -329,7 +329,7 @@ def _library(
         if config.mode == "eager":
             return EagerStep(eager.bind(key), str(key))
         if capturer is None:
-            return CompiledStep(functions.bind(key), str(key))
+            return CompiledStep(functions.bind(key), str(key), compiles=functions.compiles)
         return CapturedStep(functions.bind(key), str(key), capturer)
 
     def make_fallback(key: StepKey) -> Step[StepOutput]:

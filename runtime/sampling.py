@@ -18,21 +18,25 @@ tokens of equal probability are kept or dropped together, and a top-k may keep m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
 from .errors import RequestError
+from .kernels.cpu_sampling import fused_full, fused_greedy
 from .kernels.selection import draw, largest, uniform
 from .kernels.thresholds import bisect_thresholds
 from .sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "SampleOutput",
+    "Sampler",
     "SamplingState",
+    "fused_sampler",
     "sample_full",
     "sample_greedy",
+    "torch_sampler",
 ]
 
 MAX_ROW_STOP_IDS = 32
@@ -257,6 +261,43 @@ def sample_full(
         top_logprobs=top_logits - log_mass_B[:, None],
         top_ids=top_ids,
     )
+
+
+def _sample_full_fused(
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+) -> SampleOutput:
+    """Do what `sample_full` does, in one call of an operator for CPUs."""
+    return SampleOutput(
+        *fused_full(
+            logits_BV,
+            state.reals,
+            state.integers,
+            state.token_counts,
+            rows_B,
+            positions_B,
+            min(MAX_LOGPROBS, logits_BV.shape[1]),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """One choice of implementations."""
+
+    greedy: Callable[[torch.Tensor], torch.Tensor]
+    """Signature of `sample_greedy`."""
+    full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
+    """Signature of `sample_full`."""
+
+
+torch_sampler = Sampler(sample_greedy, sample_full)
+"""For every device, to be compiled where that is possible."""
+
+fused_sampler = Sampler(fused_greedy, _sample_full_fused)
+"""For CPUs after `load_cpu_ops`: nothing that a compiler could improve."""
 
 
 def _penalise(

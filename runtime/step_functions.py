@@ -7,11 +7,13 @@ go back into the state.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-Compiled, a step is two parts, the forward pass and the sampler. Decode and prefill share them, so
-all buckets run the same two pieces of code: compiled once for any number of tokens, and once more
-for a single one, which torch specialises. For that, what they get must differ in nothing but its
-length: inputs are small copies, since torch compiles anew for a view of another buffer, and for two
-arguments that are the same tensor.
+A step is two parts, the forward pass and the sampler. A part that kernels do as a whole is called
+as it is: there is nothing left that a compiler could join, and calling compiled code costs the
+checks of its guards. The others are compiled. Decode and prefill share them, so all buckets run the
+same two pieces of code: compiled once for any number of tokens, and once more for a single one,
+which torch specialises. For that, what they get must differ in nothing but its length: inputs are
+small copies, since torch compiles anew for a view of another buffer, and for two arguments that are
+the same tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 from .batch import EmbedInputs, StepInputs
 from .models.decoder import AttentionInputs, Decoder
 from .rows import RowState
-from .sampling import SampleOutput, sample_full, sample_greedy
+from .sampling import SampleOutput, fused_sampler, torch_sampler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +77,7 @@ class StepFunctions:
         embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,
     ) -> None:
-        """Bind the tensors; with `compiled`, what runs over them is compiled at its first call.
+        """Bind the tensors; with `compiled`, parts are compiled at their first call.
 
         `embeds` are read by prefill steps, where prompts may have embeddings.
         """
@@ -85,13 +87,25 @@ class StepFunctions:
         self.state = state
         self.inputs = inputs
         self.embeds = embeds
-        self._compiled: dict[str, Callable[..., Any]] | None = None
-        if compiled:
-            parts = (self._forward_pass, self._greedy, self._full)
-            self._compiled = {
-                part.__name__: torch.compile(_own_code(part), fullgraph=True, dynamic=True)
-                for part in parts
-            }
+        fused_sampling = model.kernels.fused_sampling
+        self._sampler = fused_sampler if fused_sampling else torch_sampler
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        if compiled and model.stack is None:
+            self._compile(self._forward_pass)
+        if compiled and not fused_sampling:
+            self._compile(self._greedy)
+            self._compile(self._full)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether parts of the steps are compiled; until `close`."""
+        return bool(self._compiled)
+
+    def _compile(self, part: Callable[..., Any]) -> None:
+        for tensor in (self.arena, *self.state.tensors().values()):
+            torch._dynamo.mark_static_address(tensor)
+        code = torch.compile(_own_code(part), fullgraph=True, dynamic=True)
+        self._compiled[part.__name__] = code
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -177,17 +191,17 @@ class StepFunctions:
 
     def _part(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return a part of a step, compiled if there is a compiled one."""
-        return part if self._compiled is None else self._compiled[part.__name__]
+        return self._compiled.get(part.__name__, part)
 
     def close(self) -> None:
         """Let go of compiled code, which refers back to this object."""
-        self._compiled = None
+        self._compiled = {}
 
     def _greedy(
         self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
         logits = self.model.logits(hidden_BD)
-        tokens = sample_greedy(logits)
+        tokens = self._sampler.greedy(logits)
         self._feed_back(tokens, rows_B, positions_B + 1)
         return StepOutput(tokens, logits, None)
 
@@ -195,7 +209,7 @@ class StepFunctions:
         self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
         logits = self.model.logits(hidden_BD)
-        details = sample_full(logits, self.state.sampling, rows_B, positions_B + 1)
+        details = self._sampler.full(logits, self.state.sampling, rows_B, positions_B + 1)
         self._feed_back(details.tokens, rows_B, positions_B + 1)
         return StepOutput(details.tokens, logits, details)
 

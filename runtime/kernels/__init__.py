@@ -45,6 +45,8 @@ class Kernels:
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    fused_sampling: bool = False
+    """Either sampler is one operation: `fused_sampler`."""
     stacks: bool = False
     """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
     weights: WeightStorage = "model"
@@ -87,6 +89,7 @@ def select_kernels(
             bounded_by_length=True,
             masks=0,
             weights=weights,
+            fused_sampling=True,
             stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,14 @@ import torch
 from ..errors import KernelBuildError
 
 _HERE = Path(__file__).parent
+# Those that take longest to compile come first.
 _UNITS = (
     "cpu_ops.cpp",
-    "cpu_attention.cpp",
     "cpu_attention_int8.cpp",
+    "cpu_attention.cpp",
     "cpu_attention_fp8.cpp",
     "cpu_linear.cpp",
+    "cpu_sampling.cpp",
     "cpu_stack.cpp",
 )
 _HEADERS = (
@@ -38,7 +41,10 @@ _HEADERS = (
     "cpu_attention_math.h",
     "cpu_attention_worker.h",
     "cpu_attention.h",
+    "cpu_sampling.h",
+    "cpu_sampling_ops.h",
     "cpu_checks.h",
+    "cpu_embedding_ops.h",
     "cpu_linear.h",
     "cpu_stack.h",
     "cpu_stack_math.h",
@@ -49,7 +55,10 @@ _TAIL_LINES = 30
 
 def _find_compiler() -> str:
     """The compiler inductor would use. Raises whatever inductor raises where there is none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # heavy, and only builds need it
+    usual = os.environ.get("CXX", "g++")
+    if sys.platform == "linux" and "torch._inductor" not in sys.modules and shutil.which(usual):
+        return usual  # as inductor would say: to ask it takes seconds of imports
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
 
@@ -112,7 +121,7 @@ def build_cpu_ops(portable: bool = False) -> Path:
             [compiler, *flags, f"-I{torch_root}/include", "-c", str(_HERE / unit), "-o", output]
             for unit, output in zip(_UNITS, objects, strict=True)
         ]
-        with ThreadPoolExecutor(len(commands)) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda command: _run(command, "compiling the CPU kernels"), commands))
         linked = f"{scratch}/{library.name}"
         torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]

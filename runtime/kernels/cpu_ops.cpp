@@ -7,7 +7,9 @@
 
 #include "cpu_attention_plan.h"
 #include "cpu_checks.h"
+#include "cpu_embedding_ops.h"
 #include "cpu_kernels.h"
+#include "cpu_sampling_ops.h"
 #include "cpu_stack_ops.h"
 
 namespace stepgraph {

@@ -25,6 +25,9 @@ torch.library.define(
     "stepgraph::packed_linear",
     "(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None) -> Tensor",
 )
+torch.library.define(
+    "stepgraph::packed_embedding", "(Tensor tokens, Tensor packed, int k) -> Tensor"
+)
 
 
 def _fake_packed_linear(
@@ -37,7 +40,12 @@ def _fake_packed_linear(
     return x_TK.new_empty(x_TK.shape[0], out_features)
 
 
+def _fake_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
+    return packed.new_empty(tokens_T.shape[0], k)
+
+
 torch.library.register_fake("stepgraph::packed_linear", _fake_packed_linear)
+torch.library.register_fake("stepgraph::packed_embedding", _fake_packed_embedding)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -77,7 +85,16 @@ def unpack_linear(packed: Tensor, n: int, k: int) -> Tensor:
 
 
 def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
-    """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head."""
+    """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
+
+    Runs on CPU after `load_cpu_ops`. Raises IndexError for a token that is not in the weight.
+    """
+    rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k)
+    return rows
+
+
+def reference_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
+    """What `packed_embedding` does, in plain torch."""
     return packed[tokens_T // BLOCK, :, tokens_T % BLOCK].flatten(1)[:, :k]
 
 

@@ -1,0 +1,50 @@
+// What the registration in `cpu_sampling_ops.cpp` asks of the sampler. Plain pointers and sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace stepgraph {
+
+// Tokens that one running maximum or sum is kept of.
+constexpr int64_t kSampleChunk = 128;
+
+inline int64_t sample_chunks(int64_t vocab_size) {
+  return (vocab_size + kSampleChunk - 1) / kSampleChunk;
+}
+
+// Columns of `SamplingState`, before the values and ids of logit biases and the stop ids.
+enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency, kReals };
+enum Integer { kTopK, kSeed, kBanUntil, kIntegers };
+
+// T is the type of the logits. For the meaning see `sample_full` in `sampling.py`.
+template <class T>
+struct SampleArgs {
+  const T* logits;            // [lanes, vocab_size], last dimension dense
+  int64_t logits_stride;      // from lane to lane
+  const float* reals;         // [.., kReals + biases]
+  const int64_t* integers;    // [.., kIntegers + biases + stops]
+  int32_t* counts;            // [.., vocab_size]
+  const int64_t* rows;        // [lanes]
+  const int64_t* positions;   // [lanes]
+  int64_t lanes, vocab_size, biases, stops, tops;
+  int64_t* tokens;            // [lanes]
+  float* logprob;             // [lanes]
+  float* top_logprobs;        // [lanes, tops]
+  int64_t* top_ids;           // [lanes, tops]
+  std::byte* scratch;         // threads times `sample_scratch_bytes`, aligned to 64
+  int threads;
+};
+
+// Bytes of memory that each thread works in.
+int64_t sample_scratch_bytes(int64_t vocab_size);
+
+template <class T>
+void sample_full(const SampleArgs<T>& args);
+
+// tokens[b] = first index of the largest of logits[b]; NaN is never the largest.
+template <class T>
+void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
+                   int64_t* tokens, int threads);
+
+}  // namespace stepgraph
