@@ -46,7 +46,8 @@ class MemoryPlan:
         captured_graphs: what captured steps keep beside their buffers.
         reserve: left alone, for fragmentation and for others on the device.
         host_cache: blocks in host memory that requests are swapped to.
-        host_buffers: mirrors on the host that static buffers are written through.
+        host_buffers: mirrors on the host that static buffers are written through, and where the
+            outputs of steps arrive.
         host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
         host_blocks: blocks of the host cache.

@@ -42,7 +42,8 @@ class ModelFootprint:
         logits_bytes_fixed: what sampling takes however few the rows.
         logits_bytes_per_row: logits of one row, with the copies that sampling makes.
         static_bytes: static buffers.
-        host_buffer_bytes: their mirrors on the host; 0 where the device is the host.
+        host_buffer_bytes: their mirrors on the host, and room for outputs there; 0 where the device
+            is the host.
         graph_bytes: what captured steps keep beside their buffers.
         host_blocks: blocks of the host cache.
         host_shared: whether the host's memory is the device's, so that a budget covers both.

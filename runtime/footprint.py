@@ -16,6 +16,7 @@ from .batch import EmbedInputs, StepInputs
 from .config import ResolvedConfig, max_prefill_rows
 from .errors import ConfigError
 from .kernels import Kernels
+from .launch import HostOutputs
 from .loading import fused_layout
 from .models.config import ModelConfig
 from .rows import RowState
@@ -87,8 +88,8 @@ def model_footprint(
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=len(steps) * GRAPH_BYTES_PER_STEP if config.mode == "graph" else 0,
-        # On a CPU the mirror of a buffer is the buffer.
-        host_buffer_bytes=_no_mirror if on_cpu else _input_bytes(model, config, len(groups)),
+        # On a CPU the mirror of a buffer is the buffer, and outputs are where they are read.
+        host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
         host_shared=host_shared,
     )
     return dataclasses.replace(footprint, host_blocks=_host_blocks(config, footprint.block_bytes))
@@ -209,7 +210,18 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
     return input_bytes
 
 
-def _no_mirror(prefill_tokens: int, row_blocks: int) -> int:
+def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+    """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
+    inputs, rows = _input_bytes(model, config, num_groups), config.user.max_rows
+    outputs = HostOutputs.bytes_for(rows, max_prefill_rows(rows), model.vocab_size)
+
+    def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
+        return inputs(prefill_tokens, row_blocks) + outputs
+
+    return host_bytes
+
+
+def _nothing(prefill_tokens: int, row_blocks: int) -> int:
     return 0
 
 

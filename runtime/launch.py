@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, repeat
 from typing import Literal, NamedTuple
@@ -18,6 +18,9 @@ from .step_functions import StepOutput
 __all__ = ["HostOutputs", "Launch", "Sampled", "sampled_tokens"]
 
 Phase = Literal["decode", "prefill"]
+
+OUTPUT_SETS = 2
+"""Steps whose outputs the host keeps: the one that it reads, and the one under way."""
 
 
 class Sampled(NamedTuple):
@@ -52,41 +55,49 @@ class HostOutputs:
     """Where the outputs of steps arrive on the host, in memory taken once.
 
     The copies stand in the stream before the next launch: captured steps share their memory, so
-    any of them may overwrite the outputs of another. What a step leaves here is valid until the
-    launch `sets` later: one that is under way and one that is read meanwhile take turns.
+    any of them may overwrite the outputs of another. Two sets take turns, for while the tokens of
+    a step are read the next one is under way: what a step leaves here is valid until the launch
+    after the next.
     """
 
-    def __init__(
-        self, lanes: Mapping[Phase, int], vocab_size: int, sets: int, *, pinned: bool
-    ) -> None:
-        """Make room for as many lanes as the largest step of each phase has.
+    def __init__(self, max_rows: int, prefill_rows: int, vocab_size: int, *, pinned: bool) -> None:
+        """Make room for decode steps of `max_rows` and prefill steps of `prefill_rows` chunks.
 
-        Args:
-            lanes: rows of the largest decode step, chunks of a prefill step.
-            vocab_size: of the model.
-            sets: steps whose outputs are kept.
-            pinned: whether the memory is pinned, as copies need that are not waited for.
+        `pinned`: whether the device copies into it while the host goes on.
         """
+        lanes: dict[Phase, int] = {"decode": max_rows, "prefill": prefill_rows}
         best = min(MAX_LOGPROBS, vocab_size)
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
-        self._details = [
-            {
-                phase: SampleOutput(
-                    tokens=empty(count, dtype=torch.int64),
-                    logprob=empty(count, dtype=torch.float32),
-                    top_logprobs=empty(count, best, dtype=torch.float32),
-                    top_ids=empty(count, best, dtype=torch.int64),
-                )
-                for phase, count in lanes.items()
-            }
-            for _ in range(sets)
-        ]
-        self.arrived = [torch.cuda.Event() for _ in range(sets)] if pinned else [None] * sets
-        """Of each set, what is recorded behind the copies into it."""
+        self._whole = {
+            (index, phase): SampleOutput(
+                tokens=empty(count, dtype=torch.int64),
+                logprob=empty(count, dtype=torch.float32),
+                top_logprobs=empty(count, best, dtype=torch.float32),
+                top_ids=empty(count, best, dtype=torch.int64),
+            )
+            for index in range(OUTPUT_SETS)
+            for phase, count in lanes.items()
+        }
+        self._arrived = [torch.cuda.Event() for _ in range(OUTPUT_SETS)] if pinned else None
         self._views: dict[tuple[int, Phase, int], SampleOutput] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sets."""
+        return sum(
+            getattr(whole, field.name).nbytes
+            for whole in self._whole.values()
+            for field in fields(whole)
+        )
+
+    @staticmethod
+    def bytes_for(max_rows: int, prefill_rows: int, vocab_size: int) -> int:
+        """Bytes that a `HostOutputs` of these sizes takes."""
+        lane = (8 + 4) * (1 + min(MAX_LOGPROBS, vocab_size))
+        return OUTPUT_SETS * (max_rows + prefill_rows) * lane
 
     def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
         """Queue the copies of what step `number` leaves; return them as they will be.
@@ -94,10 +105,10 @@ class HostOutputs:
         The logits stay where they are.
         """
         lanes = output.tokens.shape[0]
-        index = number % len(self._details)
+        index = number % OUTPUT_SETS
         views = self._views.get((index, phase, lanes))
         if views is None:
-            whole = self._details[index][phase]
+            whole = self._whole[index, phase]
             views = SampleOutput(**{f.name: getattr(whole, f.name)[:lanes] for f in fields(whole)})
             self._views[index, phase, lanes] = views
         details = output.details
@@ -112,9 +123,10 @@ class HostOutputs:
 
     def depart(self, number: int) -> torch.cuda.Event | None:
         """Record, behind the copies of step `number`, the event that they have arrived with."""
-        event = self.arrived[number % len(self.arrived)]
-        if event is not None:
-            event.record()
+        if self._arrived is None:
+            return None
+        event = self._arrived[number % OUTPUT_SETS]
+        event.record()
         return event
 
 

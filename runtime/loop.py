@@ -6,6 +6,11 @@
 While the device works on step N the host takes in the tokens of step N-1. A request that turns out
 to have stopped there has a token too many in step N, which is discarded. On a device that is the
 host itself nothing runs beside the host, so a step is committed as soon as it was launched.
+
+As long as nobody joins, leaves or begins a block, the loop takes no memory: plans show the same
+list of requests, inputs stay as they are, tokens go where there is room for many. What a step
+allocates while it runs is the device's matter, and text and log-probabilities grow because somebody
+asked for them.
 """
 
 from __future__ import annotations

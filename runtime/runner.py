@@ -90,10 +90,7 @@ class Runner:
         self._outputs: HostOutputs | None = None
         if device.type != "cpu":
             self._outputs = HostOutputs(
-                {"decode": user.max_rows, "prefill": self.max_prefill_rows},
-                model.config.vocab_size,
-                sets=2,
-                pinned=True,
+                user.max_rows, self.max_prefill_rows, model.config.vocab_size, pinned=True
             )
         self._arena = arena
         self.host_arena = host
@@ -122,6 +119,13 @@ class Runner:
         """Bytes of row state and inputs."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
         return self.state.nbytes + self.inputs.nbytes + embeds
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes on a host that is not the device: mirrors of the inputs, and room for outputs."""
+        embeds = 0 if self.embeds is None else self.embeds.nbytes
+        outputs = 0 if self._outputs is None else self._outputs.nbytes
+        return self.inputs.nbytes + embeds + outputs
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""

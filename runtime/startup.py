@@ -83,10 +83,10 @@ class EngineParts:
             for phase in self.phases
             if phase.name in _TERM_OF_PHASE
         }
-        mirrors = 0
+        host_buffers = 0
         notes: dict[str, str] = {}
         if self.config.device.type == "cuda":
-            mirrors = runner.inputs.nbytes + (runner.embeds.nbytes if runner.embeds else 0)
+            host_buffers = runner.host_nbytes
             held = grown
         else:
             # No measure of one term: pages come with the first write, code with its first use.
@@ -100,7 +100,7 @@ class EngineParts:
                 **held,
                 "captured_graphs": 0,
                 "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
-                "host_buffers": mirrors,
+                "host_buffers": host_buffers,
                 **self.step_memory.measured,
             },
             {

@@ -51,8 +51,8 @@ class Recorder(TorchDispatchMode):
 def arrive_elsewhere(rig: HostRig) -> None:
     """Let outputs be brought to the host, as from a device that is none."""
     assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_rows
-    lanes = {"decode": rig.loop.scheduler.max_rows, "prefill": rig.runner.max_prefill_rows}
-    rig.runner._outputs = HostOutputs(lanes, 1024, 2, pinned=False)  # type: ignore[arg-type]
+    rows, chunks = rig.loop.scheduler.max_rows, rig.runner.max_prefill_rows
+    rig.runner._outputs = HostOutputs(rows, chunks, 1024, pinned=False)
     rig.run(3)  # each set has been used
 
 
@@ -140,7 +140,7 @@ def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
-    outputs = HostOutputs({"decode": 8, "prefill": 2}, 50, 2, pinned=False)
+    outputs = HostOutputs(8, 2, 50, pinned=False)
     for number in range(6):
         parts = {}
         for phase, lanes in (("decode", 1 + number), ("prefill", 2)):
@@ -154,6 +154,11 @@ def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
                 for name in ("tokens", "logprob", "top_logprobs", "top_ids"):
                     arrived = getattr(brought.details, name)
                     assert torch.equal(arrived, getattr(sent.details, name)), name
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 5), (8, 2, 50), (300, 8, 1024)])
+def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, int, int]) -> None:
+    assert HostOutputs(*sizes, pinned=False).nbytes == HostOutputs.bytes_for(*sizes)
 
 
 def test_log_probabilities_are_those_of_their_lane() -> None:
