@@ -4,6 +4,8 @@ python bench.py                                       the demo model, every mode
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
+python bench.py --scenario interference               prompts that come while others decode
+python bench.py --scenario churn                      requests that come and leave at random
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,147 +39,25 @@ from stepgraph.runtime.benchmark import (
     measure,
     to_json,
 )
+from stepgraph.runtime.benchmark_options import MODES, parse_arguments
 from stepgraph.runtime.benchmark_report import cache_table, markdown_table, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.memory_report import explain_memory, parse_bytes
+from stepgraph.runtime.memory_report import explain_memory
+from stepgraph.runtime.scenarios import (
+    ChurnCase,
+    InterferenceCase,
+    churn_to_json,
+    interference_to_json,
+    measure_churn,
+    measure_interference,
+)
 
 SCHEMA_VERSION = 1
-MODES = ("eager", "compile", "graph")
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
-FLAGS_OF_EXPLAIN_MEMORY = (
-    "explain_memory",
-    "device_memory",
-    "model",
-    "device",
-    "dtype",
-    "kv_dtype",
-    "mode",
-    "batch_size",
-)
-FLAGS_OF_CACHE_SCENARIO = ("scenario", "output_json", "output_md", "seed")
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked command line; exits with one clear line if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=["demo"],
-        help="checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: auto)")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of weights and activations (default: auto, as stored)",
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "int8", "fp8"),
-        help="dtype of the cache (default: auto, as --dtype)",
-    )
-    parser.add_argument(
-        "--mode",
-        nargs="+",
-        choices=MODES,
-        help="how steps run (default: every mode that the device has)",
-    )
-    parser.add_argument(
-        "--scenario",
-        default="steady",
-        choices=("steady", "cache"),
-        help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
-        " for pools of 1,000 and of 1,000,000 blocks (no model runs) (default: steady)",
-    )
-    parser.add_argument("--batch-size", nargs="+", type=_positive, default=[1, 8])
-    parser.add_argument("--input-len", nargs="+", type=_positive, default=[128, 1024])
-    parser.add_argument("--output-len", nargs="+", type=_at_least_two, default=[64])
-    parser.add_argument(
-        "--num-warmup", type=_not_negative, default=1, help="runs of a case that are not counted"
-    )
-    parser.add_argument("--num-iters", type=_positive, default=3, help="runs of a case that are")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
-    parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
-    parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
-    parser.add_argument(
-        "--explain-memory",
-        action="store_true",
-        help="print what each model would take and what fits in each mode (default: auto), and"
-        " measure nothing; rows are the largest --batch-size",
-    )
-    parser.add_argument(
-        "--device-memory",
-        type=_bytes,
-        metavar="SIZE",
-        help="for --explain-memory: of a card that need not be there, as 80GB, 512MB or 40GiB"
-        " (default: this machine)",
-    )
-    options = parser.parse_args(arguments)
-    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # keeps defaults out
-    given = [
-        name
-        for name, value in vars(parser.parse_args(arguments, blank)).items()
-        if value is not None
-    ]
-    if options.explain_memory:
-        _refuse_others(parser, given, FLAGS_OF_EXPLAIN_MEMORY, "--explain-memory")
-    elif options.device_memory is not None:
-        parser.error("--device-memory has no effect without --explain-memory")
-    elif options.scenario == "cache":
-        _refuse_others(parser, given, FLAGS_OF_CACHE_SCENARIO, "--scenario cache")
-    for path in (options.output_json, options.output_md):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"cannot write {path}: {path.parent} is not a directory")
-        if path is not None and path.is_dir():
-            parser.error(f"cannot write {path}: it is a directory")
-    return options
-
-
-def _refuse_others(
-    parser: argparse.ArgumentParser, given: Sequence[str], known: Sequence[str], what: str
-) -> None:
-    """End with an error if a flag was given that does nothing together with `what`."""
-    others = [f"--{name.replace('_', '-')}" for name in given if name not in known]
-    if others:
-        parser.error(f"{', '.join(others)}: no effect together with {what}")
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _at_least_two(text: str) -> int:
-    return _integer(text, 2)  # the first token is the prefill's, a decode step makes the second
-
-
-def _not_negative(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
-    return value
+AUTOMATIC_BUDGET = 3.0
+"""Decode steps that fit the budget which interference is measured with when none is given."""
 
 
 def modes_of(device: torch.device) -> tuple[str, ...]:
@@ -329,15 +208,99 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
     return 0
 
 
+class Scenarios:
+    """Interference and churn: each point of the grid on an engine of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and choose the modes."""
+        self.options = options
+        self.console = Console(stderr=True)
+        self.device = resolve_device(options.device)
+        self.modes = options.mode or [modes_of(self.device)[-1]]
+
+    def run(self) -> dict[str, Any]:
+        """Measure; return the document that `--output-json` writes."""
+        options = self.options
+        measure = self.interference if options.scenario == "interference" else self.churn
+        engines = itertools.product(options.model, options.dtype, options.kv_dtype, self.modes)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "environment": describe_environment(self.device, measure_read_bandwidth(self.device)),
+            "cases": [],
+            options.scenario: [entry for engine in engines for entry in measure(*engine)],
+        }
+
+    def interference(
+        self, model: str, dtype: str, kv_dtype: str, mode: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the results without a budget, and with each."""
+        options = self.options
+        for input_len, batch_size in itertools.product(options.input_len, options.batch_size):
+            case = InterferenceCase(model, batch_size, input_len, options.num_steps)
+            rows = range(batch_size, batch_size + 3)  # nobody is timed in a far larger bucket
+            config = EngineConfig(
+                **self._choices(dtype, kv_dtype, mode),
+                max_rows=case.max_rows,
+                buckets=tuple(rows),
+                max_model_len=case.longest_sequence,
+            )
+            budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
+            for max_itl_ms in budgets:
+                with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
+                    measured = measure_interference(e, case, seed=options.seed)
+                    entry = interference_to_json(e, measured, max_itl_ms)
+                if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
+                    budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
+                yield entry
+
+    def churn(self, model: str, dtype: str, kv_dtype: str, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the results with each budget, or without one."""
+        options = self.options
+        points = itertools.product(options.output_len, options.input_len, options.batch_size)
+        for output_len, input_len, batch_size in points:
+            case = ChurnCase(model, batch_size, input_len, output_len, options.num_steps)
+            for max_itl_ms in options.max_itl_ms or (None,):
+                config = EngineConfig(
+                    **self._choices(dtype, kv_dtype, mode),
+                    max_rows=batch_size,
+                    max_model_len=case.longest_sequence,
+                    max_itl_ms=max_itl_ms,
+                )
+                with self._engine(case, config) as engine:
+                    measured = measure_churn(engine, case, seed=options.seed)
+                    yield churn_to_json(engine, measured, max_itl_ms)
+
+    def _choices(self, dtype: str, kv_dtype: str, mode: str) -> dict[str, Any]:
+        return {
+            "device": str(self.device),
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "mode": mode,
+            "prefix_cache": False,
+            "seed": self.options.seed,
+        }
+
+    def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
+        budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
+        self.console.print(
+            f"{case.model} {config.dtype} KV {config.kv_dtype} {config.mode},"
+            f" {case.batch_size} rows, prompts of {case.input_len}, {budget}",
+            style="dim",
+            highlight=False,
+        )
+        return Engine.from_pretrained(case.model, config, progress=False)
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
-    options = parse_arguments()
+    options = parse_arguments(description=__doc__)
     if options.explain_memory:
         return run_explain_memory(options)
     if options.scenario == "cache":
         return run_cache_scenario(options)
     try:
-        document = Bench(options).run()
+        run = Bench(options) if options.scenario == "steady" else Scenarios(options)
+        document = run.run()
     except ERRORS as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 1

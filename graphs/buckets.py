@@ -85,17 +85,23 @@ def default_row_buckets(max_rows: int) -> Buckets:
     return Buckets([*sizes, max_rows])
 
 
-def default_token_buckets(max_tokens: int) -> Buckets:
+def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:
     """Return prefill buckets, in tokens: the powers of two from 16, and `max_tokens` itself.
 
     A prefill chunk is launched now and then and the scheduler fills it up where it can, so powers
-    of two are enough: few steps to prepare, and less than half of one is padding.
+    of two are enough: few steps to prepare, and less than half of one is padding. Where chunks are
+    chosen by the time of their bucket there are `fine` ones, one more halfway between two: a chunk
+    then is at least two thirds of what there is time for.
 
     Raises:
         ValueError: `max_tokens` is less than 1.
     """
     _require_positive("max_tokens", max_tokens)
-    return _doubling(min(MIN_TOKEN_BUCKET, max_tokens), max_tokens)
+    buckets = _doubling(min(MIN_TOKEN_BUCKET, max_tokens), max_tokens)
+    if not fine:
+        return buckets
+    halfway = [size + size // 2 for size in buckets if size >= MIN_TOKEN_BUCKET]
+    return Buckets([*buckets, *(size for size in halfway if size < max_tokens)])
 
 
 def default_width_buckets(max_blocks: int, block_size: int) -> Buckets:

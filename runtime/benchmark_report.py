@@ -1,4 +1,4 @@
-"""The benchmark's table, for a terminal and as Markdown, from its JSON document."""
+"""The benchmark's tables, for a terminal and as Markdown, from its JSON document."""
 
 from __future__ import annotations
 
@@ -32,13 +32,52 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
+INTERFERENCE_COLUMNS = (
+    "model",
+    "dtype",
+    "KV",
+    "mode",
+    "rows",
+    "prompt",
+    "max ITL ms",
+    "chunk tokens",
+    "decode ms p50",
+    "chunk ms",
+    "ITL ms p50 / p90 / p99",
+    "max",
+    "n",
+    "bound ms",
+    "p99 / bound",
+    "over budget",
+    "TTFT ms p50",
+    "served",
+)
+CHURN_COLUMNS = (
+    "model",
+    "dtype",
+    "KV",
+    "mode",
+    "rows",
+    "prompt",
+    "output",
+    "max ITL ms",
+    "ITL ms p50 / p90 / p99",
+    "max",
+    "n",
+    "step ms p50 / p90 / p99",
+    "TTFT ms p50",
+    "occupancy",
+    "padding",
+    "preempted",
+    "requests",
+)
 TEXT_COLUMNS = 4
 
 
 def rich_table(document: dict[str, Any]) -> Table:
     """Return the table for a terminal."""
     table = Table(caption=caption(document))
-    for index, name in enumerate(COLUMNS):
+    for index, name in enumerate(columns(document)):
         table.add_column(name, justify="left" if index < TEXT_COLUMNS else "right")
     for row in rows(document):
         table.add_row(*row)
@@ -47,7 +86,8 @@ def rich_table(document: dict[str, Any]) -> Table:
 
 def markdown_table(document: dict[str, Any]) -> str:
     """Return the table as Markdown, aligned so that it reads as plain text too."""
-    return "\n".join([*_aligned(COLUMNS, rows(document), TEXT_COLUMNS), "", caption(document)])
+    table = _aligned(columns(document), rows(document), TEXT_COLUMNS)
+    return "\n".join([*table, "", caption(document)])
 
 
 def cache_table(costs: Sequence[OperationCost]) -> str:
@@ -95,8 +135,19 @@ def caption(document: dict[str, Any]) -> str:
     )
 
 
+def columns(document: dict[str, Any]) -> tuple[str, ...]:
+    """Return the head of the table of a document's scenario."""
+    if "interference" in document:
+        return INTERFERENCE_COLUMNS
+    return CHURN_COLUMNS if "churn" in document else COLUMNS
+
+
 def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of each case, as text."""
+    if "interference" in document:
+        return [_interference_row(entry) for entry in document["interference"]]
+    if "churn" in document:
+        return [_churn_row(entry) for entry in document["churn"]]
     return [_row(case) for case in document["cases"]]
 
 
@@ -124,6 +175,60 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
         "-" if equal is None else f"{equal:.0%}",
         "-" if error is None else f"{error:.2g}",
     )
+
+
+def _interference_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    itl, budget, sizes = entry["itl_ms"], entry["step_budget"], entry["chunks"]
+    tokens = sorted(round(chunk["tokens"]) for chunk in sizes for _ in range(chunk["n"]))
+    return (
+        *_engine_cells(entry),
+        str(entry["batch_size"]),
+        str(entry["input_len"]),
+        _budget(entry),
+        f"{tokens[0]} - {tokens[-1]}, p50 {tokens[len(tokens) // 2]}" if tokens else "-",
+        f"{entry['decode_step_ms']['p50']:.2f}",
+        f"{entry['chunk_ms']:.2f}",
+        _percentiles(itl),
+        f"{itl['max']:.2f}",
+        str(itl["n"]),
+        f"{entry['bound_ms']:.2f}",
+        "-" if itl["p99"] is None else f"{itl['p99'] / entry['bound_ms']:.2f}",
+        "-" if budget is None else f"{budget['over_budget']} of {budget['n']}",
+        _median(entry["ttft_ms"]),
+        f"{entry['first_tokens']} of {entry['arrivals']}",
+    )
+
+
+def _churn_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    itl = entry["itl_ms"]
+    return (
+        *_engine_cells(entry),
+        str(entry["batch_size"]),
+        str(entry["input_len"]),
+        str(entry["output_len"]),
+        _budget(entry),
+        "-" if itl is None else _percentiles(itl),
+        "-" if itl is None else f"{itl['max']:.2f}",
+        "0" if itl is None else str(itl["n"]),
+        _percentiles(entry["step_ms"]),
+        _median(entry["ttft_ms"]),
+        f"{entry['occupancy']:.0%}",
+        f"{entry['padding']:.0%}",
+        str(entry["preemptions"]),
+        f"{entry['requests']}, {entry['aborted']} left",
+    )
+
+
+def _engine_cells(entry: dict[str, Any]) -> tuple[str, ...]:
+    return (entry["model"], entry["dtype"], entry["kv_dtype"], entry["mode"])
+
+
+def _budget(entry: dict[str, Any]) -> str:
+    return "-" if entry["max_itl_ms"] is None else f"{entry['max_itl_ms']:g}"
+
+
+def _median(summary: dict[str, Any] | None) -> str:
+    return "-" if summary is None else f"{summary['p50']:.1f}"
 
 
 def _percentiles(summary: dict[str, Any]) -> str:

@@ -80,6 +80,14 @@ class EngineConfig:
     """Tokens of one sequence at most, prompt and output; None: what model and cache allow."""
     prefill_chunk: int = 512
     """Prompt tokens of one step at most: bounds how long a prefill can delay a decode step."""
+    max_itl_ms: float | None = None
+    """Milliseconds between two tokens that prefill may stretch a decode step to: chunks are as
+    large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed at start for
+    it. Progress goes first: the smallest prefill step runs even if it does not fit. None: every
+    chunk is as large as `prefill_chunk` allows."""
+    freeze_gc: bool = False
+    """Whether Python's collector leaves alone whatever exists once the engine is ready
+    (`gc.freeze`), for the whole process and for good: see `docs/benchmarking.md`."""
     buckets: tuple[int, ...] | None = None
     """Numbers of rows to prepare decode steps for; `max_rows` is always one of them."""
     prompt_embeds: bool = False
@@ -113,7 +121,7 @@ class EngineConfig:
         ):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("compile", "prefix_cache", "prompt_embeds"):
+        for field in ("compile", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
         if self.preemption == "swap" and not self.host_cache_bytes:
@@ -127,6 +135,16 @@ class EngineConfig:
             or not 0 < fraction <= 1  # NaN fails too
         ):
             raise ConfigError(f"memory_fraction must be in (0, 1], not {fraction!r}")
+        most_itl = self.max_itl_ms
+        if most_itl is not None and (
+            isinstance(most_itl, bool)
+            or not isinstance(most_itl, (int, float))
+            or not 0 < most_itl < float("inf")  # NaN fails too
+        ):
+            raise ConfigError(
+                f"max_itl_ms must be a positive number of milliseconds, not {most_itl!r}:"
+                " leave it out to have chunks of prefill_chunk"
+            )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"give at most one memory budget, not {' and '.join(given)}")

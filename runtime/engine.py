@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..cache.encoder_outputs import EncoderOutputCache, content_key
 from ..cache.kv_cache import KVCache
 from ..cache.memory import MemoryPlan
 from ..profiling.timeline import Timeline
-from .calibration import preemption_policy
+from .calibration import calibrated_step_budget, preemption_policy
 from .config import EngineConfig
 from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
@@ -54,6 +55,11 @@ class Engine:
         )
         self.max_model_len = parts.config.max_model_len
         """Tokens of the longest sequence that can be served, prompt and output."""
+        self._step_budget = None
+        if user.max_itl_ms is not None:
+            self._step_budget = calibrated_step_budget(
+                parts.runner, parts.groups, user.max_itl_ms, self.max_model_len
+            )
         self._open_loop: StepLoop | None = StepLoop(
             Scheduler(
                 cache,
@@ -62,9 +68,11 @@ class Engine:
                 prefill_chunk=user.prefill_chunk,
                 max_prefill_rows=parts.runner.max_prefill_rows,
                 preemption=preemption_policy(parts.runner, user.preemption),
+                step_budget=self._step_budget,
             ),
             parts.runner,
             in_flight=0 if parts.config.device.type == "cpu" else 1,
+            step_budget=self._step_budget,
         )
         self._intake = Intake(
             parts.model.config,
@@ -75,6 +83,9 @@ class Engine:
             embeds_dtype=parts.config.dtype if user.prompt_embeds else None,
         )
         self._encoded = EncoderOutputCache(user.encoder_cache_bytes)
+        if user.freeze_gc:
+            gc.collect()  # or what is garbage now would stay for ever
+            gc.freeze()
 
     @classmethod
     def from_pretrained(
@@ -344,12 +355,14 @@ class Engine:
         `memory` holds planned and measured bytes of each term (measured None has a note that says
         why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `blocks`
         and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
-        how often a launch found no prepared step.
+        how often a launch found no prepared step. `step_budget` (None without `max_itl_ms`) sets
+        what steps with prefill took beside rows that decode against what was predicted.
         """
         return engine_stats(
             self._open_parts(),
             self._loop,
             self._encoded,
+            self._step_budget,
             max_model_len=self.max_model_len,
             healthy=self._failure is None,
         )

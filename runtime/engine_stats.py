@@ -8,6 +8,7 @@ from typing import Any
 from ..cache.encoder_outputs import EncoderOutputCache
 from .loop import StepLoop
 from .startup import EngineParts
+from .step_budget import StepBudget
 
 __all__ = ["engine_stats"]
 
@@ -16,6 +17,7 @@ def engine_stats(
     parts: EngineParts,
     loop: StepLoop,
     encoded: EncoderOutputCache,
+    step_budget: StepBudget | None,
     *,
     max_model_len: int,
     healthy: bool,
@@ -55,6 +57,7 @@ def engine_stats(
             "bytes": sum(report.bytes for report in reports),
         },
         "load_seconds": parts.load_seconds,
+        "step_budget": None if step_budget is None else step_budget.stats(),
         "fallbacks": counters.misses,
         "padding": counters.padding_fraction,
         "memory": {

@@ -31,6 +31,8 @@ class Launch:
     plan: StepPlan
     bucket: int
     """Rows of the decode step, or tokens of the prefill step where nobody decodes."""
+    launched_ns: int
+    """When the first of its parts was launched, on the clock of `time.perf_counter_ns`."""
     parts: tuple[tuple[Sequence[Request | None], StepOutput], ...]
     """The request of each lane (None: padding, or a chunk that does not sample) and the output,
     on the host or on its way there."""

@@ -24,6 +24,7 @@ from .plan import StepPlan
 from .request import FinishReason, Request, RequestGroup, RequestOutput, RequestStatus
 from .runner import Runner
 from .scheduler import Scheduler
+from .step_budget import StepBudget
 
 __all__ = ["StepLoop"]
 
@@ -36,7 +37,14 @@ TIMELINE_STEPS = 65536
 class StepLoop:
     """Requests in, tokens out, a step at a time."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, in_flight: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        in_flight: int,
+        step_budget: StepBudget | None = None,
+    ) -> None:
         """Run over a scheduler and a runner.
 
         Args:
@@ -44,6 +52,7 @@ class StepLoop:
             runner: carries out.
             in_flight: steps that may be under way when `step` returns: 1 where the device works
                 beside the host, 0 where it is the host.
+            step_budget: is told what every step took, if chunks are chosen by time.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -54,6 +63,7 @@ class StepLoop:
             ("requests", "finished", "output_tokens", "preemptions", "failed_copies"), 0
         )
         self._in_flight = in_flight
+        self._step_budget = step_budget
         self._launched: deque[Launch] = deque()
         self._group_of: dict[Request, RequestGroup] = {}
         self._changed: dict[str, RequestGroup] = {}  # since the last outputs, in order
@@ -222,6 +232,8 @@ class StepLoop:
             started = time.perf_counter_ns()
             sampled = self.runner.read(launch)
             arrived = time.perf_counter_ns()
+            if self._step_budget is not None:
+                self._step_budget.observe(launch.plan, launch.launched_ns, arrived)
             for token in sampled:
                 if token.request.status is not RequestStatus.FINISHED:
                     self._take_token(token, arrived)

@@ -190,10 +190,10 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         worked = time.perf_counter_ns() - started
         if self.device.type == "cpu":
-            return Launch(number, plan, bucket, tuple(parts), None, worked)
+            return Launch(number, plan, bucket, started, tuple(parts), None, worked)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Launch(number, plan, bucket, tuple(parts), arrived, 0)
+        return Launch(number, plan, bucket, started, tuple(parts), arrived, 0)
 
     def read(self, launch: Launch) -> list[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""

@@ -21,6 +21,7 @@ from ..cache.kv_cache import KVCache, TableChange
 from .plan import Admission, Preemption, PrefillChunk, StepPlan, TableUpdate
 from .preemption import PreemptionPolicy
 from .request import Request, RequestStatus
+from .step_budget import StepBudget
 
 __all__ = ["Scheduler"]
 
@@ -46,6 +47,7 @@ class Scheduler:
         prefill_chunk: int,
         max_prefill_rows: int,
         preemption: PreemptionPolicy | None = None,
+        step_budget: StepBudget | None = None,
     ) -> None:
         assert max_batch_tokens > max_rows >= 1
         assert prefill_chunk >= 1
@@ -56,6 +58,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.max_prefill_rows = max_prefill_rows
         self.preemption = preemption or PreemptionPolicy()
+        self._step_budget = step_budget
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
         self._running: list[Request] = []  # by order
@@ -230,12 +233,18 @@ class Scheduler:
         return [sibling for sibling in request.siblings if sibling in self._rows]
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
-        """Plan as much of a prompt as the budget allows; return what is left of the budget."""
-        count = min(request.num_tokens - start, budget)
-        if count <= 0:
+        """Plan as much of a prompt as the budget allows; return what is left of the budget.
+
+        With a budget of time that may be nothing: then the request has its row and waits there.
+        """
+        asked = count = min(request.num_tokens - start, budget)
+        if asked <= 0:
             return budget
-        plan.prefill.append(PrefillChunk(request, self._rows[request], start, count))
-        return budget - count
+        if self._step_budget is not None:
+            count = self._step_budget.fit(plan, request, start, asked)
+        if count:
+            plan.prefill.append(PrefillChunk(request, self._rows[request], start, count))
+        return budget - count if count == asked else 0
 
     def _head(self) -> Request | None:
         """Return the waiting request to be served first."""

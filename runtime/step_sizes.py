@@ -34,7 +34,7 @@ class StepSizes:
             rows=default_row_buckets(user.max_rows)
             if user.buckets is None
             else Buckets((*user.buckets, user.max_rows)),
-            tokens=default_token_buckets(prefill_tokens),
+            tokens=default_token_buckets(prefill_tokens, fine=user.max_itl_ms is not None),
             # Kernels that stop at a row's own length read no more for a wider table.
             read_blocks=Buckets([max_blocks_per_row])
             if kernels.bounded_by_length

@@ -21,6 +21,7 @@ from stepgraph.runtime.preemption import PreemptionPolicy
 from stepgraph.runtime.request import Request, RequestGroup, RequestOutput
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.runtime.step_budget import StepBudget
 
 from .fake_device import VOCAB, FakeRunner, Windows, oracle
 
@@ -54,6 +55,7 @@ class Rig:
         prefix: bool = False,
         host_blocks: int = 0,
         preemption: PreemptionPolicy | None = None,
+        step_budget: StepBudget | None = None,
         make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.windows = windows
@@ -79,9 +81,15 @@ class Rig:
             prefill_chunk=prefill_chunk,
             max_prefill_rows=max_prefill_rows,
             preemption=preemption,
+            step_budget=step_budget,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows)
-        self.loop = StepLoop(self.scheduler, self.runner, in_flight=in_flight)  # type: ignore[arg-type]
+        self.loop = StepLoop(
+            self.scheduler,
+            self.runner,  # type: ignore[arg-type]
+            in_flight=in_flight,
+            step_budget=step_budget,
+        )
         self.arrivals = 0
         self.work = 0  # tokens that all requests so far have at most
 

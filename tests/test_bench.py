@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 from stepgraph.cache.benchmark import OperationCost
-from stepgraph.runtime.benchmark_report import COLUMNS, markdown_table, rows
+from stepgraph.runtime.benchmark_report import (
+    CHURN_COLUMNS,
+    COLUMNS,
+    INTERFERENCE_COLUMNS,
+    markdown_table,
+    rows,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
@@ -100,6 +106,16 @@ def test_bytes_of_a_step(document):
         ("--explain-memory --num-iters 3 --seed 0", "--num-iters, --seed: no effect together"),
         ("--scenario cache --model demo", "--model: no effect together with --scenario cache"),
         ("--scenario cache --mode eager --device cpu", "--device, --mode: no effect together"),
+        ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
+        ("--num-steps 200", "--num-steps: no effect together with --scenario steady"),
+        ("--scenario interference --output-len 5", "--output-len: no effect together with --scen"),
+        ("--scenario interference --num-iters 5", "--num-iters: no effect together with --scenar"),
+        ("--scenario churn --num-warmup 0", "--num-warmup: no effect together with --scenario ch"),
+        ("--scenario churn --device-memory 8GB", "no effect without --explain-memory"),
+        ("--scenario churn --num-steps 3", "'3' is not an integer of at least 30"),
+        ("--scenario churn --max-itl-ms 0", "'0' is not a positive number of milliseconds"),
+        ("--scenario churn --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
+        ("--scenario churn --max-itl-ms soon", "'soon' is not a positive number of milliseconds"),
         ("--scenario cache --kv-dtype int8 --dtype auto", "--dtype, --kv-dtype: no effect"),
     ],
 )
@@ -117,10 +133,22 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--scenario steady --model demo --seed 0",
         "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8",
         "--scenario cache --seed 0 --output-json x --output-md y",
+        "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",
+        "--scenario churn --max-itl-ms 20 --output-len 9 --mode eager --kv-dtype int8 --device cpu",
     ],
 )
 def test_flags_that_go_together(bench, arguments):
     bench.parse_arguments(arguments.split())
+
+
+def test_defaults_follow_the_scenario(bench):
+    steady = bench.parse_arguments([])
+    assert (steady.batch_size, steady.input_len, steady.output_len) == ([1, 8], [128, 1024], [64])
+    assert (steady.num_warmup, steady.num_iters) == (1, 3)
+    interference = bench.parse_arguments(["--scenario", "interference"])
+    assert (interference.batch_size, interference.input_len) == ([8], [1024])
+    churn = bench.parse_arguments(["--scenario", "churn", "--num-steps", "60"])
+    assert (churn.output_len, churn.num_steps, churn.max_itl_ms) == ([32], 60, None)
 
 
 def test_cache_scenario(bench, capsys, monkeypatch, tmp_path):
@@ -156,6 +184,52 @@ nanoseconds a block (a row for `step`), n = 5
         "worst_nanoseconds": 260.0,
         "n": 5,
     }
+
+
+def run_scenario(bench, monkeypatch, folder, arguments):
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    files = f"--output-json {folder}/a.json --output-md {folder}/a.md"
+    monkeypatch.setattr("sys.argv", ["bench.py", *f"{arguments} {files}".split()])
+    assert bench.main() == 0
+    document = json.loads((folder / "a.json").read_text())
+    assert document["schema_version"] == 1
+    assert document["cases"] == []
+    text = markdown_table(document)
+    assert (folder / "a.md").read_text() == text + "\n"
+    return document, text.splitlines()
+
+
+def test_interference_scenario(bench, capsys, monkeypatch, tmp_path):
+    arguments = "--scenario interference --mode eager --batch-size 2 --input-len 40 --num-steps 50"
+    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    plain, budgeted = document["interference"]
+    assert plain["max_itl_ms"] is None
+    assert plain["step_budget"] is None
+    expected = round(3 * plain["decode_step_ms"]["p50"], 2)
+    assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == expected
+    for entry in (plain, budgeted):
+        assert set(entry["itl_ms"]) == SUMMARY
+        assert entry["itl_ms"]["n"] == 2 * 50
+        assert entry["itl_ms"]["p99"] is not None
+        assert entry["p99_within_bound"] in (True, False)
+        assert entry["arrivals"] == 5
+        assert entry["fallbacks"] == 0
+        assert set(entry["chunks"][0]) == {"start", "bucket", "tokens", "n", "ms"}
+    assert len(lines) == 2 + 2 + 2
+    assert [line.count("|") for line in lines[:4]] == [len(INTERFERENCE_COLUMNS) + 1] * 4
+
+
+def test_churn_scenario(bench, capsys, monkeypatch, tmp_path):
+    arguments = "--scenario churn --mode eager --batch-size 2 --input-len 20 --output-len 4"
+    arguments += " --num-steps 40 --max-itl-ms 50 500"
+    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    assert [entry["max_itl_ms"] for entry in document["churn"]] == [50, 500]
+    for entry in document["churn"]:
+        assert set(entry["itl_ms"]) == set(entry["step_ms"]) == SUMMARY
+        assert 0 < entry["occupancy"] <= 1
+        assert entry["requests"] >= entry["aborted"] >= 0
+        assert entry["steps"] == 40
+    assert [line.count("|") for line in lines[:4]] == [len(CHURN_COLUMNS) + 1] * 4
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,19 @@ def test_token_ladder(max_tokens):
     ]
 
 
+@given(st.integers(1, 1 << 20))
+def test_fine_token_ladder(max_tokens):
+    buckets = list(default_token_buckets(max_tokens, fine=True))
+    assert set(default_token_buckets(max_tokens)) <= set(buckets)
+    assert buckets[-1] == max_tokens
+    assert all(b <= 1.5 * a for a, b in pairwise(buckets))
+
+
+def test_fine_token_ladder_of_the_usual_chunk():
+    fine = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert list(default_token_buckets(512, fine=True)) == fine
+
+
 @given(st.integers(1, 10_000), st.sampled_from([1, 8, 16, 32, 128, 256]))
 def test_width_ladder(max_blocks, block_size):
     buckets = default_width_buckets(max_blocks, block_size)

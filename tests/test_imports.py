@@ -37,6 +37,8 @@ WITHOUT_TORCH = (
     "runtime/scheduler.py",
     "runtime/plan.py",
     "runtime/preemption.py",
+    "runtime/step_budget.py",
+    "runtime/step_costs.py",
     "cache/prefix.py",
     "cache/swap.py",
     "cache/reuse.py",

@@ -1,0 +1,231 @@
+"""The benchmark's command line: its flags, which of them go together, and what they default to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .memory_report import parse_bytes
+
+__all__ = ["MODES", "parse_arguments"]
+
+MODES = ("eager", "compile", "graph")
+_OUTPUTS = ("output_json", "output_md", "seed")
+_ENGINE = ("model", "device", "dtype", "kv_dtype", "mode")
+
+FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
+FLAGS_OF_SCENARIO = {
+    "steady": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters"),
+    ),
+    "cache": ("scenario", *_OUTPUTS),
+    "interference": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "num_steps", "max_itl_ms"),
+    ),
+    "churn": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms"),
+    ),
+}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "steady": {
+        "batch_size": [1, 8],
+        "input_len": [128, 1024],
+        "output_len": [64],
+        "num_warmup": 1,
+        "num_iters": 3,
+    },
+    "cache": {},
+    "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
+    "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
+}
+"""Of flags whose default depends on the scenario."""
+
+LEAST_STEPS = 30
+
+
+def parse_arguments(
+    arguments: Sequence[str] | None = None, description: str | None = None
+) -> argparse.Namespace:
+    """Return the checked command line; exits with one clear line if it is wrong.
+
+    Args:
+        arguments: None: those of the process.
+        description: what `--help` begins with.
+    """
+    parser = _parser(description)
+    options = parser.parse_args(arguments)
+    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # keeps defaults out
+    given = [
+        name
+        for name, value in vars(parser.parse_args(arguments, blank)).items()
+        if value is not None
+    ]
+    if options.explain_memory:
+        _refuse_others(parser, given, FLAGS_OF_EXPLAIN_MEMORY, "--explain-memory")
+    elif options.device_memory is not None:
+        parser.error("--device-memory has no effect without --explain-memory")
+    else:
+        known = FLAGS_OF_SCENARIO[options.scenario]
+        _refuse_others(parser, given, known, f"--scenario {options.scenario}")
+    for name, value in DEFAULTS[options.scenario].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    for path in (options.output_json, options.output_md):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"cannot write {path}: {path.parent} is not a directory")
+        if path is not None and path.is_dir():
+            parser.error(f"cannot write {path}: it is a directory")
+    return options
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["demo"],
+        help="checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of weights and activations (default: auto, as stored)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "int8", "fp8"),
+        help="dtype of the cache (default: auto, as --dtype)",
+    )
+    parser.add_argument(
+        "--mode",
+        nargs="+",
+        choices=MODES,
+        help="how steps run (default: every mode that the device has; with interference and churn"
+        " the fastest)",
+    )
+    parser.add_argument(
+        "--scenario",
+        default="steady",
+        choices=tuple(FLAGS_OF_SCENARIO),
+        help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
+        " for pools of 1,000 and of 1,000,000 blocks (no model runs); interference: rows decode"
+        " while a long prompt comes every 10 steps; churn: requests come and leave at random"
+        " (default: steady)",
+    )
+    parser.add_argument(
+        "--batch-size", nargs="+", type=_positive, help="rows that decode (default: 1 8, or 8)"
+    )
+    parser.add_argument(
+        "--input-len",
+        nargs="+",
+        type=_positive,
+        help="tokens of a prompt (default: 128 1024; interference 1024; churn 256 at most)",
+    )
+    parser.add_argument(
+        "--output-len",
+        nargs="+",
+        type=_at_least_two,
+        help="tokens that a request decodes (default: 64; churn 32 on average)",
+    )
+    parser.add_argument(
+        "--num-warmup", type=_not_negative, help="runs of a case that are not counted (default: 1)"
+    )
+    parser.add_argument("--num-iters", type=_positive, help="runs of a case that are (default: 3)")
+    parser.add_argument(
+        "--num-steps",
+        type=_steps,
+        help="steps of interference (default: 200) and churn (default: 400)",
+    )
+    parser.add_argument(
+        "--max-itl-ms",
+        nargs="+",
+        type=_milliseconds,
+        metavar="MS",
+        help="time budgets of a step that prefills beside rows that decode; interference runs"
+        " without one first (default: then with three times its decode step; churn: none)",
+    )
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
+    parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
+    parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
+    parser.add_argument(
+        "--explain-memory",
+        action="store_true",
+        help="print what each model would take and what fits in each mode (default: auto), and"
+        " measure nothing; rows are the largest --batch-size",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="for --explain-memory: of a card that need not be there, as 80GB, 512MB or 40GiB"
+        " (default: this machine)",
+    )
+    return parser
+
+
+def _refuse_others(
+    parser: argparse.ArgumentParser, given: Sequence[str], known: Sequence[str], what: str
+) -> None:
+    """End with an error if a flag was given that does nothing together with `what`."""
+    others = [f"--{name.replace('_', '-')}" for name in given if name not in known]
+    if others:
+        parser.error(f"{', '.join(others)}: no effect together with {what}")
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _at_least_two(text: str) -> int:
+    return _integer(text, 2)  # the first token is the prefill's, a decode step makes the second
+
+
+def _not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _steps(text: str) -> int:
+    return _integer(text, LEAST_STEPS)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of milliseconds")
+    return value
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+    return value

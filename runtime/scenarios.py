@@ -1,0 +1,423 @@
+"""What the tail of the gaps between tokens is made of: prompts that come while others decode.
+
+Interference: rows decode steadily, and every ten steps one long prompt comes, decodes a few tokens
+and leaves. Churn: requests of random lengths come and leave at random, some before their end.
+Prompts are random tokens, decoded greedily; the prefix cache of the engine should be off.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..graphs.buckets import Buckets, default_token_buckets
+from ..profiling.stats import Summary
+from ..profiling.timeline import StepRecord
+from .benchmark import random_prompts
+from .engine import Engine
+from .models.config import ModelConfig
+from .request import RequestOutput
+from .sampling_params import SamplingParams
+
+__all__ = [
+    "ChurnCase",
+    "InterferenceCase",
+    "churn_to_json",
+    "interference_to_json",
+    "measure_churn",
+    "measure_interference",
+]
+
+ARRIVAL_STEPS = 10
+"""A long prompt comes every so many steps."""
+
+STEADY_INPUT = 32
+"""Prompt tokens of the rows that decode steadily."""
+
+ARRIVING_OUTPUT = 4
+"""Tokens that a long prompt decodes before it leaves."""
+
+SETTLING_STEPS = 30
+"""Steps of the steady rows alone, before the first long prompt; they count as decode steps."""
+
+EXTRA_ROWS = 4
+"""Rows beside the steady ones: for prompts under way, and what they decode."""
+
+TOLERANCE = 1.1
+"""Of a decode step and one chunk, that the 99th percentile of the gaps should stay within."""
+
+POSITIONS = 256
+"""Chunks that begin within so many positions are of one kind."""
+
+LEAST_CHUNKS = 3
+"""Chunks of one kind whose median counts."""
+
+OCCUPANCY = 0.8
+"""Share of the rows that arrivals of a churn would keep busy if prompts took no time."""
+
+ABORTED = 0.1
+"""Share of the requests of a churn that leave before their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterferenceCase:
+    """`batch_size` rows decode for `num_steps` steps while prompts of `input_len` tokens come."""
+
+    model: str
+    batch_size: int
+    input_len: int
+    num_steps: int
+
+    @property
+    def steady_output(self) -> int:
+        """Tokens of a steady row, the most there can be."""
+        prefill = self.batch_size * STEADY_INPUT  # a token a step at the very worst
+        return SETTLING_STEPS + self.num_steps + prefill + 2
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that the engine needs."""
+        return self.batch_size + EXTRA_ROWS
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return max(STEADY_INPUT + self.steady_output, self.input_len + ARRIVING_OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What prefill steps of one bucket, at about the same positions, added to a decode step."""
+
+    start: int
+    """First position, rounded down to a multiple of `POSITIONS`."""
+    bucket: int
+    """Tokens, padding included."""
+    tokens: float
+    """The median of those without."""
+    n: int
+    ms: float
+    """The median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """What was observed; times in milliseconds."""
+
+    case: InterferenceCase
+    itl_ms: list[float]
+    """Gaps of all steady rows, one for each row and step."""
+    decode_step_ms: list[float]
+    """Steps of the steady rows alone."""
+    chunks: list[Chunks]
+    ttft_ms: list[float]
+    """Of the long prompts that got a token."""
+    num_arrivals: int
+
+    @property
+    def chunk_ms(self) -> float:
+        """What one chunk adds to a decode step: of the kind that adds the most."""
+        kinds = [c.ms for c in self.chunks if c.n >= LEAST_CHUNKS]
+        return max(kinds) if kinds else statistics.median([c.ms for c in self.chunks] or [0.0])
+
+    @property
+    def bound_ms(self) -> float:
+        """What the 99th percentile of the gaps should stay within."""
+        return TOLERANCE * (statistics.median(self.decode_step_ms) + self.chunk_ms)
+
+
+def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -> Interference:
+    """Run a case on an idle engine with `case.max_rows` rows.
+
+    Raises:
+        RequestError: the sequences do not fit the engine.
+    """
+    config = engine.model_config
+    steady_prompts = random_prompts(config, case.batch_size, STEADY_INPUT, seed)
+    num_arrivals = -(-case.num_steps // ARRIVAL_STEPS)
+    arriving = random_prompts(config, num_arrivals, case.input_len, seed + 1)
+    steady = [
+        engine.add_request(p, _greedy(case.steady_output), priority=-1) for p in steady_prompts
+    ]
+    latest: dict[str, RequestOutput] = {}
+
+    def step() -> None:
+        latest.update((output.request_id, output) for output in engine.step())
+
+    while not all(request_id in latest for request_id in steady):
+        step()
+    lag = _steps_under_way(engine)
+    for _ in range(lag):
+        step()
+    engine.timeline.clear()
+    first = {request_id: len(latest[request_id].token_ids) + lag for request_id in steady}
+    for _ in range(SETTLING_STEPS):
+        step()
+    ids: list[str] = []
+    for index in range(case.num_steps):
+        if index % ARRIVAL_STEPS == 0:
+            ids.append(engine.add_request(arriving[len(ids)], _greedy(ARRIVING_OUTPUT)))
+        step()
+    records = engine.timeline.records()
+    for _ in range(lag):
+        step()
+    # Gap i of a steady row is the one that ends with the token of step i.
+    gaps = [
+        _itl(latest[request_id])[first[request_id] - 1 :][: len(records)] for request_id in steady
+    ]
+    _abort_all(engine, [*steady, *ids])
+    user = engine.config.user
+    buckets = default_token_buckets(user.prefill_chunk, fine=user.max_itl_ms is not None)
+    decode_ms, chunks = _chunks(gaps[0], records, case, buckets)
+    ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
+    return Interference(
+        case=case,
+        itl_ms=[gap for row in gaps for gap in row[SETTLING_STEPS:]],
+        decode_step_ms=decode_ms,
+        chunks=chunks,
+        ttft_ms=[timing.ttft_ms for timing in ttfts if timing is not None],
+        num_arrivals=len(ids),
+    )
+
+
+def _chunks(
+    step_ms: Sequence[float],
+    records: Sequence[StepRecord],
+    case: InterferenceCase,
+    buckets: Buckets,
+) -> tuple[list[float], list[Chunks]]:
+    """Return the times of decode steps, and what chunks added to them, by kind."""
+    steps = list(zip(step_ms, records, strict=True))
+    decode_ms = [ms for ms, r in steps if r.rows == case.batch_size and not r.prefill_tokens]
+    decode = statistics.median(decode_ms)
+    added: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    done = 0  # prompts are prefilled one after the other, and all are equally long
+    for ms, record in steps:
+        if record.prefill_tokens:
+            bucket = buckets.fit(record.prefill_tokens)
+            assert bucket is not None
+            start = done % case.input_len // POSITIONS * POSITIONS
+            added[start, bucket].append((record.prefill_tokens, ms - decode))
+            done += record.prefill_tokens
+    return decode_ms, [
+        Chunks(
+            start,
+            bucket,
+            statistics.median(tokens for tokens, _ in chunks),
+            len(chunks),
+            statistics.median(ms for _, ms in chunks),
+        )
+        for (start, bucket), chunks in sorted(added.items())
+    ]
+
+
+def interference_to_json(
+    engine: Engine, measured: Interference, max_itl_ms: float | None
+) -> dict[str, Any]:
+    """Return an entry of `interference` in the benchmark's JSON (see `docs/benchmarking.md`)."""
+    case, itl = measured.case, Summary.of(measured.itl_ms)
+    return {
+        **_engine_to_json(engine, case.model, max_itl_ms),
+        "batch_size": case.batch_size,
+        "input_len": case.input_len,
+        "steps": case.num_steps,
+        "arrival_steps": ARRIVAL_STEPS,
+        "arrivals": measured.num_arrivals,
+        "first_tokens": len(measured.ttft_ms),
+        "itl_ms": itl.to_json(),
+        "decode_step_ms": Summary.of(measured.decode_step_ms).to_json(),
+        "chunks": [asdict(chunks) for chunks in measured.chunks],
+        "chunk_ms": measured.chunk_ms,
+        "bound_ms": measured.bound_ms,
+        "p99_within_bound": None if itl.p99 is None else itl.p99 <= measured.bound_ms,
+        "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnCase:
+    """Requests come to `batch_size` rows for `num_steps` steps.
+
+    Prompts have from a quarter of `input_len` tokens to all; outputs `output_len` on average and
+    four times that at most, distributed exponentially.
+    """
+
+    model: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    num_steps: int
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return self.input_len + 4 * self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Churn:
+    """What was observed; times in milliseconds."""
+
+    case: ChurnCase
+    itl_ms: list[float]
+    """All gaps of all requests."""
+    ttft_ms: list[float]
+    step_ms: list[float]
+    num_requests: int
+    num_aborted: int
+    """Before their end, while others went on."""
+    num_preemptions: int
+    records: list[StepRecord]
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the rows that decoded in a step, on average."""
+        return statistics.fmean(r.rows for r in self.records) / self.case.batch_size
+
+    @property
+    def padding(self) -> float:
+        """Share of the lanes of decode steps that computed nothing anybody asked for."""
+        decoding = [r for r in self.records if r.rows]
+        lanes = sum(r.bucket for r in decoding)
+        return 1 - sum(r.rows for r in decoding) / lanes if lanes else 0.0
+
+
+def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
+    """Run a case on an idle engine with `batch_size` rows.
+
+    Raises:
+        RequestError: the sequences do not fit the engine.
+    """
+    schedule = _schedule(engine.model_config, case, seed)
+    num_requests = num_aborted = 0
+    sooner = 0.0  # steps that arrivals are brought forward, because nobody was there
+    leaving: dict[str, int] = {}  # request -> the tokens after which it is aborted
+    open_ids: set[str] = set()
+    latest: dict[str, RequestOutput] = {}
+    step_ms: list[float] = []
+    preemptions = engine.stats()["preemptions"]
+    engine.timeline.clear()
+    while len(step_ms) < case.num_steps and (num_requests < len(schedule) or open_ids):
+        if not open_ids:
+            sooner = schedule[num_requests].step - len(step_ms)
+        while num_requests < len(schedule) and schedule[num_requests].step <= len(step_ms) + sooner:
+            comes = schedule[num_requests]
+            num_requests += 1
+            request_id = engine.add_request(comes.prompt, _greedy(comes.output_len))
+            open_ids.add(request_id)
+            if comes.leaves_after is not None:
+                leaving[request_id] = comes.leaves_after
+        started = time.perf_counter()
+        outputs = engine.step()
+        step_ms.append(1e3 * (time.perf_counter() - started))
+        for output in outputs:
+            request_id = output.request_id
+            latest[request_id] = output
+            if output.finished:
+                open_ids.discard(request_id)
+            elif request_id in leaving and len(output.token_ids) >= leaving[request_id]:
+                del leaving[request_id]
+                num_aborted += engine.abort(request_id)
+    records = engine.timeline.records()
+    preemptions = engine.stats()["preemptions"] - preemptions
+    _abort_all(engine, sorted(open_ids))
+    timings = [output.timing for output in latest.values() if output.timing is not None]
+    return Churn(
+        case=case,
+        itl_ms=[gap for timing in timings for gap in timing.itl_ms],
+        ttft_ms=[timing.ttft_ms for timing in timings],
+        step_ms=step_ms,
+        num_requests=num_requests,
+        num_aborted=num_aborted,
+        num_preemptions=preemptions,
+        records=records,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    step: float
+    prompt: list[int]
+    output_len: int
+    leaves_after: int | None
+    """Tokens after which it is aborted."""
+
+
+def _schedule(config: ModelConfig, case: ChurnCase, seed: int) -> list[_Arrival]:
+    """Return who comes when: a Poisson process, the same for the same seed."""
+    rng = random.Random(seed)
+    between = case.output_len / (OCCUPANCY * case.batch_size)  # steps
+    schedule: list[_Arrival] = []
+    step = 0.0
+    while step < case.num_steps:
+        output_len = min(1 + round(rng.expovariate(1 / case.output_len)), 4 * case.output_len)
+        prompt_len = rng.randint(-(-case.input_len // 4), case.input_len)
+        (prompt,) = random_prompts(config, 1, prompt_len, rng.getrandbits(32))
+        leaves = output_len > 1 and rng.random() < ABORTED
+        leaves_after = rng.randrange(1, output_len) if leaves else None
+        schedule.append(_Arrival(step, prompt, output_len, leaves_after))
+        step += rng.expovariate(1 / between)
+    return schedule
+
+
+def churn_to_json(engine: Engine, measured: Churn, max_itl_ms: float | None) -> dict[str, Any]:
+    """Return an entry of `churn` in the benchmark's JSON (see `docs/benchmarking.md`)."""
+    case = measured.case
+    return {
+        **_engine_to_json(engine, case.model, max_itl_ms),
+        "batch_size": case.batch_size,
+        "input_len": case.input_len,
+        "output_len": case.output_len,
+        "steps": case.num_steps,
+        "requests": measured.num_requests,
+        "aborted": measured.num_aborted,
+        "preemptions": measured.num_preemptions,
+        "occupancy": measured.occupancy,
+        "padding": measured.padding,
+        "prefill_tokens": sum(record.prefill_tokens for record in measured.records),
+        "itl_ms": Summary.of(measured.itl_ms).to_json() if measured.itl_ms else None,
+        "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
+        "step_ms": Summary.of(measured.step_ms).to_json(),
+    }
+
+
+def _engine_to_json(engine: Engine, model: str, max_itl_ms: float | None) -> dict[str, Any]:
+    stats = engine.stats()
+    dtype = str(engine.config.dtype).removeprefix("torch.")
+    return {
+        "model": model,
+        "dtype": dtype,
+        "kv_dtype": dtype if engine.config.storage == "model" else engine.config.storage,
+        "mode": engine.config.mode,
+        "device": str(engine.config.device),
+        "max_itl_ms": max_itl_ms,
+        "prefill_chunk": engine.config.user.prefill_chunk,
+        "fallbacks": stats["fallbacks"],
+        "step_budget": stats["step_budget"],
+    }
+
+
+def _steps_under_way(engine: Engine) -> int:
+    """Return how many steps are launched when `step` returns and have not told their tokens."""
+    return 0 if engine.config.device.type == "cpu" else 1
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _itl(output: RequestOutput) -> list[float]:
+    assert output.timing is not None, "it has a token"
+    return output.timing.itl_ms
+
+
+def _abort_all(engine: Engine, ids: Sequence[str]) -> None:
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_unfinished():
+        engine.step()

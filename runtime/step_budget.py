@@ -1,0 +1,162 @@
+"""How much prefill a step may do beside decoding rows, by time. No torch.
+
+With `max_itl_ms` a step takes as many prompt tokens as leave its predicted time within the budget.
+Where not even the smallest prefill step fits, one of that size runs all the same: prompts go on,
+slowly, and whoever decodes waits a little longer than was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from .plan import StepPlan
+from .request import Request
+from .step_costs import LARGEST_ERROR, StepCosts
+
+__all__ = ["StepBudget"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+
+class StepBudget:
+    """Chooses chunks by `StepCosts`, and teaches it what the steps took."""
+
+    def __init__(
+        self, max_itl_ms: float, costs: StepCosts, *, calibration_seconds: float = 0.0
+    ) -> None:
+        """Begin with calibrated costs; `calibration_seconds` is what that took."""
+        self.max_itl_ms = max_itl_ms
+        self.costs = costs
+        self.calibration_seconds = calibration_seconds
+        self._arrived_ns = 0
+        self._forced = 0
+        self._ignored = 0
+        self._steps = 0
+        self._over = 0
+        self._predicted = 0.0
+        self._observed = 0.0
+        self._errors = 0.0
+
+    def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
+        """Return how many of `count` tokens of a request from `start` the plan has time for.
+
+        0 if there is none left, but never 0 for the first chunk of a plan. Where nobody decodes
+        nobody waits, and there is time for all.
+        """
+        if not plan.decode:
+            return count
+        left = self.max_itl_ms / 1e3 - self._decode_seconds(plan)
+        full = request.params.needs_full_sampler or _full_sampler(plan)
+        prefill, used = self.costs.prefill[full], plan.prefill_tokens
+        attended = self._attended(plan)
+
+        def fits(more: int) -> bool:
+            total = attended + self.costs.attended(start, more)
+            return prefill.predict(used + more, total) <= left
+
+        if fits(count):
+            return count
+        least, most = 0, count  # `least` fits or is 0, `most` does not
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle)
+        if least or plan.prefill:
+            return least
+        self._force(left)
+        return min(count, prefill.sizes.sizes[0])
+
+    def observe(self, plan: StepPlan, launched_ns: int, arrived_ns: int) -> None:
+        """Take in when a step was launched and when its tokens were there; once for every step.
+
+        A device that works beside the host begins a step when the one before it has ended.
+        """
+        began = max(launched_ns, self._arrived_ns)
+        self._arrived_ns = arrived_ns
+        self.learn(plan, (arrived_ns - began) / 1e9)
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Take in what a step took. A time that cannot be is ignored, and counted.
+
+        A step that decodes and prefills teaches the cost of prefill: steps that only decode have
+        told what the rest of it takes.
+        """
+        if not (math.isfinite(seconds) and seconds > 0):
+            self._ignored += 1
+            return
+        predicted = self.predict(plan)
+        if plan.decode and plan.prefill:
+            self._steps += 1
+            self._over += seconds > self.max_itl_ms / 1e3
+            self._predicted += predicted
+            self._observed += seconds
+            self._errors += abs(seconds - predicted)
+        largest = LARGEST_ERROR * predicted
+        error = min(max(seconds - predicted, -largest), largest)
+        if plan.prefill:
+            attended = self._attended(plan)
+            self.costs.prefill[_full_sampler(plan)].correct(plan.prefill_tokens, attended, error)
+        elif plan.decode:
+            full = any(r.params.needs_full_sampler for r in plan.decode)
+            self.costs.decode[full].correct(len(plan.decode), self._decoded(plan), error)
+
+    def predict(self, plan: StepPlan) -> float:
+        """Return the seconds that a plan will take."""
+        seconds = self._decode_seconds(plan) if plan.decode else 0.0
+        if plan.prefill:
+            tokens, attended = plan.prefill_tokens, self._attended(plan)
+            seconds += self.costs.prefill[_full_sampler(plan)].predict(tokens, attended)
+        return seconds
+
+    def stats(self) -> dict[str, Any]:
+        """Return the model and how well it does, as plain numbers; see `Engine.stats`."""
+        n = self._steps
+        greedy = {"decode": self.costs.decode[False], "prefill": self.costs.prefill[False]}
+        return {
+            "max_itl_ms": self.max_itl_ms,
+            "calibration_seconds": self.calibration_seconds,
+            "n": n,
+            "predicted_ms": 1e3 * self._predicted / n if n else None,
+            "observed_ms": 1e3 * self._observed / n if n else None,
+            "mean_error_ms": 1e3 * self._errors / n if n else None,
+            "over_budget": self._over,
+            "forced": self._forced,
+            "ignored": self._ignored,
+            "costs": {
+                phase: {
+                    "sizes": list(costs.sizes),
+                    "ms": [1e3 * seconds for seconds in costs.seconds],
+                    "seen": list(costs.seen),
+                    "ns_per_position": 1e9 * costs.slope,
+                }
+                for phase, costs in greedy.items()
+            },
+        }
+
+    def _decode_seconds(self, plan: StepPlan) -> float:
+        full = any(request.params.needs_full_sampler for request in plan.decode)
+        return self.costs.decode[full].predict(len(plan.decode), self._decoded(plan))
+
+    def _decoded(self, plan: StepPlan) -> int:
+        reach = self.costs.reach
+        return sum(reach(request.num_computed + 1) for request in plan.decode)
+
+    def _attended(self, plan: StepPlan) -> int:
+        return sum(self.costs.attended(chunk.start, chunk.count) for chunk in plan.prefill)
+
+    def _force(self, left: float) -> None:
+        if not self._forced:
+            logger.warning(
+                "max_itl_ms=%g leaves %.2f ms for prompts beside the rows that decode, less than"
+                " the smallest prefill step takes: prompts go on in such steps all the same, and"
+                " tokens come later than asked for (said once, counted in `stats`)",
+                self.max_itl_ms,
+                1e3 * max(left, 0.0),
+            )
+        self._forced += 1
+
+
+def _full_sampler(plan: StepPlan) -> bool:
+    """Whether the prefill of a plan needs the full sampler."""
+    return any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)

@@ -1,0 +1,186 @@
+"""What a step will take, learned from what steps took. No torch: times come from outside.
+
+    step = decode[rows' bucket] + decode slope * attended  +  prefill[tokens' bucket] + ...
+
+A step is padded to its bucket, so it costs what the bucket costs, and beside that the attention
+over what stands before its tokens: a slope for each attended position, the same for all buckets of
+a phase. `attended` is the sum over the tokens of a step of the positions that they attend to, over
+all layers.
+
+Buckets are measured before the first request, on padding (see `calibration.py`). That shows no real
+contexts, and no neighbour on the machine, so every step that was timed corrects the prediction a
+little: by normalised least mean squares (Widrow & Hoff 1960; Nagumo & Noda 1967 for the
+normalisation), which needs no history, and with errors clipped, so that one stalled step moves next
+to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..graphs.buckets import Buckets
+
+__all__ = ["LARGEST_ERROR", "PhaseCosts", "StepCosts", "TimeStep", "calibrate"]
+
+GAIN_LATE = 0.2
+"""Share of an error that the next prediction of the same step takes up, after a step that took
+longer than predicted."""
+
+GAIN_EARLY = 0.05
+"""The same after a step that took less. Early costs some throughput and late is late, so what is
+predicted is not the mean: with these shares (an expectile of 0.8) most steps come before it."""
+
+LARGEST_ERROR = 0.5
+"""Of a prediction: what is further off counts as this far off."""
+
+ROUNDS = 5
+"""Times that each bucket is measured, in turns with the others."""
+
+LEAST_SECONDS = 1e-9
+
+Phase = Literal["decode", "prefill"]
+
+TimeStep = Callable[[Phase, int, int], float]
+"""(phase, bucket, positions before its tokens) -> seconds of one such step."""
+
+
+class PhaseCosts:
+    """Seconds of the steps of one phase, by bucket and attended positions."""
+
+    def __init__(
+        self, sizes: Buckets, seconds: Sequence[float], slope: float, usual_reach: float
+    ) -> None:
+        """Begin with what was measured.
+
+        Args:
+            sizes: the buckets.
+            seconds: of each, where hardly anything is attended to.
+            slope: seconds for each attended position.
+            usual_reach: positions that one token attends to in a context of ordinary length: what
+                says whether an error lies with the bucket or with the slope.
+        """
+        assert len(sizes) == len(seconds)
+        assert usual_reach > 0
+        self.sizes = sizes
+        self.slope = max(slope, 0.0)
+        self.seen = [0] * len(sizes)
+        """Steps of each bucket that corrected it."""
+        self._usual_reach = usual_reach
+        self._measured = [max(value, LEAST_SECONDS) for value in seconds]
+        self._bases = list(self._measured)
+        self._table: list[float] = []
+        self._tabulate()
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a step of each bucket as predicted now, without attention; they do not fall."""
+        return tuple(self._table)
+
+    def copy(self) -> PhaseCosts:
+        """Return a copy that learns on its own."""
+        return PhaseCosts(self.sizes, self._bases, self.slope, self._usual_reach)
+
+    def predict(self, lanes: int, attended: float) -> float:
+        """Return the seconds of a step of `lanes` tokens or rows. Rises in both arguments."""
+        return self._table[self._index(lanes)] + self.slope * attended
+
+    def correct(self, lanes: int, attended: float, error: float) -> None:
+        """Learn that such a step took `error` seconds more than predicted.
+
+        The step of the least mean squares: the bucket's own time and the slope share the
+        correction by how much each of them weighs in this step.
+        """
+        index = self._index(lanes)
+        usual = self.sizes.sizes[index] * self._usual_reach
+        weight = attended / usual
+        gain = GAIN_LATE if error > 0 else GAIN_EARLY
+        step = gain * error / (1 + weight * weight)
+        self._bases[index] = max(self._table[index] + step, LEAST_SECONDS)
+        self.slope = max(self.slope + step * weight / usual, 0.0)
+        self.seen[index] += 1
+        self._tabulate()
+
+    def _index(self, lanes: int) -> int:
+        size = self.sizes.fit(lanes)
+        assert size is not None, f"{lanes} lanes, the largest bucket is {self.sizes.largest}"
+        return self.sizes.sizes.index(size)
+
+    def _tabulate(self) -> None:
+        """Derive the times of all buckets from those that steps have corrected.
+
+        One that no step has used yet is as much slower or faster than measured as the nearest one
+        that was used: else a bucket that a noisy moment made look slow would never be tried. And
+        none is faster than a smaller one.
+        """
+        used = [index for index, count in enumerate(self.seen) if count]
+        least = 0.0
+        self._table = []
+        for index, base in enumerate(self._bases):
+            if used and not self.seen[index]:
+                near = min(used, key=lambda other: abs(other - index))
+                base = self._measured[index] * self._bases[near] / self._measured[near]
+            least = max(least, base)
+            self._table.append(least)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """The costs of both phases, each with the greedy and with the full sampler."""
+
+    decode: tuple[PhaseCosts, PhaseCosts]
+    """Indexed by whether the full sampler runs."""
+    prefill: tuple[PhaseCosts, PhaseCosts]
+    reach: Callable[[int], int]
+    """Context -> positions that the newest token of it attends to, over all layers."""
+
+    def attended(self, start: int, count: int) -> int:
+        """Return the positions that `count` tokens from position `start` attend to."""
+        return count * self.reach(start + (count + 1) // 2)  # as many as the middle one, each
+
+
+def calibrate(
+    time_step: TimeStep,
+    *,
+    rows: Buckets,
+    tokens: Buckets,
+    reach: Callable[[int], int],
+    context: int,
+    useful_seconds: float,
+) -> StepCosts:
+    """Return the costs of prepared steps, measured on padding.
+
+    Every bucket is measured at position 0 and one of each phase behind `context` positions, in
+    turns, several rounds; the fastest round counts, which a busy machine disturbs least. What took
+    far more than `useful_seconds` is measured once: no such step will run beside rows that decode.
+    Steps with the full sampler begin as those without.
+    """
+    points: list[tuple[Phase, int, int]] = []
+    far: dict[Phase, tuple[Phase, int, int]] = {}
+    phases: tuple[tuple[Phase, Buckets], ...] = (("decode", rows), ("prefill", tokens))
+    for phase, sizes in phases:
+        points += [(phase, size, 0) for size in sizes]
+        # The middle one: large enough to show attention, and cheap to measure.
+        far[phase] = (phase, sizes.sizes[len(sizes) // 2], context)
+        points.append(far[phase])
+    fastest = dict.fromkeys(points, float("inf"))
+    for _ in range(ROUNDS):
+        for point in points:
+            if not 2 * useful_seconds < fastest[point] < float("inf"):
+                fastest[point] = min(fastest[point], time_step(*point))
+
+    def costs(phase: Phase, sizes: Buckets) -> tuple[PhaseCosts, PhaseCosts]:
+        _, size, behind = far[phase]
+        more = fastest[far[phase]] - fastest[phase, size, 0]
+        count = 1 if phase == "decode" else size
+        attended = reach(behind + (count + 1) // 2) * size
+        greedy = PhaseCosts(
+            sizes,
+            [fastest[phase, size, 0] for size in sizes],
+            more / attended if attended else 0.0,
+            max(reach(behind), 1),
+        )
+        return greedy, greedy.copy()
+
+    return StepCosts(costs("decode", rows), costs("prefill", tokens), reach)

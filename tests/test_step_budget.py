@@ -1,0 +1,276 @@
+"""Chunks chosen by time: never more than fits, always something, and decoding goes on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.graphs.buckets import Buckets
+from stepgraph.runtime.plan import PrefillChunk, StepPlan
+from stepgraph.runtime.request import Request
+from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.step_budget import StepBudget
+from stepgraph.runtime.step_costs import PhaseCosts, StepCosts
+
+from .fake_device import oracle
+from .scheduler_rig import Rig
+
+SMALLEST = 4
+
+
+def costs_of(
+    *, base: float = 1e-3, token: float = 1e-4, position: float = 1e-6, largest: int = 32
+) -> StepCosts:
+    """A decode step takes `base` seconds, each prompt token `token` and each position more."""
+    tokens = Buckets([SMALLEST, *range(8, largest, 4), largest])
+    rows = Buckets([1, 4, 8])
+    decode = PhaseCosts(rows, [base] * len(rows), position, 10)
+    prefill = PhaseCosts(tokens, [token * size for size in tokens], position, 10)
+    return StepCosts((decode, decode.copy()), (prefill, prefill.copy()), lambda context: context)
+
+
+def budget_of(max_itl_ms: float, **costs: float) -> StepBudget:
+    return StepBudget(max_itl_ms, costs_of(**costs))  # type: ignore[arg-type]
+
+
+def request_of(num_computed: int = 0, **params: object) -> Request:
+    request = Request(
+        id="r",
+        prompt_ids=[1] * 500,
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        seed=0,
+        order=(0, 0),
+        max_tokens=5,
+        stop_token_ids=frozenset(),
+        detokenizer=None,
+        arrival_ns=0,
+        prefix_hashes=None,
+    )
+    request.num_computed = num_computed
+    return request
+
+
+def decoding(rows: int = 4, context: int = 20) -> StepPlan:
+    return StepPlan(decode=[request_of(context, temperature=0.0) for _ in range(rows)])
+
+
+def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> StepPlan:
+    return replace(plan, prefill=[*plan.prefill, PrefillChunk(request, 5, start, count)])
+
+
+@given(st.floats(0.1, 20), st.integers(1, 8), st.integers(0, 300), st.integers(0, 400), st.data())
+def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data) -> None:
+    budget = budget_of(max_itl_ms)
+    plan = decoding(rows, context)
+    room = 32
+    for _ in range(data.draw(st.integers(1, 3))):
+        request = request_of(start, temperature=0.0)
+        asked = data.draw(st.integers(1, max(room, 1)))
+        if room < asked:
+            break
+        first = not plan.prefill
+        count = budget.fit(plan, request, start, asked)
+        assert first <= count <= asked
+        if count and not (first and budget.stats()["forced"]):
+            fitting = with_chunk(plan, request, start, count)
+            assert budget.predict(fitting) <= max_itl_ms / 1e3 + 1e-12
+        if count < asked and not budget.stats()["forced"]:
+            larger = with_chunk(plan, request, start, count + 1)
+            assert budget.predict(larger) > max_itl_ms / 1e3 - 1e-12
+        if not count:
+            break
+        plan = with_chunk(plan, request, start, count)
+        room -= count
+
+
+def test_chunks_of_several_prompts_share_the_budget() -> None:
+    budget = budget_of(1 + 1.6 + 0.2, position=0.0)  # decode, 16 tokens, a little
+    plan = decoding()
+    one, two = request_of(temperature=0.0), request_of(temperature=0.0)
+    assert budget.fit(plan, one, 0, 10) == 10
+    plan = with_chunk(plan, one, 0, 10)
+    assert budget.fit(plan, two, 0, 22) == 6
+    plan = with_chunk(plan, two, 0, 6)
+    assert budget.fit(plan, request_of(temperature=0.0), 0, 10) == 0
+
+
+def test_where_nobody_decodes_nobody_waits() -> None:
+    budget = budget_of(0.001)
+    assert budget.fit(StepPlan(), request_of(), 0, 32) == 32
+    assert budget.stats()["forced"] == 0
+
+
+def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
+    budget = budget_of(0.5)
+    with caplog.at_level(logging.WARNING):
+        assert budget.fit(decoding(), request_of(), 0, 32) == SMALLEST
+        assert budget.fit(decoding(), request_of(), 0, 2) == 2
+    assert budget.stats()["forced"] == 2
+    assert len(caplog.records) == 1
+    assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
+
+
+def test_attention_over_what_stands_before_makes_chunks_smaller() -> None:
+    budget = budget_of(3.5, position=1e-6)
+    counts = [budget.fit(decoding(), request_of(), start, 32) for start in (0, 100, 200, 400)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] >= 1
+
+
+def test_the_full_sampler_has_costs_of_its_own() -> None:
+    budget = budget_of(2.7, position=0.0)
+    greedy = request_of(temperature=0.0)
+    sampled = request_of(temperature=1.0)
+    assert sampled.params.needs_full_sampler
+    slow = with_chunk(StepPlan(), sampled, 0, 16)
+    for _ in range(50):
+        budget.learn(slow, 4e-3)
+    assert budget.fit(decoding(), greedy, 0, 32) == 16
+    assert budget.fit(decoding(), sampled, 0, 32) < 16
+    assert budget.fit(with_chunk(decoding(), sampled, 0, 4), greedy, 0, 12) < 12
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0])
+def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
+    budget = budget_of(5.0)
+    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)
+    before = budget.predict(plan)
+    budget.learn(plan, seconds)
+    assert budget.predict(plan) == before
+    assert (budget.stats()["ignored"], budget.stats()["n"]) == (1, 0)
+
+
+@given(st.floats(1e-9, 1e9), st.booleans(), st.booleans())
+def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
+    budget = budget_of(5.0)
+    plan = decoding() if decodes else StepPlan()
+    if prefills:
+        plan = with_chunk(plan, request_of(temperature=0.0), 40, 16)
+    before = budget.predict(plan)
+    budget.learn(plan, seconds)
+    assert 0.9 * before - 1e-9 <= budget.predict(plan) <= 1.11 * before
+
+
+def test_steps_that_only_decode_teach_the_decode_step() -> None:
+    budget = budget_of(5.0, position=0.0)
+    mixed = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)
+    prefill = budget.costs.prefill[False].seconds
+    for _ in range(100):
+        budget.learn(decoding(), 2e-3)
+    assert budget.predict(decoding()) == pytest.approx(2e-3, rel=0.01)
+    assert budget.costs.prefill[False].seconds == prefill
+    decode = budget.predict(decoding())
+    for _ in range(100):
+        budget.learn(mixed, 6e-3)
+    assert budget.predict(mixed) == pytest.approx(6e-3, rel=0.01)
+    assert budget.predict(decoding()) == decode
+
+
+def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
+    """Of a device that works beside the host: the launch comes before the other's tokens."""
+    budget = budget_of(5.0)
+    took: list[float] = []
+    budget.learn = lambda plan, seconds: took.append(round(seconds * 1e9))  # type: ignore[method-assign]
+    budget.observe(decoding(), 1000, 3000)
+    budget.observe(decoding(), 1500, 4200)
+    budget.observe(decoding(), 9000, 9900)
+    assert took == [2000, 1200, 900]
+
+
+def test_stats_set_observed_against_predicted() -> None:
+    budget = budget_of(3.0, position=0.0)
+    budget.calibration_seconds = 1.5
+    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)  # predicted: 2.6 ms
+    budget.learn(plan, 2.7e-3)
+    budget.learn(decoding(), 1e-3)
+    budget.learn(plan, 3.5e-3)
+    stats = budget.stats()
+    assert stats["max_itl_ms"] == 3.0
+    assert stats["calibration_seconds"] == 1.5
+    assert (stats["n"], stats["over_budget"]) == (2, 1)
+    assert stats["observed_ms"] == pytest.approx(3.1)
+    assert stats["predicted_ms"] == pytest.approx(2.6, rel=0.02)
+    assert stats["mean_error_ms"] == pytest.approx(0.5, rel=0.1)
+    prefill = stats["costs"]["prefill"]
+    assert sum(prefill["seen"]) == 2
+    assert len(prefill["sizes"]) == len(prefill["ms"]) == len(prefill["seen"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
+    st.floats(0.2, 6),
+    st.sampled_from([0, 1]),
+    st.booleans(),
+    st.sampled_from([(None,), (None, 6)]),
+    st.sampled_from([30, 100]),
+    st.randoms(use_true_random=False),
+)
+def test_everybody_is_served_and_decoding_never_waits(
+    requests, max_itl_ms, in_flight, prefix, windows, usable_blocks, rng
+) -> None:
+    budget = budget_of(max_itl_ms)
+    fit = budget.fit
+
+    def watched(plan: StepPlan, request: Request, start: int, count: int) -> int:
+        forced = budget.stats()["forced"]
+        given_count = fit(plan, request, start, count)
+        if plan.decode and given_count and budget.stats()["forced"] == forced:
+            chosen = with_chunk(plan, request, start, given_count)
+            assert budget.predict(chosen) <= max_itl_ms / 1e3 + 1e-12
+        return given_count
+
+    budget.fit = watched  # type: ignore[method-assign]
+    rig = Rig(
+        windows=windows,
+        in_flight=in_flight,
+        prefix=prefix,
+        usable_blocks=usable_blocks,
+        step_budget=budget,
+    )
+    made = []
+    for prompt_len, max_tokens in requests:
+        made += rig.add_group(prompt_len, max_tokens=max_tokens, shared=prompt_len // 2)
+        for _ in range(rng.randrange(3)):
+            ready = [r for r in rig.scheduler._running if r.decoding and not r.reached_max_tokens]
+            rig.loop.step()
+            rig.loop.check_integrity()
+            plan = rig.runner.plans[-1] if rig.runner.plans else None
+            if ready and plan is not None and not plan.preempted:
+                assert set(ready) <= set(plan.decode)
+    rig.drain()
+    for request in made:
+        assert (request.output_ids, request.finish_reason) == oracle(request, windows)
+
+
+def test_default_chunks_are_untouched() -> None:
+    """Without a budget a step takes `prefill_chunk` tokens, whoever decodes."""
+    rig = Rig(prefill_chunk=8)
+    rig.add(3, max_tokens=20)
+    rig.step()
+    rig.add(20, max_tokens=2)
+    assert [rig.step().prefill_tokens for _ in range(3)] == [8, 8, 4]
+
+
+def test_a_prompt_found_in_the_cache_is_priced_where_it_goes_on() -> None:
+    """Admission finds it; a chunk that no longer fits waits in its row, and nothing is lost."""
+    budget = budget_of(1 + 0.8 + 0.3, position=2e-6)
+    rig = Rig(prefix=True, step_budget=budget, block_size=4)
+    first = rig.add(30, max_tokens=2, shared=29)
+    rig.drain()
+    runner = rig.add(3, max_tokens=30)
+    rig.step()
+    second = rig.add(31, max_tokens=2, shared=29)
+    starts = []
+    while second.finish_reason is None:
+        plan = rig.step()
+        starts += [(c.start, c.count) for c in plan.prefill if c.request is second]
+        assert runner in plan.decode or runner.finish_reason
+    rig.drain()
+    assert starts[0][0] == 28
+    assert first.output_ids == oracle(first)[0]
+    assert second.output_ids == oracle(second)[0]
