@@ -98,7 +98,6 @@ class Arena:
         )
         self._tensor = torch.empty(shape, dtype=element, device=device)
         self._tensor[:, :, NULL_BLOCK].zero_()
-        torch._dynamo.mark_static_address(self._tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
