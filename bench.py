@@ -6,6 +6,7 @@ python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24G
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
+python bench.py --scenario start                      the first start of an engine, and the second
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,7 +40,12 @@ from stepgraph.runtime.benchmark import (
     to_json,
 )
 from stepgraph.runtime.benchmark_options import MODES, parse_arguments
-from stepgraph.runtime.benchmark_report import cache_table, markdown_table, rich_table
+from stepgraph.runtime.benchmark_report import (
+    cache_table,
+    describe_start,
+    markdown_table,
+    rich_table,
+)
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.environment import describe_environment
 from stepgraph.runtime.kernels import have_compiler
@@ -53,6 +58,7 @@ from stepgraph.runtime.scenarios import (
     measure_churn,
     measure_interference,
 )
+from stepgraph.runtime.start_benchmark import measure_starts
 
 SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
@@ -137,14 +143,9 @@ class Bench:
         cases = [BenchmarkCase(model, *point) for point in self.grid]
         longest = max(longest_sequence(case, config.prefill_chunk) for case in cases)
         config = dataclasses.replace(config, max_model_len=longest)
-        began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
-            seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
             self.say(f"{model} {dtype} KV {kv_dtype} {mode}\n{engine.memory_plan.format()}")
-            self.say(
-                f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
-                f" {prepared['steps']} steps ready"
-            )
+            self.say(describe_start(engine.stats()))
             for case in cases:
                 measured = measure(
                     engine,
@@ -209,7 +210,7 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
 
 
 class Scenarios:
-    """Interference and churn: each point of the grid on an engine of its own."""
+    """Interference, churn and starts: each point of the grid on an engine of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the device and choose the modes."""
@@ -218,10 +219,14 @@ class Scenarios:
         self.device = resolve_device(options.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
 
+    def say(self, text: str) -> None:
+        """Tell on stderr what is going on."""
+        self.console.print(text, style="dim", highlight=False)
+
     def run(self) -> dict[str, Any]:
         """Measure; return the document that `--output-json` writes."""
         options = self.options
-        measure = self.interference if options.scenario == "interference" else self.churn
+        measure = getattr(self, options.scenario)
         engines = itertools.product(options.model, options.dtype, options.kv_dtype, self.modes)
         return {
             "schema_version": SCHEMA_VERSION,
@@ -270,6 +275,16 @@ class Scenarios:
                     measured = measure_churn(engine, case, seed=options.seed)
                     yield churn_to_json(engine, measured, max_itl_ms)
 
+    def start(self, model: str, dtype: str, kv_dtype: str, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the first start and the second one."""
+        buckets = sorted(set(self.options.batch_size))
+        config = self._choices(dtype, kv_dtype, mode)
+        config |= {"max_rows": buckets[-1], "buckets": buckets}
+        self.say(f"{model} {dtype} KV {kv_dtype} {mode}: two starts, the first with empty caches")
+        for number, measured in enumerate(measure_starts(model, config), start=1):
+            known = {"model": model, "dtype": dtype, "kv_dtype": kv_dtype, "mode": mode}
+            yield {**known, "buckets": buckets, "number": number, **measured}
+
     def _choices(self, dtype: str, kv_dtype: str, mode: str) -> dict[str, Any]:
         return {
             "device": str(self.device),
@@ -282,11 +297,9 @@ class Scenarios:
 
     def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
         budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
-        self.console.print(
+        self.say(
             f"{case.model} {config.dtype} KV {config.kv_dtype} {config.mode},"
-            f" {case.batch_size} rows, prompts of {case.input_len}, {budget}",
-            style="dim",
-            highlight=False,
+            f" {case.batch_size} rows, prompts of {case.input_len}, {budget}"
         )
         return Engine.from_pretrained(case.model, config, progress=False)
 

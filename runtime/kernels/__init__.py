@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import KernelBuildError
 from .attention import AttentionForm, paged_attention, reference_paged_attention
-from .cpu import build_cpu_ops, have_compiler, load_cpu_ops
+from .cpu import KernelLibrary, build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
     pack_linear,
@@ -45,6 +45,8 @@ class Kernels:
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
     fused_sampling: bool = False
     """Either sampler is one operation: `fused_sampler`."""
+    library: KernelLibrary | None = None
+    """What holds the operations of our own, where there is any."""
     stacks: bool = False
     """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
 
@@ -56,7 +58,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
     """
     device_type = torch.device(device).type
     if device_type == "cpu" and mode != "eager":
-        load_cpu_ops()
+        library = load_cpu_ops()
         packs = can_pack(dtype)
         return Kernels(
             name="cpu" if packs else "cpu, torch linear",
@@ -66,6 +68,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
             bounded_by_length=True,
             masks=0,
             fused_sampling=True,
+            library=library,
             stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
@@ -82,6 +85,7 @@ def select_kernels(device: torch.device | str, mode: Mode, dtype: torch.dtype) -
 __all__ = [
     "AttentionForm",
     "DecoderStack",
+    "KernelLibrary",
     "Kernels",
     "Mode",
     "StackLayer",
