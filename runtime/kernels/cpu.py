@@ -6,8 +6,8 @@ macros the compiler predefines, which tell its version and the instruction set i
 """
 
 import functools
-import logging
 import hashlib
+import logging
 import os
 import platform
 import shutil
