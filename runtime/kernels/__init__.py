@@ -21,6 +21,7 @@ from .linear import (
     packed_embedding,
     packed_linear,
     reference_linear,
+    reference_packed_embedding,
     unpack_linear,
 )
 from .stack import DecoderStack, StackLayer, StackLinear, StackShape
@@ -100,6 +101,7 @@ __all__ = [
     "unpack_linear",
     "packed_bytes",
     "packed_embedding",
+    "reference_packed_embedding",
     "can_pack",
     "KernelBuildError",
     "build_cpu_ops",
