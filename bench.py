@@ -7,6 +7,7 @@ python bench.py --scenario cache                      what the bookkeeping of bl
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
+python bench.py --scenario start                      the first start of an engine, and the second
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import dataclasses
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +43,7 @@ from stepgraph.runtime.benchmark import (
 from stepgraph.runtime.benchmark_options import MODES, parse_arguments
 from stepgraph.runtime.benchmark_report import (
     cache_table,
+    describe_start,
     host_table,
     markdown_table,
     rich_table,
@@ -60,6 +61,7 @@ from stepgraph.runtime.scenarios import (
     measure_churn,
     measure_interference,
 )
+from stepgraph.runtime.start_benchmark import measure_starts
 
 SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
@@ -152,17 +154,12 @@ class Bench:
         cases = [BenchmarkCase(model, *point) for point in self.grid]
         longest = max(longest_sequence(case, config.prefill_chunk) for case in cases)
         config = dataclasses.replace(config, max_model_len=longest)
-        began = time.perf_counter()
         with Engine.from_pretrained(model, config, progress=False) as engine:
-            seconds, prepared = time.perf_counter() - began, engine.stats()["prepared"]
             self.say(
                 f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}\n"
                 + engine.memory_plan.format()
             )
-            self.say(
-                f"started in {seconds:.1f} s, of which {prepared['seconds']:.1f} s for making"
-                f" {prepared['steps']} steps ready"
-            )
+            self.say(describe_start(engine.stats()))
             for case in cases:
                 measured = measure(
                     engine,
@@ -249,7 +246,7 @@ def _write_costs(
 
 
 class Scenarios:
-    """Interference and churn: each point of the grid on an engine of its own."""
+    """Interference, churn and starts: each point of the grid on an engine of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the device and choose the modes."""
@@ -258,10 +255,14 @@ class Scenarios:
         self.device = resolve_device(options.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
 
+    def say(self, text: str) -> None:
+        """Tell on stderr what is going on."""
+        self.console.print(text, style="dim", highlight=False)
+
     def run(self) -> dict[str, Any]:
         """Measure; return the document that `--output-json` writes."""
         options = self.options
-        measure = self.interference if options.scenario == "interference" else self.churn
+        measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
         return {
@@ -309,6 +310,17 @@ class Scenarios:
                     measured = measure_churn(engine, case, seed=options.seed)
                     yield churn_to_json(engine, measured, max_itl_ms)
 
+    def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the first start and the second one."""
+        buckets = sorted(set(self.options.batch_size))
+        config = self._choices(dtypes, mode)
+        config |= {"max_rows": buckets[-1], "buckets": buckets}
+        names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
+        self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
+        for number, measured in enumerate(measure_starts(model, config), start=1):
+            known = {"model": model, **names, "mode": mode}
+            yield {**known, "buckets": buckets, "number": number, **measured}
+
     def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
         dtype, weight_dtype, kv_dtype = dtypes
         return {
@@ -323,12 +335,9 @@ class Scenarios:
 
     def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
         budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
-        self.console.print(
+        self.say(
             f"{case.model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
-            f" {config.mode},"
-            f" {case.batch_size} rows, prompts of {case.input_len}, {budget}",
-            style="dim",
-            highlight=False,
+            f" {config.mode}, {case.batch_size} rows, prompts of {case.input_len}, {budget}"
         )
         return Engine.from_pretrained(case.model, config, progress=False)
 

@@ -220,6 +220,7 @@ def to_json(
         "roofline": roofline.to_json(step.p50 / 1e3),
         "memory": stats["memory"],
         "captured": stats["prepared"],
+        "start": stats["start"],
         "fallbacks": stats["fallbacks"],
         "correct": {
             "tokens_equal_eager": None if eager is None else _equal_share(measurement, eager),

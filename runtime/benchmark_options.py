@@ -24,6 +24,7 @@ FLAGS_OF_SCENARIO = {
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
+    "start": ("scenario", *_ENGINE, *_OUTPUTS, "batch_size"),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "num_steps", "max_itl_ms"),
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cache": {},
     "host": {"num_steps": 400},
+    "start": {"batch_size": [1, 2, 4, 8]},
     "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
 }
@@ -125,8 +127,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="how steps run (default: every mode that the device has; with interference and churn"
-        " the fastest)",
+        help="how steps run (default: every mode that the device has; with interference, churn and"
+        " start the fastest)",
     )
     parser.add_argument(
         "--scenario",
@@ -135,10 +137,15 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
         " for pools of 1,000 and of 1,000,000 blocks (no model runs); host: what plan, launch and"
         " commit cost around a model that does nothing; interference: rows decode while a long"
-        " prompt comes every 10 steps; churn: requests come and leave at random (default: steady)",
+        " prompt comes every 10 steps; churn: requests come and leave at random; start: an engine"
+        " with a bucket for each batch size is started twice, at first with nothing built or"
+        " compiled before (default: steady)",
     )
     parser.add_argument(
-        "--batch-size", nargs="+", type=_positive, help="rows that decode (default: 1 8, or 8)"
+        "--batch-size",
+        nargs="+",
+        type=_positive,
+        help="rows that decode (default: 1 8; start 1 2 4 8; others 8)",
     )
     parser.add_argument(
         "--input-len",

@@ -10,7 +10,7 @@ from rich.table import Table
 from ..cache.benchmark import OperationCost
 from .host_benchmark import HostCost
 
-__all__ = ["cache_table", "host_table", "markdown_table", "rich_table"]
+__all__ = ["cache_table", "describe_start", "host_table", "markdown_table", "rich_table"]
 
 COLUMNS = (
     "model",
@@ -75,6 +75,24 @@ CHURN_COLUMNS = (
     "preempted",
     "requests",
 )
+START_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "mode",
+    "buckets",
+    "start",
+    "total s",
+    "imports",
+    "kernels",
+    "load",
+    "prepare",
+    "measure",
+    "other",
+    "kernel library",
+    "compiled code: found / made",
+)
 TEXT_COLUMNS = 5
 
 
@@ -92,6 +110,18 @@ def markdown_table(document: dict[str, Any]) -> str:
     """Return the table as Markdown, aligned so that it reads as plain text too."""
     table = _aligned(columns(document), rows(document), TEXT_COLUMNS)
     return "\n".join([*table, "", caption(document)])
+
+
+def describe_start(stats: dict[str, Any]) -> str:
+    """Return one line about the start of an engine, from its statistics."""
+    start, steps = stats["start"], stats["prepared"]["steps"]
+    phases = ", ".join(f"{name} {took:.1f}" for name, took in start["phases"].items())
+    code = start["code_cache"]
+    built = {None: "", True: "; kernels built", False: "; kernels found"}[start["kernels_built"]]
+    return (
+        f"started in {start['seconds']:.1f} s ({phases}), {steps} steps ready{built};"
+        f" compiled code: {code['hits']} pieces found, {code['misses']} made"
+    )
 
 
 def cache_table(costs: Sequence[OperationCost]) -> str:
@@ -165,6 +195,8 @@ def columns(document: dict[str, Any]) -> tuple[str, ...]:
     """Return the head of the table of a document's scenario."""
     if "interference" in document:
         return INTERFERENCE_COLUMNS
+    if "start" in document:
+        return START_COLUMNS
     return CHURN_COLUMNS if "churn" in document else COLUMNS
 
 
@@ -172,6 +204,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of each case, as text."""
     if "interference" in document:
         return [_interference_row(entry) for entry in document["interference"]]
+    if "start" in document:
+        return [_start_row(entry) for entry in document["start"]]
     if "churn" in document:
         return [_churn_row(entry) for entry in document["churn"]]
     return [_row(case) for case in document["cases"]]
@@ -201,6 +235,23 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
         f"{case['kv_bytes'] / 1e6:.1f}",
         "-" if equal is None else f"{equal:.0%}",
         "-" if error is None else f"{error:.2g}",
+    )
+
+
+def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    start, total = entry["start"], entry["total_seconds"]
+    phases, code = start["phases"], start["code_cache"]
+    shown = [entry["import_seconds"]]
+    shown += [phases[name] for name in ("kernels", "load", "prepare", "measure")]
+    built = start["kernels_built"]
+    return (
+        *_engine_cells(entry),
+        " ".join(map(str, entry["buckets"])),
+        str(entry["number"]),
+        f"{total:.1f}",
+        *(f"{seconds:.1f}" for seconds in (*shown, total - sum(shown))),
+        "-" if built is None else "built" if built else "found",
+        f"{code['hits']} / {code['misses']}",
     )
 
 

@@ -24,6 +24,7 @@ def engine_stats(
 ) -> dict[str, Any]:
     """Return the statistics of an engine; see `Engine.stats`."""
     library, scheduler = parts.runner.library, loop.scheduler
+    library_file = parts.model.kernels.library
     counters, reports, cache = library.stats(), library.reports(), scheduler.cache
     return {
         "healthy": healthy,
@@ -57,6 +58,12 @@ def engine_stats(
             "bytes": sum(report.bytes for report in reports),
         },
         "load_seconds": parts.load_seconds,
+        "start": {
+            "seconds": parts.start_seconds,
+            "phases": {phase.name: phase.seconds for phase in parts.phases},
+            "kernels_built": None if library_file is None else library_file.built,
+            "code_cache": asdict(parts.code_cache),
+        },
         "step_budget": None if step_budget is None else step_budget.stats(),
         "fallbacks": counters.misses,
         "padding": counters.padding_fraction,

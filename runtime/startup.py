@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,25 @@ _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static
 
 
 @dataclass(frozen=True, slots=True)
+class CodeCache:
+    """Pieces of code that torch.compile found in its cache, and those that it had to make."""
+
+    hits: int
+    misses: int
+
+    @classmethod
+    def now(cls) -> CodeCache:
+        """Read the counters of this process: other engines that start meanwhile count too."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        counts = {} if dynamo is None else dynamo.counters["inductor"]
+        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
+
+    def since(self, before: CodeCache) -> CodeCache:
+        """Return the difference."""
+        return CodeCache(self.hits - before.hits, self.misses - before.misses)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine runs over."""
 
@@ -58,8 +78,11 @@ class EngineParts:
     step_memory: StepMemory
     """What steps hold while they run."""
     phases: tuple[Phase, ...]
-    """What each phase of the start left behind: "load", "cache", "host_cache" if there is one,
-    "static_buffers", "prepare", "measure"."""
+    """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
+    is one, "static_buffers", "prepare", "measure"."""
+    start_seconds: float
+    """The whole start: the phases, and what lies between them."""
+    code_cache: CodeCache
 
     @property
     def load_seconds(self) -> float:
@@ -113,15 +136,17 @@ class EngineParts:
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
     """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
+    began, code_before = time.perf_counter(), CodeCache.now()
     found = resolve_source(source)
     resolved = ResolvedConfig.resolve(config, found.config)
-    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
+    log = PhaseLog(resolved.device)
+    with log.phase("kernels"):
+        kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())
     # No row grows longer than the cache: tables and reads need not be wider.
     resolved = dataclasses.replace(resolved, max_model_len=plan.longest_request)
-    log = PhaseLog(resolved.device)
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
         model = _load(found, resolved, kernels, groups, progress=progress)
     with log.phase("cache"):
@@ -148,7 +173,17 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         step_memory = measure_steps(runner, kernels, captured)
     tokenizer = None if found.directory is None else load_tokenizer(found.directory)
     parts = EngineParts(
-        resolved, model, tokenizer, groups, plan, arena, runner, step_memory, tuple(log.phases)
+        resolved,
+        model,
+        tokenizer,
+        groups,
+        plan,
+        arena,
+        runner,
+        step_memory,
+        tuple(log.phases),
+        time.perf_counter() - began,
+        CodeCache.now().since(code_before),
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts

@@ -35,8 +35,29 @@ def test_packing_is_undone_by_unpacking(n: int, k: int, dtype: torch.dtype) -> N
     assert packed.is_contiguous()
     assert packed.nbytes == kernels.packed_bytes(n, k, dtype)
     assert torch.equal(kernels.unpack_linear(packed, n, k), weight)
-    tokens = torch.tensor([n - 1, 0, n // 2])
-    assert torch.equal(kernels.packed_embedding(tokens, packed, k), F.embedding(tokens, weight))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("t", [1, 3, 700])
+def test_rows_of_a_packed_weight(t: int, n: int, k: int, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(n)
+    weight = torch.randint(-127, 128, (n, k), generator=rng).to(dtype)
+    width = 1 if dtype == torch.float32 else 2
+    padded = F.pad(weight, (0, -k % width, 0, -n % 32))
+    packed = padded.view(-1, 32, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+    tokens = torch.randint(n, (t,), generator=rng)
+    rows = kernels.packed_embedding(tokens, packed, k)
+    assert rows.is_contiguous()
+    assert torch.equal(rows, weight[tokens])
+    assert torch.equal(kernels.reference_packed_embedding(tokens, packed, k), rows)
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_row_outside_a_packed_weight_is_refused(token: int) -> None:
+    packed = kernels.pack_linear(torch.ones(33, 8))
+    with pytest.raises(IndexError, match=f"tokens.0. is {token}, outside 0"):
+        kernels.packed_embedding(torch.tensor([token]), packed, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -93,6 +93,16 @@ def test_runs_of_preparation(kind, runs):
     assert fn.runs == runs
 
 
+def test_a_step_without_compiled_parts_is_warmed_up_by_one_run():
+    fn = Counter()
+    step = CompiledStep(fn, "demo", compiles=False)
+    with pytest.raises(AssertionError, match="demo is launched before"):
+        step.launch()
+    step.prepare()
+    assert fn.runs == 1
+    assert torch.equal(step.launch(), fn.reference())
+
+
 def test_a_capture_comes_after_its_warm_up_and_keeps_its_output():
     capturer = RecordingCapturer()
     step = CapturedStep(Counter(), "demo", capturer)

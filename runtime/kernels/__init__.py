@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import KernelBuildError
 from .attention import AttentionForm, paged_attention, reference_paged_attention
-from .cpu import build_cpu_ops, have_compiler, load_cpu_ops
+from .cpu import KernelLibrary, build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
     pack_linear,
@@ -21,6 +21,7 @@ from .linear import (
     packed_embedding,
     packed_linear,
     reference_linear,
+    reference_packed_embedding,
     unpack_linear,
 )
 from .stack import DecoderStack, StackLayer, StackLinear, StackShape
@@ -47,6 +48,8 @@ class Kernels:
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
     fused_sampling: bool = False
     """Either sampler is one operation: `fused_sampler`."""
+    library: KernelLibrary | None = None
+    """What holds the operations of our own, where there is any."""
     stacks: bool = False
     """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
     weights: WeightStorage = "model"
@@ -79,7 +82,7 @@ def select_kernels(
     """
     device_type = torch.device(device).type
     if device_type == "cpu" and mode != "eager":
-        load_cpu_ops()
+        library = load_cpu_ops()
         packs = can_pack(dtype)
         return Kernels(
             name="cpu" if packs else "cpu, torch linear",
@@ -90,6 +93,7 @@ def select_kernels(
             masks=0,
             weights=weights,
             fused_sampling=True,
+            library=library,
             stacks=packs,
         )
     opaque = device_type == "cuda" and mode != "eager"
@@ -107,6 +111,7 @@ def select_kernels(
 __all__ = [
     "AttentionForm",
     "DecoderStack",
+    "KernelLibrary",
     "Kernels",
     "Mode",
     "StackLayer",
@@ -122,6 +127,7 @@ __all__ = [
     "unpack_linear",
     "packed_bytes",
     "packed_embedding",
+    "reference_packed_embedding",
     "can_pack",
     "quantise_weight",
     "dequantise_weight",

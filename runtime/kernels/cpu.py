@@ -7,6 +7,7 @@ macros the compiler predefines, which tell its version and the instruction set i
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,11 +16,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..errors import KernelBuildError
+
+logger = logging.getLogger("stepgraph.runtime")
 
 _HERE = Path(__file__).parent
 # Those that take longest to compile come first.
@@ -51,6 +55,15 @@ _HEADERS = (
     "cpu_stack_ops.h",
 )
 _TAIL_LINES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLibrary:
+    """The kernels that this process runs."""
+
+    path: Path
+    built: bool
+    """By this process; otherwise it was found in the cache."""
 
 
 def _find_compiler() -> str:
@@ -89,13 +102,17 @@ def _cache_directory() -> Path:
 
 
 def build_cpu_ops(portable: bool = False) -> Path:
-    """Path of the compiled library, built (in some seconds) if the cache does not hold it yet.
+    """Path of the compiled library, built (in half a minute) if the cache does not hold it yet.
 
     `portable` leaves out every instruction the compiler is not asked for by plain C++. Processes
     may build at the same time: each builds on its own and moves its file into place.
 
     Raises KernelBuildError if there is no compiler, or if it fails.
     """
+    return _build(portable).path
+
+
+def _build(portable: bool) -> KernelLibrary:
     if not have_compiler():
         raise KernelBuildError(
             "no C++ compiler found for the CPU kernels; install g++ (or name one in CXX), "
@@ -112,8 +129,9 @@ def build_cpu_ops(portable: bool = False) -> Path:
         key.update((_HERE / name).read_bytes())
     library = _cache_directory() / f"cpu_ops-{key.hexdigest()[:32]}.so"
     if library.exists():
-        return library
+        return KernelLibrary(library, built=False)
 
+    logger.info("building the CPU kernels, once for this machine: %s", library)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [f"{scratch}/{Path(unit).stem}.o" for unit in _UNITS]
@@ -130,19 +148,22 @@ def build_cpu_ops(portable: bool = False) -> Path:
             "linking the CPU kernels",
         )
         os.replace(linked, library)
-    return library
+    return KernelLibrary(library, built=True)
 
 
 @functools.cache
-def load_cpu_ops() -> None:
+def load_cpu_ops() -> KernelLibrary:
     """Makes `torch.ops.stepgraph.*` run on CPU; builds the library first if need be. Idempotent.
+
+    Returns what was loaded, the same each time.
 
     Raises KernelBuildError as `build_cpu_ops`, and if the library cannot be loaded.
     """
-    library = build_cpu_ops()
+    library = _build(portable=False)
     try:
-        torch.ops.load_library(library)
+        torch.ops.load_library(library.path)
     except OSError as error:
         raise KernelBuildError(
-            f"loading {library} failed; delete it to rebuild: {error}"
+            f"loading {library.path} failed; delete it to rebuild: {error}"
         ) from error
+    return library

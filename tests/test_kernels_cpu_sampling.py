@@ -1,0 +1,216 @@
+"""The samplers as operators of a CPU draw the tokens that their torch references draw."""
+
+import math
+
+import pytest
+import torch
+from stepgraph.runtime import kernels
+from stepgraph.runtime.sampling import (
+    SampleOutput,
+    SamplingState,
+    fused_sampler,
+    sample_full,
+    sample_greedy,
+)
+from stepgraph.runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PROMPT, OUTPUT = [3, 5, 7, 7, 250], [5, 9, 9, 9]
+FIRST = len(PROMPT) + len(OUTPUT)
+CASES = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 1.0, "min_tokens": 6},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"temperature": 1e-7},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 400},
+    {"top_p": 1e-9},
+    {"top_p": 0.8},
+    {"top_p": 0.999},
+    {"top_k": 20, "top_p": 0.7},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"temperature": 1.7, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5, "presence_penalty": 2.0},
+    {"logit_bias": {0: 6.0, 9: -100.0}},
+    {"logit_bias": {11: 50.0, 12: 40.0}, "min_tokens": 6},
+    {
+        "temperature": 1.3,
+        "top_k": 60,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.4,
+        "logit_bias": {9: 3.0, 2: 2.0},
+        "min_tokens": 5,
+    },
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_ops() -> None:
+    kernels.load_cpu_ops()
+
+
+def logits_of(lanes: int, vocab_size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(lanes, vocab_size, generator=generator) * 3).to(dtype)
+
+
+def state_of(params: list[SamplingParams], vocab_size: int) -> SamplingState:
+    """Rows whose last owner left NaN and garbage."""
+    state = SamplingState.allocate(len(params), vocab_size, torch.device("cpu"))
+    for row, own in enumerate(params):
+        state.reals[row] = math.nan
+        state.integers[row] = -(1 << 62)
+        state.token_counts[row].random_(generator=torch.Generator().manual_seed(row))
+        state.write_row(
+            row,
+            own,
+            seed=own.seed or 0,
+            prompt_ids=[token % vocab_size for token in PROMPT],
+            output_ids=[token % vocab_size for token in OUTPUT],
+            stop_token_ids=[token % vocab_size for token in (11, 12)],
+        )
+    return state
+
+
+def params_for(vocab_size: int) -> list[SamplingParams]:
+    return [
+        SamplingParams(**case, seed=7919 * seed)
+        for seed, case in enumerate(CASES)
+        if vocab_size > max(case.get("logit_bias", {0: 0}))
+    ]
+
+
+def assert_same(ours: SampleOutput, reference: SampleOutput, logits: torch.Tensor) -> None:
+    assert torch.equal(ours.tokens, reference.tokens)
+    torch.testing.assert_close(ours.logprob, reference.logprob)
+    torch.testing.assert_close(ours.top_logprobs, reference.top_logprobs)
+    # Of equal logits either may be named, but none twice.
+    assert torch.equal(logits.gather(1, ours.top_ids), logits.gather(1, reference.top_ids))
+    assert all(len(set(ids)) == len(ids) for ids in ours.top_ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 7, 20, 127, 128, 129, 300, 5000])
+def test_draws_what_the_reference_draws(vocab_size: int, dtype: torch.dtype) -> None:
+    params = params_for(vocab_size)
+    states = [state_of(params, vocab_size) for _ in range(2)]
+    rows = torch.tensor([*range(len(params)), len(params), len(params)])  # padding at the end
+    for step in range(4):
+        logits = logits_of(len(rows), vocab_size, step, dtype)
+        positions = torch.full_like(rows, FIRST + step)
+        reference = sample_full(logits, states[0], rows, positions)
+        assert_same(fused_sampler.full(logits, states[1], rows, positions), reference, logits)
+        assert torch.equal(states[1].token_counts, states[0].token_counts)
+        for name in ("reals", "integers"):
+            assert torch.equal(getattr(states[1], name), getattr(states[0], name))
+
+
+@pytest.mark.parametrize("case", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.7}, {}])
+@pytest.mark.parametrize("distinct", [1, 2, 5])
+def test_equal_tokens_are_kept_together(distinct: int, case: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(distinct)
+    logits = torch.randint(distinct, (1, 400), generator=generator) * 0.75
+    states = [state_of([SamplingParams(**case, seed=5)], 400) for _ in range(2)]
+    rows, positions = torch.zeros(300, dtype=torch.int64), torch.arange(300)
+    reference = sample_full(logits.expand(300, -1), states[0], rows, positions)
+    output = fused_sampler.full(logits.expand(300, -1), states[1], rows, positions)
+    assert torch.equal(output.tokens, reference.tokens)
+    assert len(output.tokens.unique()) > 50  # ties are not broken by their place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 5, 128, 130, 9000])
+def test_greedy_is_the_lowest_of_the_largest(vocab_size: int, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        logits = logits_of(9, vocab_size, seed, dtype).round()  # many are equal
+        assert torch.equal(fused_sampler.greedy(logits), sample_greedy(logits))
+    logits[2] = -math.inf
+    assert fused_sampler.greedy(logits)[2] == 0
+    logits[3, vocab_size // 2] = math.nan
+    assert 0 <= fused_sampler.greedy(logits)[3] < vocab_size
+    strided = logits_of(4, 2 * vocab_size, 9, dtype)[:, :vocab_size]
+    assert torch.equal(fused_sampler.greedy(strided), sample_greedy(strided))
+
+
+def test_a_lane_does_not_see_its_batch() -> None:
+    params = params_for(300)
+    logits = logits_of(len(params), 300, 1, torch.bfloat16)
+    rows, positions = torch.arange(len(params)), torch.full((len(params),), FIRST)
+    together = fused_sampler.full(logits, state_of(params, 300), rows, positions)
+    state = state_of(params, 300)
+    for lane in range(len(params)):
+        one = slice(lane, lane + 1)
+        alone = fused_sampler.full(logits[one], state, rows[one], positions[one])
+        assert torch.equal(alone.tokens, together.tokens[one])
+        assert torch.equal(alone.logprob, together.logprob[one])
+        assert torch.equal(alone.top_logprobs, together.top_logprobs[one])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_that_are_no_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
+    params = [SamplingParams(**case, seed=seed) for seed in range(8)]
+    logits = logits_of(8, 300, 3, torch.bfloat16)
+    bad = logits.clone()
+    bad[1, 17], bad[3], bad[4], bad[6, 20] = math.nan, math.nan, -math.inf, math.inf
+    rows, positions = torch.arange(8), torch.full((8,), FIRST)
+    reference = sample_full(logits, state_of(params, 300), rows, positions)
+    output = fused_sampler.full(bad, state_of(params, 300), rows, positions)
+    good = [0, 2, 5, 7]
+    assert torch.equal(output.tokens[good], reference.tokens[good])
+    torch.testing.assert_close(output.top_logprobs[good], reference.top_logprobs[good])
+    for lane in (1, 3, 4, 6):
+        assert 0 <= output.tokens[lane] < 300
+        assert not output.logprob[lane].isfinite()
+    assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rows": torch.tensor([0, 9])}, IndexError, "rows.1. is 9"),
+        ({"rows": torch.tensor([0])}, RuntimeError, "rows is a contiguous .2. of Long"),
+        ({"logits": torch.zeros(2, 31)}, RuntimeError, "token_counts are a contiguous int32"),
+        ({"logits": torch.zeros(2, 30).double()}, RuntimeError, "float32 expected, got Double"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, torch.Tensor], error: type[Exception], message: str
+) -> None:
+    state = state_of([SamplingParams(), SamplingParams()], 30)
+    fitting = {"logits": torch.zeros(2, 30), "rows": torch.arange(2)}
+    arguments = fitting | change
+    with pytest.raises(error, match=message):
+        fused_sampler.full(arguments["logits"], state, arguments["rows"], torch.arange(2) + 9)
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    state = state_of([SamplingParams()], 30)
+    state.integers[0, 40] = 30
+    with pytest.raises(IndexError, match="row 0 names token 30 of a vocabulary of 30"):
+        fused_sampler.full(torch.zeros(1, 30), state, torch.tensor([0]), torch.tensor([9]))
+
+
+def test_operators_are_described_to_compilers() -> None:
+    state = state_of([SamplingParams(seed=1)] * 3, 300)
+    logits, rows = logits_of(3, 300, 0, torch.float32), torch.arange(3)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.stepgraph.sample_full.default,
+        (logits, state.reals, state.integers, state.token_counts, rows, rows + 9, 20),
+        test_utils=tests,
+    )
+    torch.library.opcheck(torch.ops.stepgraph.sample_greedy.default, (logits,), test_utils=tests)
+    packed = kernels.pack_linear(torch.ones(40, 8))
+    torch.library.opcheck(
+        torch.ops.stepgraph.packed_embedding.default, (rows, packed, 8), test_utils=tests
+    )
