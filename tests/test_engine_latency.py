@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,6 +148,31 @@ def test_chunks_may_be_larger_than_the_longest_sequence(open_engine: Callable[..
     prompts = [[1 + i] * 15 for i in range(4)]
     engine.generate(prompts, greedy(5))
     assert engine.timeline.records()[0].prefill_tokens == 60
+
+
+@pytest.mark.parametrize("max_itl_ms", [None, 500.0])
+def test_steps_leave_no_cyclic_garbage(
+    open_engine: Callable[..., Engine], base: TinyModel, max_itl_ms: float | None
+) -> None:
+    """Requests that come, decode and go; prompts in several chunks."""
+    engine = open_engine("base", prefill_chunk=16, max_itl_ms=max_itl_ms)
+    prompts = base.prompts(9, 50, 7, 30, 12, seed=5)
+
+    def serve() -> None:
+        for prompt in prompts:
+            engine.add_request(prompt, greedy(len(prompt)))
+            engine.step()
+        while engine.has_unfinished():
+            engine.step()
+
+    serve()
+    gc.collect()
+    gc.disable()
+    try:
+        serve()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_the_collector_is_left_alone_unless_asked_to() -> None:
