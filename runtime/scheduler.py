@@ -66,8 +66,8 @@ class Scheduler:
         self._step_budget = step_budget
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
-        # By order: all that hold a row; of these, those whose prompts are computed, and those that
-        # decode. Neither are those of which the last token is under way.
+        # By order: all that hold a row; of these, those that are prefilled, and those that decode.
+        # Who waits for the last token only is neither.
         self._running: list[Request] = []
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
