@@ -57,12 +57,11 @@ class PrefixHashes:
                 given in the place of tokens), as bytes that tell it apart from everything else;
                 None if nothing does.
         """
-        size = self._block_size
-        for block in range(len(self._hashes), num_tokens // size):
+        size, hashes = self._block_size, self._hashes
+        for block in range(len(hashes), num_tokens // size):
             start, stop = block * size, (block + 1) * size
-            parent = self._hashes[-1] if self._hashes else self._root
-            digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
-            digest.update(array("q", tokens(start, stop)).tobytes())
+            data = hashes[-1] if hashes else self._root
+            data += array("q", tokens(start, stop)).tobytes()
             if contents is not None:
-                digest.update(contents(start, stop))
-            self._hashes.append(digest.digest())
+                data += contents(start, stop)
+            hashes.append(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -161,18 +162,24 @@ class Request:
         self._output_ids[self.num_output - 1] = token_id
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the known tokens at positions `start` to `stop` - 1."""
+        """Return the known tokens at positions `start` to `stop` - 1. A copy."""
+        return list(self._slice(start, stop))
+
+    def _slice(self, start: int, stop: int) -> Sequence[int]:
+        """Return what `tokens` returns; where all of it is output, as it is stored."""
         split = len(self.prompt_ids)
         if stop <= split:
             return self.prompt_ids[start:stop]
         output = self._output_ids[max(start - split, 0) : min(stop - split, self.num_output)]
+        if start >= split:
+            return output
         return self.prompt_ids[start:split] + output.tolist()
 
     def hashes_of(self, num_tokens: int) -> PrefixHashes | None:
         """Return the block hashes of at least the first `num_tokens` tokens, which are known."""
         if self.prefix_hashes is not None:
             contents = self.contents if self.embeds else None
-            self.prefix_hashes.extend(self.tokens, num_tokens, contents)
+            self.prefix_hashes.extend(self._slice, num_tokens, contents)
         return self.prefix_hashes
 
     def contents(self, start: int, stop: int) -> bytes:

@@ -190,7 +190,8 @@ class Runner:
             with ranges.span(ranges.PREPARE, len(plan.admitted)):
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
-        self._bring_inputs(plan)
+        prefill_key = self._prefill_key(plan) if plan.prefill else None
+        self._bring_inputs(plan, prefill_key)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         clock, worked, bucket = time.perf_counter_ns, 0, 0
         launched = clock()
@@ -203,8 +204,8 @@ class Runner:
                 worked += clock() - started
                 parts.append((plan.decode, self._outward(number, key, output)))
             self.library.record_padding(len(plan.decode), key.size)
-        if plan.prefill:
-            key = self._prefill_key(plan)
+        if prefill_key is not None:
+            key = prefill_key
             bucket = bucket or key.size
             with ranges.span(ranges.PREFILL, plan.prefill_tokens):
                 started = clock()
@@ -243,7 +244,7 @@ class Runner:
             stop_token_ids=sorted(request.stop_token_ids),
         )
 
-    def _bring_inputs(self, plan: StepPlan) -> None:
+    def _bring_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write what changed into the mirror and copy it over, or do nothing if nothing changed."""
         rows, updates = self._decode_rows, plan.table_updates
         if plan.decode is not self._decoding.requests:
@@ -261,9 +262,8 @@ class Runner:
             if rows != self._decode_rows:
                 write_decode_rows(rows, self.null_row, self._host)
                 self._decode_rows = rows
-            if plan.prefill:
-                bucket = self._prefill_key(plan).size
-                write_prefill(plan.prefill, self.null_row, bucket, self._host)
+            if prefill_key is not None:
+                write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
                 self._bring_embeds(plan)
         if updates:
             self._copy_updates(updates)

@@ -66,8 +66,8 @@ class Scheduler:
         self._step_budget = step_budget
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
-        # By order: all that hold a row; of these, those whose prompts are computed, and those that
-        # decode. Neither are those of which the last token is under way.
+        # By order: all that hold a row; of these, those that are prefilled, and those that decode.
+        # Who waits for the last token only is neither.
         self._running: list[Request] = []
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
@@ -360,17 +360,18 @@ class Scheduler:
     def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
         if changes:
             row = self._rows[request]
-            plan.table_updates += [TableUpdate(g, row, column, b) for g, column, b in changes]
+            for group, column, block in changes:
+                plan.table_updates.append(TableUpdate(group, row, column, block))
 
     def _publish(self, request: Request) -> None:
         """Let others share what launched steps have computed of a request's known tokens."""
         known = min(request.num_computed, request.num_tokens)
         hashes = request.hashes_of(known)
         if hashes is not None:
-            self.cache.publish(request.id, hashes, known)
-            if known < len(request.prompt_ids) + self.cache.block_size:
-                self._num_published += 1
             size = self.cache.block_size
+            self.cache.publish(request.id, hashes, known)
+            if known < len(request.prompt_ids) + size:
+                self._num_published += 1
             self._publish_at[request] = (known // size + 1) * size
 
     def _leave(self, request: Request) -> None:

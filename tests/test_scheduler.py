@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from stepgraph.cache.kv_cache import TableChange
+from stepgraph.cache.prefix import PrefixHashes
 from stepgraph.runtime.request import RequestStatus
 
-from .fake_device import oracle, requests_of
+from .fake_device import Windows, oracle, requests_of
 from .scheduler_rig import Rig
 
 
@@ -187,3 +189,43 @@ def test_integrity_check_sees_damage(damage: Callable[[Any], object]) -> None:
     damage(rig.scheduler)
     with pytest.raises(AssertionError):
         rig.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3)], ids=str)
+def test_who_decodes_is_looked_at_only_when_there_is_something_to_do(
+    windows: Windows, in_flight: int
+) -> None:
+    rig = Rig(windows=windows, in_flight=in_flight, prefix=True)
+    for prompt_len in (2, 3, 5, 9):
+        rig.add(prompt_len, max_tokens=26)
+    rig.step(3)  # all of them have joined
+    looked_at: list[tuple[str, int]] = []
+    changes: list[object] = []
+    grow, slide, publish = rig.cache.grow, rig.cache.slide, rig.cache.publish
+
+    def watched_grow(request_id: str, num_tokens: int) -> list[TableChange] | None:
+        looked_at.append((request_id, num_tokens))
+        changes.append(grow(request_id, num_tokens))
+        return changes[-1]  # type: ignore[return-value]
+
+    def watched_slide(request_id: str, position: int) -> list[TableChange]:
+        changes.append(slide(request_id, position))
+        return changes[-1]  # type: ignore[return-value]
+
+    def watched_publish(request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
+        changes.append(num_tokens)
+        publish(request_id, hashes, num_tokens)
+
+    rig.cache.grow = watched_grow  # type: ignore[method-assign]
+    rig.cache.slide = watched_slide  # type: ignore[method-assign]
+    rig.cache.publish = watched_publish  # type: ignore[method-assign]
+    steps = 0
+    while rig.scheduler.num_running == 4:
+        before = len(looked_at), sum(map(bool, changes))
+        rig.step()
+        steps += 1
+        assert len(looked_at) - before[0] <= sum(map(bool, changes)) - before[1]
+    assert steps >= 20
+    assert len(set(looked_at)) == len(looked_at)
+    assert 0 < len(looked_at) < 2 * steps, "of four times as many, had everybody been asked"

@@ -261,6 +261,7 @@ class TestStop:
         for tokens in cut(ids, borders):
             emitted += detokenizer.push(tokens)
             assert expected.startswith(emitted), "text was shown that a stop string took back"
+            assert detokenizer.num_chars == len(emitted)
         assert emitted + detokenizer.finish() == expected == detokenizer.text
         assert detokenizer.stopped == found
         assert detokenizer.finish() == "", "finish may be called again"
