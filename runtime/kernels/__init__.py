@@ -23,6 +23,7 @@ from .linear import (
     reference_linear,
     unpack_linear,
 )
+from .packed_memory import PackedMemory
 from .stack import DecoderStack, StackLayer, StackLinear, StackShape
 from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
@@ -106,6 +107,7 @@ __all__ = [
     "DecoderStack",
     "Kernels",
     "Mode",
+    "PackedMemory",
     "StackLayer",
     "StackLinear",
     "StackShape",
