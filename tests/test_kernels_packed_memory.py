@@ -33,8 +33,10 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
     memory = PackedMemory(sum(tensor.nbytes for tensor in tensors), len(tensors))
     placed = [memory.place(tensor) for tensor in tensors]
     for tensor, part in zip(tensors, placed, strict=True):
-        assert torch.equal(part, tensor) and part.dtype == tensor.dtype
-        assert part.is_contiguous() and part.data_ptr() % 64 == 0
+        assert torch.equal(part, tensor)
+        assert part.dtype == tensor.dtype
+        assert part.is_contiguous()
+        assert part.data_ptr() % 64 == 0
         if tensor.nbytes:
             assert part.data_ptr() != tensor.data_ptr()
             assert part.untyped_storage().data_ptr() == memory._memory.data_ptr()

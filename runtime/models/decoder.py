@@ -61,15 +61,14 @@ class Layer(nn.Module):
         return StackLayer(
             input_norm=_weight(self.input_norm),
             qkv=_linear(attention.qkv),
-            q_norm=attention.q_norm and _weight(attention.q_norm),
-            k_norm=attention.k_norm and _weight(attention.k_norm),
+            q_norm=_weight_if_any(attention.q_norm),
+            k_norm=_weight_if_any(attention.k_norm),
             output=_linear(attention.output),
-            attention_output_norm=self.attention_output_norm
-            and _weight(self.attention_output_norm),
+            attention_output_norm=_weight_if_any(self.attention_output_norm),
             mlp_norm=_weight(self.mlp_norm),
             gate_up=_linear(self.gate_up),
             down=_linear(self.down),
-            mlp_output_norm=self.mlp_output_norm and _weight(self.mlp_output_norm),
+            mlp_output_norm=_weight_if_any(self.mlp_output_norm),
             group=attention.place.group,
             position=attention.place.position,
             window=attention.window,
@@ -103,6 +102,10 @@ class Layer(nn.Module):
 def _weight(module: RMSNorm | Projection) -> torch.Tensor:
     assert module.weight is not None
     return module.weight
+
+
+def _weight_if_any(norm: RMSNorm | None) -> torch.Tensor | None:
+    return None if norm is None else _weight(norm)
 
 
 def _linear(projection: Projection) -> StackLinear:
