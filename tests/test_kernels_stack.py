@@ -196,6 +196,21 @@ def test_int8_weights_equal_the_modules(
         assert_agrees(rig, inputs, rig.hidden(inputs))
 
 
+def test_scales_that_do_not_fit_are_refused(tiny: Callable[[str], TinyModel]) -> None:
+    rig = Rig.of(tiny("base"), torch.bfloat16, weights="int8")
+    down = rig.decoder.layers[1].down
+    scales = down.scales
+    assert scales is not None
+    for wrong, message in (
+        (None, "the weight of down is not a packed .* of BFloat16"),
+        (scales[1:], "the scales of down are a contiguous"),
+        (scales.bfloat16(), "the scales of down are a contiguous"),
+    ):
+        down.scales = None if wrong is None else torch.nn.Parameter(wrong, requires_grad=False)
+        with pytest.raises(RuntimeError, match=message):
+            rig.decoder.store([])
+
+
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("variant", ["base", "gemma3"])
 def test_quantised_storage(
