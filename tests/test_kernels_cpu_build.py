@@ -88,11 +88,55 @@ for form, (dtype, tolerance) in itertools.product(forms, types):
 """
 
 
+PORTABLE_STACK = """
+import torch
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime import kernels
+from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
+
+torch.ops.load_library(kernels.build_cpu_ops(portable=True))
+fast = kernels.Kernels(
+    name="test", attention=kernels.paged_attention, linear=kernels.packed_linear,
+    pack=kernels.pack_linear, bounded_by_length=True, masks=0, stacks=True,
+)
+torch.manual_seed(0)
+for kind in ("llama", "gemma2"):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        config = ModelConfig(
+            model_type=kind, vocab_size=9, hidden_size=70, intermediate_size=96, num_layers=3,
+            num_heads=4, num_kv_heads=2, head_dim=22, rms_norm_eps=1e-5, rope_theta=1e4,
+            max_position_embeddings=64, tie_word_embeddings=True,
+            hidden_act="silu" if kind == "llama" else "gelu_pytorch_tanh",
+        )
+        groups = group_layers(attention_specs(config, dtype.itemsize))
+        decoder = Decoder(config, fast, dtype, torch.device("cpu"), groups)
+        decoder.store(random_weights(config, dtype))
+        arena = torch.full((3, 2, 9, 2, 8, 22), torch.nan, dtype=dtype)
+        positions = torch.arange(40)
+        tables = torch.arange(1, 9, dtype=torch.int32).view(1, 1, 8)
+        rows = torch.zeros(40, dtype=torch.int64)
+        inputs = AttentionInputs(
+            positions=positions, slots=(positions + 8)[None], token_rows=rows, rows=rows[:1],
+            block_tables=tables, read_blocks=8, block_size=8,
+        )
+        x = torch.randn(40, 70).to(dtype)
+        with torch.no_grad():
+            stacked = decoder.decode(x, arena.clone(), inputs)
+            decoder.stack = None
+            expected = decoder.decode(x, arena.clone(), inputs)
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(stacked, expected, atol=tolerance * largest, rtol=0)
+"""
+
+
 @needs_compiler
-def test_portable_version_computes_the_same() -> None:
+@pytest.mark.parametrize("script", [PORTABLE, PORTABLE_STACK], ids=["operations", "stack"])
+def test_portable_version_computes_the_same(script: str) -> None:
     """In a process of its own: a library registers its operations for good."""
     result = subprocess.run(
-        [sys.executable, "-c", PORTABLE], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
 

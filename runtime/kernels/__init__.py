@@ -24,6 +24,7 @@ from .linear import (
     reference_packed_embedding,
     unpack_linear,
 )
+from .packed_memory import PackedMemory
 from .stack import DecoderStack, StackLayer, StackLinear, StackShape
 from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
@@ -114,6 +115,7 @@ __all__ = [
     "KernelLibrary",
     "Kernels",
     "Mode",
+    "PackedMemory",
     "StackLayer",
     "StackLinear",
     "StackShape",

@@ -1,5 +1,9 @@
 // The CPU kernels as implementations of `torch.ops.stepgraph.*`. Schemas are declared in Python
 // (`attention.py`, `linear.py`); here arguments are checked and tensors become pointers.
+#if __has_include(<sys/mman.h>)
+#include <sys/mman.h>
+#endif
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -143,12 +147,24 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   return out;
 }
 
+// A hint, which systems without huge pages do without.
+void advise_huge_pages(const at::Tensor& memory) {
+#if __has_include(<sys/mman.h>) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (address + memory.nbytes()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 }  // namespace stepgraph
 
 TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
   library.impl("packed_linear", &stepgraph::packed_linear_cpu);
   library.impl("paged_attention", &stepgraph::paged_attention_cpu);
+  library.impl("advise_huge_pages", &stepgraph::advise_huge_pages);
   library.impl("decoder_stack", &stepgraph::decoder_stack_cpu);
   library.impl("stack_create", &stepgraph::stack_create);
 }

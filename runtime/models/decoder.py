@@ -21,7 +21,7 @@ from ...cache.spec import (
     SlidingWindowSpec,
 )
 from ..errors import CheckpointError
-from ..kernels import DecoderStack, Kernels, StackLayer, StackLinear, StackShape
+from ..kernels import DecoderStack, Kernels, PackedMemory, StackLayer, StackLinear, StackShape
 from .attention import Attention, AttentionInputs, LatentAttention, Place
 from .config import ModelConfig
 from .layout import fused_layout
@@ -61,14 +61,14 @@ class Layer(nn.Module):
         return StackLayer(
             input_norm=_weight(self.input_norm),
             qkv=_linear(attention.qkv),
-            q_norm=_optional_weight(attention.q_norm),
-            k_norm=_optional_weight(attention.k_norm),
+            q_norm=_weight_if_any(attention.q_norm),
+            k_norm=_weight_if_any(attention.k_norm),
             output=_linear(attention.output),
-            attention_output_norm=_optional_weight(self.attention_output_norm),
+            attention_output_norm=_weight_if_any(self.attention_output_norm),
             mlp_norm=_weight(self.mlp_norm),
             gate_up=_linear(self.gate_up),
             down=_linear(self.down),
-            mlp_output_norm=_optional_weight(self.mlp_output_norm),
+            mlp_output_norm=_weight_if_any(self.mlp_output_norm),
             group=attention.place.group,
             position=attention.place.position,
             window=attention.window,
@@ -104,7 +104,7 @@ def _weight(module: RMSNorm | Projection) -> torch.Tensor:
     return module.weight
 
 
-def _optional_weight(norm: RMSNorm | None) -> torch.Tensor | None:
+def _weight_if_any(norm: RMSNorm | None) -> torch.Tensor | None:
     return None if norm is None else _weight(norm)
 
 
@@ -173,6 +173,7 @@ class Decoder(nn.Module):
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
         """
+        memory = self._packed_memory()
         for name, tensor in weights:
             path, _, leaf = name.rpartition(".")
             module = self.get_submodule(path)
@@ -182,10 +183,24 @@ class Decoder(nn.Module):
                     module.store(tensor, self.device)
                 except ValueError as error:
                     raise CheckpointError(self._unfit(name, error)) from error
+                if memory is not None:
+                    placed = memory.place(_weight(module))
+                    module.weight = nn.Parameter(placed, requires_grad=False)
             else:
                 assert leaf in ("weight", "bias"), name
                 setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
         self.stack = self._make_stack()
+
+    def _packed_memory(self) -> PackedMemory | None:
+        """Room for the weights of all linear layers, where the CPU kernels read them packed."""
+        if not self.kernels.stacks:
+            return None
+        sizes = [
+            self.kernels.stored_bytes(module.out_features, module.in_features, self.dtype)
+            for module in self.modules()
+            if isinstance(module, Projection)
+        ]
+        return PackedMemory(sum(sizes), len(sizes))
 
     def _make_stack(self) -> DecoderStack | None:
         """All layers as one operation, or None where they run one by one."""

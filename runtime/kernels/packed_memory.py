@@ -1,0 +1,33 @@
+"""One piece of memory for all packed weights of a model.
+
+A decode step reads every weight, and with pages of 4 KiB the processor looks up an address for
+each of them: on Zen 5 a step of a 135M model took 10 to 15 % longer than with pages of 2 MiB. The
+system hands out large ones only for memory that is asked for in large pieces, before it is touched.
+"""
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+"""Bytes of a cache line."""
+
+torch.library.define("stepgraph::advise_huge_pages", "(Tensor memory) -> ()")
+
+
+class PackedMemory:
+    """Hands out parts of one allocation, which lives as long as any of them."""
+
+    def __init__(self, nbytes: int, parts: int) -> None:
+        """Room for `parts` tensors of `nbytes` bytes together; needs `load_cpu_ops`."""
+        self._memory = torch.empty(nbytes + parts * _ALIGNMENT, dtype=torch.uint8)
+        torch.ops.stepgraph.advise_huge_pages.default(self._memory)
+        self._used = -self._memory.data_ptr() % _ALIGNMENT
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a contiguous tensor, or itself where no room is left."""
+        end = self._used + tensor.nbytes
+        if end > self._memory.nbytes:
+            return tensor
+        part = self._memory[self._used : end].view(tensor.dtype).view(tensor.shape)
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return part.copy_(tensor)

@@ -1,0 +1,80 @@
+"""Memory of packed weights: places, alignment, lifetime, and what a decoder puts there."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import PackedMemory, select_kernels
+from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from torch.multiprocessing.reductions import StorageWeakRef
+
+pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
+
+DTYPES = [torch.bfloat16, torch.float32, torch.int8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_ops() -> None:
+    kernels.load_cpu_ops()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 70), st.sampled_from(DTYPES))))
+def test_parts_are_copies_on_cache_lines_of_their_own(
+    shapes: list[tuple[int, int, torch.dtype]],
+) -> None:
+    tensors = [torch.randint(-99, 99, (n, k)).to(dtype) for n, k, dtype in shapes]
+    memory = PackedMemory(sum(tensor.nbytes for tensor in tensors), len(tensors))
+    placed = [memory.place(tensor) for tensor in tensors]
+    for tensor, part in zip(tensors, placed, strict=True):
+        assert torch.equal(part, tensor)
+        assert part.dtype == tensor.dtype
+        assert part.is_contiguous()
+        assert part.data_ptr() % 64 == 0
+        if tensor.nbytes:
+            assert part.data_ptr() != tensor.data_ptr()
+            assert part.untyped_storage().data_ptr() == memory._memory.data_ptr()
+
+
+def test_what_finds_no_room_stays_where_it_is() -> None:
+    memory = PackedMemory(1000, 1)
+    first, second = torch.randn(200), torch.randn(200)
+    assert memory.place(first).data_ptr() != first.data_ptr()
+    assert memory.place(second) is second
+
+
+@pytest.mark.parametrize("weights", ["model", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_keeps_its_packed_weights_together(
+    weights: kernels.WeightStorage, tied: bool
+) -> None:
+    config = ModelConfig(
+        vocab_size=50,
+        hidden_size=31,
+        intermediate_size=45,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=10,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    chosen = select_kernels("cpu", "compile", torch.bfloat16, weights)
+    groups = group_layers(attention_specs(config, 2))
+    decoder = Decoder(config, chosen, torch.bfloat16, torch.device("cpu"), groups)
+    decoder.store(random_weights(config, torch.bfloat16))
+    packed = [p for p in decoder.parameters() if p.dim() == 4]
+    assert len(packed) == 8 + (1 if tied else 2)
+    assert len({p.untyped_storage().data_ptr() for p in packed}) == 1
+    alive = StorageWeakRef(packed[0].untyped_storage())
+    del decoder, packed
+    gc.collect()
+    assert alive.expired()
