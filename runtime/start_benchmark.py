@@ -61,7 +61,9 @@ def _main() -> None:
     from .engine import Engine
 
     imported = time.time()
-    config = {k: tuple(v) if isinstance(v, list) else v for k, v in task["config"].items()}
+    config: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in task["config"].items()
+    }
     with Engine.from_pretrained(task["model"], EngineConfig(**config), progress=False) as engine:
         ready = time.time()
         document = {
