@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from stepgraph.cache.benchmark import OperationCost
 from stepgraph.profiling.stats import Summary
+from stepgraph.runtime import StepgraphError, start_benchmark
 from stepgraph.runtime.benchmark_report import (
     CHURN_COLUMNS,
     COLUMNS,
@@ -15,6 +17,7 @@ from stepgraph.runtime.benchmark_report import (
     rows,
 )
 from stepgraph.runtime.host_benchmark import HostCost
+from stepgraph.runtime.start_benchmark import measure_starts
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
@@ -298,3 +301,53 @@ def test_what_cannot_run_is_one_clear_line(bench, capsys, monkeypatch, arguments
     last = captured.err.splitlines()[-1]
     assert last.startswith("bench.py: error: ")
     assert message in captured.err
+
+
+def test_start_scenario(bench, monkeypatch, tmp_path):
+    asked = []
+
+    def measure_starts(model, config):
+        asked.append((model, config))
+        phases = {"kernels": 20.0, "load": 1.0, "cache": 0.1, "prepare": 2.0, "measure": 0.5}
+        for built, seconds in ((True, 26.0), (False, 6.0)):
+            start = {
+                "seconds": seconds - 2,
+                "phases": phases if built else phases | {"kernels": 0.0},
+                "kernels_built": built,
+                "code_cache": {"hits": 0 if built else 3, "misses": 3 if built else 0},
+            }
+            yield {"total_seconds": seconds, "import_seconds": 2.0, "start": start}
+
+    monkeypatch.setattr(bench, "measure_starts", measure_starts)
+    arguments = "--scenario start --model demo --dtype bfloat16 --mode compile --batch-size 8 1 8"
+    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    ((model, config),) = asked
+    assert model == "demo"
+    assert (config["max_rows"], config["buckets"], config["mode"]) == (8, [1, 8], "compile")
+    first, second = document["start"]
+    assert (first["number"], second["number"]) == (1, 2)
+    assert (first["buckets"], first["total_seconds"]) == ([1, 8], 26.0)
+    cells = [cell.strip() for cell in lines[2].split("|")[5:-1]]
+    seconds = ["26.0", "2.0", "20.0", "1.0", "2.0", "0.5", "0.5"]
+    assert cells == ["1 8", "1", *seconds, "built", "0 / 3"]
+    assert "found" in lines[3]
+
+
+def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
+    processes = []
+
+    def run(command, *, input, env, **_):
+        task, cache = json.loads(input), env["TORCHINDUCTOR_CACHE_DIR"]
+        processes.append((task["model"], task["config"], cache, list(Path(cache).iterdir())))
+        Path(cache, "library").touch()
+        code = len(processes) // 3
+        return subprocess.CompletedProcess(command, code, 'noise\n{"total_seconds": 3.5}\n', "oh")
+
+    monkeypatch.setattr(start_benchmark.subprocess, "run", run)
+    assert measure_starts("demo", {"buckets": [1]}) == [{"total_seconds": 3.5}] * 2
+    (model, config, cache, empty), (_, _, again, kept) = processes
+    assert (model, config, empty) == ("demo", {"buckets": [1]}, [])
+    assert (again, [path.name for path in kept]) == (cache, ["library"])
+    assert not Path(cache).exists()
+    with pytest.raises(StepgraphError, match="a start of demo failed:\noh"):
+        measure_starts("demo", {}, count=1)

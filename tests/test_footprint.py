@@ -172,7 +172,8 @@ def test_what_an_engine_holds(
 def test_a_cpu_tells_how_the_resident_set_grew(open_engine: Callable[..., Engine]) -> None:
     stats = open_engine("micro", host_cache_bytes=1 << 18).stats()
     phases = {phase["name"]: phase for phase in stats["memory_phases"]}
-    assert list(phases) == ["load", "cache", "host_cache", "static_buffers", "prepare", "measure"]
+    tensors = ["load", "cache", "host_cache", "static_buffers"]
+    assert list(phases) == ["kernels", *tensors, "prepare", "measure"]
     for term, name in (("weights", "load"), ("cache", "cache"), ("static_buffers",) * 2):
         grown = phases[name]["after"] - phases[name]["before"]
         note = stats["memory"][term]["note"]

@@ -40,6 +40,7 @@ _HEADERS = (
     "cpu_kernels.h",
     "cpu_vec.h",
     "cpu_int8.h",
+    "cpu_exp.h",
     "cpu_storage.h",
     "cpu_attention_plan.h",
     "cpu_attention_math.h",

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "cpu_attention_math.h"
+#include "cpu_exp.h"
 
 namespace stepgraph {
 namespace {

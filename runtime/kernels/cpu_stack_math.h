@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "cpu_attention_math.h"
+#include "cpu_exp.h"
 #include "cpu_storage.h"
 
 namespace stepgraph {
