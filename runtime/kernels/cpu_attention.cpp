@@ -36,9 +36,10 @@ void AttentionPlan::prepare(const AttentionStep& new_step) {
   cut_tiles();
   share_out();
   const int64_t width = state_width(step.value_dim);
-  // A word is an element or two.
-  scratch_floats = packed_key_words(step.head_dim) + 2 * state_floats(most_queries, width) +
-                   most_queries * (step.head_dim + kChunk + kSpanFloats);
+  const int64_t most_words = (step.head_dim + 15) / 16 * 16;  // a word is an element or two
+  scratch_floats = kPackedPositions * most_words + kChunk * kBlock +
+                   2 * state_floats(most_queries, width) +
+                   most_queries * (4 * most_words + kChunk + kSpanFloats);
   scratch_floats = (scratch_floats + 15) / 16 * 16;
   scratch.reserve(scratch_floats * step.threads);
 }

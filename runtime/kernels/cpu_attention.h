@@ -8,6 +8,9 @@
 // its own row: not on the tile it is in, the number of tokens, or whether chunks went to several
 // threads (flash-decoding), which is done when there are fewer tiles than keep the threads busy.
 //
+// In a bfloat16 model the weights are rounded to bfloat16 too, and both products run in the dot
+// instruction over pairs; the sum of the weights and all accumulators are float32.
+//
 // With a sliding window a tile begins at the first position that one of its tokens sees. What lies
 // before a token's own window is left out of its sums like what lies behind it: by bounds, never by
 // a factor of 0.
@@ -44,6 +47,7 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan) {
   const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
   const int64_t heads = step.kv_heads, sides = args.v == nullptr ? 1 : 2;
   const int64_t items = static_cast<int64_t>(plan.tiles.size());
+  if (index == 0) plan.taken = 0;  // all threads have left the layer before
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < heads * sides; ++i) {
     if (i < heads) {
@@ -55,14 +59,29 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan) {
 
   Worker<T, Codec> worker(args, plan, plan.scratch.get() + index * plan.scratch_floats);
   if (plan.pieces.empty()) {
-#pragma omp for schedule(dynamic)
-    for (int64_t i = items - 1; i >= 0; --i) worker.attend(plan.tiles[i]);
+    // From the last tile on, which is a long one in prefill. The next one is taken early, so that
+    // its keys can be brought near.
+    const auto take = [&] {
+      int64_t before;
+#pragma omp atomic capture
+      before = plan.taken++;
+      return items - 1 - before;
+    };
+    int64_t i = take();
+    if (i >= 0) worker.begin({&plan.tiles[i], plan.tiles[i].first_chunk()});
+    for (int64_t next; i >= 0; i = next) {
+      next = take();
+      worker.attend(plan.tiles[i], plan.tiles[std::max<int64_t>(next, 0)]);
+    }
+#pragma omp barrier
   } else {
     const auto states = [&](const Tile& tile) {
       return plan.parts.get() + (&tile - plan.tiles.data()) * plan.most_chunks * plan.part_floats;
     };
     const int64_t pieces = plan.pieces.size(), end = pieces * (index + 1) / count;
-    for (int64_t i = pieces * index / count; i < end; ++i) {
+    int64_t i = pieces * index / count;
+    if (i < end) worker.begin(plan.pieces[i]);
+    for (; i < end; ++i) {
       const Piece& piece = plan.pieces[i];
       const Tile& tile = *piece.tile;
       float* place = states(tile) + (piece.chunk - tile.first_chunk()) * plan.part_floats;

@@ -55,9 +55,7 @@ inline int64_t state_floats(int64_t queries, int64_t width) {
   return queries * width + (2 * queries + 15) / 16 * 16;
 }
 
-// Words of a packed chunk of keys. Transposing writes 16 words at a time, so up to 15 * kBlock words
-// behind the last block.
-inline int64_t packed_key_words(int64_t words) { return kChunk * words + 16 * kBlock; }
+constexpr int64_t kPackedPositions = 64;  // packed at a time, for all rows of a tile to use
 constexpr int64_t kSpanFloats = sizeof(Span) / sizeof(float);
 
 // Floats on a cache line of their own, kept from one use to the next as long as they suffice.
@@ -88,6 +86,7 @@ class AttentionPlan {
   std::vector<Piece> pieces;  // of a split call, in the order in which memory is read; else empty
   int64_t most_queries;       // of a tile
   int64_t most_chunks;        // likewise
+  int64_t taken;              // tiles that threads have taken
   int threads;                // that have something to do
   WorkSpace parts;            // states of a split call, [tiles, most_chunks, part_floats]
   int64_t part_floats;

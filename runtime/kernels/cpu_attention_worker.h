@@ -1,8 +1,8 @@
-// Where `cpu_attention_math.h` gets its rows from: what a thread does with one tile of a plan. The order of all sums is explained in `cpu_attention.h`.
+// Where `cpu_attention_math.h` gets its rows from: what a thread does with one tile of a plan. The
+// order of all sums is explained in `cpu_attention.h`.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <utility>
 
@@ -24,33 +24,42 @@ class Worker {
   Worker(const AttentionArgs<T>& args, const AttentionPlan& plan, float* scratch)
       : args_(args),
         step_(plan.step),
-        words_((step_.head_dim + Codec::kPerWord - 1) / Codec::kPerWord),
+        groups_((step_.head_dim + kGroupElements - 1) / kGroupElements),
         width_(state_width(step_.value_dim)),
         head_elements_(step_.block_size * (step_.head_dim + (Codec::kScaled ? 2 : 0))),
         arena_(reinterpret_cast<const Data*>(args.keys)),
-        value_offset_(reinterpret_cast<const Data*>(args.values) - arena_) {
+        value_offset_(reinterpret_cast<const Data*>(args.values) - arena_),
+        scale_(args.softcap > 0.0f ? args.scale : args.scale * kLog2E) {
     const int64_t queries = plan.most_queries, state = state_floats(queries, width_);
     const auto take = [&](int64_t floats) { return std::exchange(scratch, scratch + floats); };
-    packed_keys_ = reinterpret_cast<Word*>(take(packed_key_words(words_)));
+    packed_keys_ = reinterpret_cast<Word*>(take(kPackedPositions * groups_ * 16));
+    tails_ = reinterpret_cast<Data*>(take(kChunk * kBlock));
+    for (int64_t j = 0; j < kChunk; ++j) tail_rows_[j] = tails_ + j * kBlock;
+    q_ = reinterpret_cast<Word*>(take(queries * groups_ * 64));
     scores_ = take(queries * kChunk);
     chunk_ = state_at(take(state), queries);
     running_ = state_at(take(state), queries);
     seen_ = reinterpret_cast<Span*>(take(queries * kSpanFloats));
-    q_ = reinterpret_cast<Word*>(take(queries * words_));
   }
 
   State state_at(float* place, int64_t queries) const {
     return {reinterpret_cast<Partial*>(place + queries * width_), place};
   }
 
-  // The whole of a tile, chunk after chunk.
-  void attend(const Tile& tile) {
+  // To be called with the piece that is attended first.
+  void begin(const Piece& piece) {
+    std::fill_n(key_rows_, 2 * kChunk, arena_);  // any address will do to bring near
+    find_keys(piece, keys_);
+  }
+
+  // The whole of a tile, chunk after chunk; `next` is this thread's next one, or any.
+  void attend(const Tile& tile, const Tile& next) {
     const int64_t first = tile.first_chunk(), end = tile.end_chunk();
     load_queries(tile);
-    find_keys({&tile, first}, keys_);
     for (int64_t chunk = first; chunk < end; ++chunk) {
-      if (chunk + 1 < end) find_keys({&tile, chunk + 1}, next_keys_);
-      attend_chunk({&tile, chunk}, chunk == first ? running_ : chunk_);
+      const bool last = chunk + 1 == end;
+      const Piece after = last ? Piece{&next, next.first_chunk()} : Piece{&tile, chunk + 1};
+      attend_chunk({&tile, chunk}, after, chunk == first ? running_ : chunk_);
       if (chunk > first) merge_chunk(tile, chunk, chunk_);
     }
     write(tile, running_);
@@ -59,9 +68,7 @@ class Worker {
   // One piece into `state`, for `attend_merged` to put together; `next` is this thread's next one.
   void attend_piece(const Piece& piece, const Piece& next, State state) {
     load_queries(*piece.tile);
-    find_keys(piece, keys_);
-    find_keys(next, next_keys_);
-    attend_chunk(piece, state);
+    attend_chunk(piece, next, state);
   }
 
   // `parts`: the states of all chunks of a tile, `stride` floats apart; the first one is used up.
@@ -77,6 +84,7 @@ class Worker {
  private:
   using Data = typename Codec::Data;
   using Word = typename Codec::Word;
+  static constexpr int64_t kGroupElements = 16 * Codec::kPerWord;
 
   // Calls visit(query row of the tile, token, query head), token after token.
   template <class Visit>
@@ -87,38 +95,65 @@ class Worker {
     }
   }
 
+  // Calls visit(row, count) for parts of at most `most` rows, as even as they can be.
+  template <class Visit>
+  static void visit_parts(int64_t rows, int64_t most, Visit visit) {
+    const int64_t parts = (rows + most - 1) / most;
+    for (int64_t i = 0; i < parts; ++i) {
+      visit(rows * i / parts, rows * (i + 1) / parts - rows * i / parts);
+    }
+  }
+
   void load_queries(const Tile& tile) {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
       const T* q = args_.q + token * args_.q_strides[0] + head * args_.q_strides[1];
-      for (int64_t word = 0; word < words_; word += 16) {
-        const auto words = words_of<Plain<T>>(q, word * Codec::kPerWord, step_.head_dim);
-        std::memcpy(q_ + query * words_ + word, &words,
-                    std::min<int64_t>(words_ - word, 16) * sizeof(Word));
+      for (int64_t i = 0; i < groups_; ++i) {
+        pack_query(words_of<Plain<T>>(q, i * kGroupElements, step_.head_dim),
+                   q_ + (query * groups_ + i) * 64);
       }
     });
   }
 
-  // Its keys have been found in keys_; those in next_keys_ are brought near meanwhile, and take
-  // their place.
-  void attend_chunk(const Piece& piece, State state) {
+  // Its keys have been found in keys_; those of the next piece are found and brought near
+  // meanwhile, and take their place.
+  void attend_chunk(const Piece& piece, const Piece& next, State state) {
     const Tile& tile = *piece.tile;
     const int64_t start = piece.chunk * kChunk, queries = tile.queries();
-    pack_keys(piece.read());
+    find_keys(next, next_keys_);
     if constexpr (Codec::kScaled) load_scales(piece);
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t) {
       const Span seen = seen_from(step_.positions[token], step_.window);
       seen_[query] = {std::clamp<int64_t>(seen.begin - start, 0, kChunk),
                       std::clamp<int64_t>(seen.end - start, 0, kChunk)};
     });
-    const int64_t parts = (queries + kTileRows - 1) / kTileRows;
-    for (int64_t i = 0; i < parts; ++i) {
-      const int64_t from = queries * i / parts, to = queries * (i + 1) / parts;
-      const ChunkRows<Codec> rows{
-          q_ + from * words_, packed_keys_, words_, keys_, next_keys_, value_offset_, &seen_[from],
-          step_.value_dim, args_.scale, args_.softcap, score_scales_, value_scales_,
-          scores_ + from * kChunk, state.partial + from, state.acc + from * width_, width_};
-      attend_rows(rows, to - from, std::make_index_sequence<kTileRows>());
+    const auto rows_from = [&](int64_t row) {
+      return ChunkRows<Codec>{
+          q_ + row * groups_ * 64, groups_, keys_, next_keys_, value_offset_, tail_rows_,
+          seen_ + row, step_.value_dim, scale_, args_.softcap, score_scales_, value_scales_,
+          scores_ + row * kChunk, state.partial + row, state.acc + row * width_, width_};
+    };
+    const Span read = piece.read();
+    for (int64_t j = 0; j < read.end; j += kPackedPositions) {
+      const Span block = {std::max(j, read.begin / 16 * 16),
+                          std::min(j + kPackedPositions, (read.end + 15) / 16 * 16)};
+      if (block.empty()) continue;
+      pack_keys(block);
+      visit_parts(queries, kScoreRows, [&](int64_t row, int64_t count) {
+        Span any = {block.end, block.begin};  // what one of the rows sees
+        for (int64_t i = row; i < row + count; ++i) {
+          if (seen_[i].empty()) continue;
+          any = {std::min(any.begin, seen_[i].begin / 16 * 16), std::max(any.end, seen_[i].end)};
+        }
+        any = {std::max(any.begin, block.begin), std::min(any.end, block.end)};
+        if (any.empty()) return;
+        score_rows(rows_from(row), count, packed_keys_ + (any.begin - block.begin) * groups_ * 16,
+                   any.begin, any.end, std::make_index_sequence<kScoreRows>());
+      });
     }
+    copy_tails(read);
+    visit_parts(queries, kTileRows, [&](int64_t row, int64_t count) {
+      weigh_rows(rows_from(row), count, std::make_index_sequence<kTileRows>());
+    });
     std::swap(keys_, next_keys_);
   }
 
@@ -158,7 +193,7 @@ class Worker {
   }
 
   void load_scales(const Piece& piece) {
-    const float key_unit = args_.scale * Codec::Number::kUnit, value_unit = Codec::Number::kUnit;
+    const float key_unit = scale_ * Codec::Number::kUnit, value_unit = Codec::Number::kUnit;
     visit_blocks(piece, [&](const Data* head, int64_t offset, int64_t j, int64_t count) {
       const Data* scales = head + step_.block_size * step_.head_dim + offset * 2;
       for (int64_t i = 0; i < count; ++i) {
@@ -169,22 +204,45 @@ class Worker {
     });
   }
 
-  // Keys as a linear layer's packed weight: [positions / 32][words][32]. Values come near.
-  void pack_keys(Span read) {
-    for (int64_t j = read.begin / 16 * 16; j < read.end; j += 16) {
-      const Data* const* ahead = keys_ + std::min<int64_t>(j + 16, kChunk - 16);
-      Word* block = packed_keys_ + j / kBlock * words_ * kBlock + j % kBlock;
-      for (int64_t word = 0; word < words_; word += 16) {
-        const int64_t from = word * Codec::kPerWord;
-        decltype(words_of<Codec>(arena_, 0, 0)) rows[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-          rows[i] = words_of<Codec>(keys_[j + i], from, step_.head_dim);
-          __builtin_prefetch(ahead[i] + from);
-          __builtin_prefetch(keys_[j + i] + value_offset_ + from);
-        }
-        transpose_store(rows, block + word * kBlock, kBlock);
+  // Keys of a span of whole sixteens. Their values come near.
+  void pack_keys(Span span) {
+    Word* out = packed_keys_;
+    const int64_t whole = step_.head_dim / kGroupElements;
+    for (int64_t j = span.begin; j < span.end; j += 16) {
+      for (int64_t i = 0; i < whole; ++i, out += 256) {
+        pack_group(j, i, out, [](const Data* key) { return Codec::words(key); });
       }
+      if (whole == groups_) continue;
+      const int64_t left = step_.head_dim - whole * kGroupElements;
+      pack_group(j, whole, out, [&](const Data* key) { return words_of<Codec>(key, 0, left); });
+      out += 256;
+    }
+  }
+
+  template <class Load>
+  void pack_group(int64_t j, int64_t group, Word* out, Load load) {
+    const int64_t from = group * kGroupElements;
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      decltype(load(arena_)) rows[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const Data* key = keys_[j + 4 * g + i] + from;
+        rows[i] = load(key);
+        __builtin_prefetch(key + value_offset_);
+      }
+      pack_4x16(rows, out + g * 16);
+    }
+  }
+
+  // What is left of each value behind whole blocks, with zeros behind it.
+  void copy_tails(Span read) {
+    const int64_t whole = step_.value_dim / kBlock * kBlock, left = step_.value_dim - whole;
+    if (left == 0) return;
+    for (int64_t j = read.begin; j < read.end; ++j) {
+      Data* tail = tails_ + j * kBlock;
+      std::copy_n(keys_[j] + value_offset_ + whole, left, tail);
+      std::fill_n(tail + left, kBlock - left, Data());
     }
   }
 
@@ -219,14 +277,17 @@ class Worker {
 
   const AttentionArgs<T>& args_;
   const AttentionStep& step_;
-  int64_t words_, width_;  // words of a query; floats of a result
+  int64_t groups_, width_;  // groups of 16 words of a query; floats of a result
   int64_t head_elements_;  // of one head of a block in the arena
   const Data* arena_;      // the keys
   ptrdiff_t value_offset_;  // from a key (or its scale) to its value
-  std::array<const Data*, kChunk> key_rows_[2] = {};
-  const Data **keys_ = key_rows_[0].data(), **next_keys_ = key_rows_[1].data();
+  float scale_;            // of scores; in units of ln 2 unless they are capped first
+  const Data* key_rows_[2 * kChunk];
+  const Data **keys_ = key_rows_, **next_keys_ = key_rows_ + kChunk;
   alignas(64) float score_scales_[kChunk] = {}, value_scales_[kChunk] = {};
   Word *packed_keys_, *q_;
+  Data* tails_;
+  const Data* tail_rows_[kChunk];
   float* scores_;
   Span* seen_;
   State chunk_, running_;

@@ -78,12 +78,38 @@ struct Fp8 {
 //   Word      32-bit word of a packed step, as `Element` has it
 //   kScaled   whether a number has to be multiplied by a scale
 //   words     16 words from consecutive elements
-//   load32    32 elements as two vectors, in an order that `store32` of the codec undoes
+//   columns   32 elements from `at` on of a value (of two, if a word holds a pair) as two vectors
+//             of words, in an order that `store32` of the codec undoes
 
 template <class T>
 struct Plain : Element<T> {
   using Data = T;
   static constexpr bool kScaled = false;
+  static void columns(const T* const (&value)[1], int64_t at, F32x16& a, F32x16& b) {
+    Element<T>::load32(value[0] + at, a, b);
+  }
+};
+
+template <>
+struct Plain<c10::BFloat16> : Element<c10::BFloat16> {
+  using Data = c10::BFloat16;
+  static constexpr bool kScaled = false;
+  static void columns(const Data* const (&value)[2], int64_t at, U32x16& a, U32x16& b) {
+    const U32x16 first = load<U32x16>(value[0] + at), second = load<U32x16>(value[1] + at);
+#if STEPGRAPH_AVX512_BF16
+    a = (U32x16)_mm512_unpacklo_epi16((__m512i)first, (__m512i)second);  // 4 of each 8 elements
+    b = (U32x16)_mm512_unpackhi_epi16((__m512i)first, (__m512i)second);  // the 4 behind them
+#else
+    a = (first & 0xffffu) | (second << 16);          // even elements
+    b = (first >> 16) | (second & 0xffff0000u);      // odd elements
+#endif
+  }
+#if STEPGRAPH_AVX512_BF16
+  static void store32(Data* p, F32x16 a, F32x16 b) {
+    const U32x16 first = round_to_bf16(a) >> 16, second = round_to_bf16(b) >> 16;
+    store(p, _mm512_packus_epi32((__m512i)first, (__m512i)second));
+  }
+#endif
 };
 
 // W: the word of the queries. Codecs of one format differ in nothing else.
@@ -101,9 +127,17 @@ struct Scaled {
       return Format::decode(p);
     }
   }
-  static void load32(const uint8_t* p, F32x16& a, F32x16& b) {
-    a = Format::decode(p);
-    b = Format::decode(p + 16);
+  static void columns(const uint8_t* const (&value)[1], int64_t at, F32x16& a, F32x16& b) {
+    a = Format::decode(value[0] + at);
+    b = Format::decode(value[0] + at + 16);
+  }
+  static void columns(const uint8_t* const (&value)[2], int64_t at, U32x16& a, U32x16& b) {
+    const auto pairs = [&](int64_t from) {  // numbers of a byte are exact in bf16
+      return bits<U32x16>(Format::decode(value[0] + from)) >> 16 |
+             bits<U32x16>(Format::decode(value[1] + from));
+    };
+    a = pairs(at);
+    b = pairs(at + 16);
   }
   template <class T>
   static void store32(T* p, F32x16 a, F32x16 b) {

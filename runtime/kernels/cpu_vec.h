@@ -165,16 +165,21 @@ struct Element<c10::Half> {
 // ---- the inner loop ----------------------------------------------------------------------------
 
 // acc + x.w for one word of each lane: two products for a pair of bf16, one for a float.
-inline F32x16 multiply_add(F32x16 acc, U32x16 w, uint32_t x) {
+inline F32x16 multiply_add(F32x16 acc, U32x16 w, U32x16 x) {
 #if STEPGRAPH_AVX512_BF16
-  return (F32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)broadcast(x));
+  return (F32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
-  const U32x16 pair = broadcast(x);
-  acc += low_bf16(w) * low_bf16(pair);
-  return acc + high_bf16(w) * high_bf16(pair);
+  acc += low_bf16(w) * low_bf16(x);
+  return acc + high_bf16(w) * high_bf16(x);
 #endif
 }
-inline F32x16 multiply_add(F32x16 acc, F32x16 w, float x) { return acc + w * broadcast(x); }
+inline F32x16 multiply_add(F32x16 acc, F32x16 w, F32x16 x) { return acc + w * x; }
+inline F32x16 multiply_add(F32x16 acc, U32x16 w, uint32_t x) {
+  return multiply_add(acc, w, broadcast(x));
+}
+inline F32x16 multiply_add(F32x16 acc, F32x16 w, float x) {
+  return multiply_add(acc, w, broadcast(x));
+}
 
 inline U32x16 load_words(const uint32_t* p) { return load<U32x16>(p); }
 inline F32x16 load_words(const float* p) { return load<F32x16>(p); }
