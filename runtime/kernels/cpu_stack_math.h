@@ -70,7 +70,7 @@ void rotate_row(T* x, const float* cos, const float* sin, int64_t half) {
 
 // x / (1 + exp(-y)), of either sign without overflow.
 inline F32x16 times_sigmoid(F32x16 x, F32x16 y) {
-  const F32x16 e = exp2_nonpositive((y < 0.0f ? y : -y) * kLog2E);
+  const F32x16 e = exp_nonpositive(y < 0.0f ? y : -y);
   return x * (y < 0.0f ? e : F32x16{} + 1.0f) / (e + 1.0f);
 }
 
