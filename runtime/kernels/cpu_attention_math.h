@@ -41,9 +41,6 @@ inline F32x16 exp2_nonpositive(F32x16 x) {
 #endif
 }
 
-// exp(x) of x <= 0; a relative error of up to 2**-24 of |x| more.
-inline F32x16 exp_nonpositive(F32x16 x) { return exp2_nonpositive(x * kLog2E); }
-
 // softcap * tanh(s / softcap) in units of ln 2, in place. Cephes' tanhf: an odd polynomial of degree
 // 11 below 0.625, else 1 - 2 / (exp(2 |x|) + 1); absolute error below 2e-7 of tanh.
 __attribute__((noinline)) inline void cap_scores(float* scores, int64_t begin, int64_t end,
@@ -56,7 +53,7 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int64_t begin, i
     p = p * square + 1.33314422036e-1f;
     p = p * square - 3.33332819422e-1f;
     p = p * square * x + x;
-    const F32x16 e = exp_nonpositive(magnitude * -2.0f);
+    const F32x16 e = exp2_nonpositive(magnitude * (-2.0f * kLog2E));
     const F32x16 far = 1.0f - 2.0f * e / (e + 1.0f);
     const F32x16 tanh = magnitude < 0.625f ? p : (x < 0.0f ? -far : far);
     store(scores + j, tanh * (softcap * kLog2E));
