@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from ..graphs.buckets import Buckets
@@ -68,7 +69,9 @@ class PhaseCosts:
         self.seen = [0] * len(sizes)
         """Steps of each bucket that corrected it."""
         self._usual_reach = usual_reach
-        self._measured = [max(value, LEAST_SECONDS) for value in seconds]
+        # A bucket that seemed slower than a larger one was disturbed while it was measured.
+        falling = accumulate(reversed(seconds), min)
+        self._measured = [max(value, LEAST_SECONDS) for value in falling][::-1]
         self._bases = list(self._measured)
         self._table: list[float] = []
         self._tabulate()
@@ -153,7 +156,8 @@ def calibrate(
 
     Every bucket is measured at position 0 and one of each phase behind `context` positions, in
     turns, several rounds; the fastest round counts, which a busy machine disturbs least. What took
-    far more than `useful_seconds` is measured once: no such step will run beside rows that decode.
+    far more than `useful_seconds` twice is measured no more: no such step will run beside rows that
+    decode.
     Steps with the full sampler begin as those without.
     """
     points: list[tuple[Phase, int, int]] = []
@@ -165,9 +169,9 @@ def calibrate(
         far[phase] = (phase, sizes.sizes[len(sizes) // 2], context)
         points.append(far[phase])
     fastest = dict.fromkeys(points, float("inf"))
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for point in points:
-            if not 2 * useful_seconds < fastest[point] < float("inf"):
+            if number < 2 or fastest[point] <= 2 * useful_seconds:
                 fastest[point] = min(fastest[point], time_step(*point))
 
     def costs(phase: Phase, sizes: Buckets) -> tuple[PhaseCosts, PhaseCosts]:
