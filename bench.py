@@ -67,7 +67,7 @@ SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
 Dtypes = tuple[str, str, str]
 """Of the model, its weights and its cache, as flags name them."""
-AUTOMATIC_BUDGET = 3.0
+AUTOMATIC_BUDGET = 8.0
 """Decode steps that fit the budget which interference is measured with when none is given."""
 
 

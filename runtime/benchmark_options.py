@@ -174,7 +174,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         type=_milliseconds,
         metavar="MS",
         help="time budgets of a step that prefills beside rows that decode; interference runs"
-        " without one first (default: then with three times its decode step; churn: none)",
+        " without one first (default: then with eight times its decode step; churn: none)",
     )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
