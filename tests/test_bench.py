@@ -327,7 +327,7 @@ def test_start_scenario(bench, monkeypatch, tmp_path):
     first, second = document["start"]
     assert (first["number"], second["number"]) == (1, 2)
     assert (first["buckets"], first["total_seconds"]) == ([1, 8], 26.0)
-    cells = [cell.strip() for cell in lines[2].split("|")[5:-1]]
+    cells = [cell.strip() for cell in lines[2].split("|")[6:-1]]
     seconds = ["26.0", "2.0", "20.0", "1.0", "2.0", "0.5", "0.5"]
     assert cells == ["1 8", "1", *seconds, "built", "0 / 3"]
     assert "found" in lines[3]
