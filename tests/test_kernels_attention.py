@@ -378,8 +378,18 @@ def test_chunks_that_go_to_threads_only_where_memory_allows(storage: str) -> Non
         torch.set_num_threads(threads)
 
 
-def test_a_later_token_that_is_not_finite_harms_no_earlier_one() -> None:
-    case = make_case([(3, 9)], (4, 2, 16))
+DTYPES_AND_STORAGES = [
+    (dtype, storage)
+    for dtype in (torch.float32, torch.bfloat16)
+    for storage in ("model", "int8", "fp8")
+]
+
+
+@pytest.mark.parametrize(("dtype", "storage"), DTYPES_AND_STORAGES)
+def test_a_later_token_that_is_not_finite_harms_no_earlier_one(
+    dtype: torch.dtype, storage: str
+) -> None:
+    case = make_case([(3, 9)], (4, 2, 16), dtype=dtype, storage=storage)
     out, _ = case.run(kernels.paged_attention)
     assert case.v is not None
     k, v = case.k.clone(), case.v.clone()
@@ -389,19 +399,43 @@ def test_a_later_token_that_is_not_finite_harms_no_earlier_one() -> None:
     assert torch.isnan(poisoned[5:]).all()
 
 
-@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
-def test_what_is_not_finite_leaves_with_the_window(storage: str) -> None:
-    case = make_case([(3, 40)], (4, 2, 16), window=6, storage=storage)
+@pytest.mark.parametrize(("dtype", "storage"), DTYPES_AND_STORAGES)
+@pytest.mark.parametrize(
+    ("chunks", "token"), [([(4, 1), (5, 1)], 1), ([(0, 5), (0, 8)], 10)], ids=["decode", "prefill"]
+)
+def test_what_is_not_finite_stays_in_its_row(
+    dtype: torch.dtype, storage: str, chunks: list[tuple[int, int]], token: int
+) -> None:
+    """Whatever a thread that comes from that row has left in its work space."""
+    case = make_case(chunks, (4, 2, 16), dtype=dtype, storage=storage)
     assert case.v is not None
     out, _ = case.run(kernels.paged_attention)
-    for side, value in ((case.k, torch.nan), (case.v, torch.inf)):
-        broken = side.clone()
-        broken[20] = value
-        change = {"k": broken} if side is case.k else {"v": broken}
-        poisoned, _ = replace(case, **change).run(kernels.paged_attention)
-        assert torch.equal(poisoned[:20], out[:20])
-        assert not torch.isfinite(poisoned[20:26]).any()
-        assert torch.equal(poisoned[26:], out[26:])
+    for value in (torch.inf, torch.nan):
+        v = case.v.clone()
+        v[token] = value
+        poisoned, _ = replace(case, v=v).run(kernels.paged_attention)
+        assert torch.equal(poisoned[:token], out[:token])
+        assert not torch.isfinite(poisoned[token:]).any()
+
+
+@pytest.mark.parametrize(("dtype", "storage"), DTYPES_AND_STORAGES)
+@pytest.mark.parametrize("token", [20, 21])  # first and second of a pair
+def test_what_is_not_finite_leaves_with_the_window(
+    dtype: torch.dtype, storage: str, token: int
+) -> None:
+    for window in (5, 6):
+        case = make_case([(3, 40)], (4, 2, 16), dtype=dtype, window=window, storage=storage)
+        assert case.v is not None
+        out, _ = case.run(kernels.paged_attention)
+        for side, value in ((case.k, torch.nan), (case.v, torch.inf)):
+            broken = side.clone()
+            broken[token] = value
+            change = {"k": broken} if side is case.k else {"v": broken}
+            poisoned, _ = replace(case, **change).run(kernels.paged_attention)
+            end = token + window
+            assert torch.equal(poisoned[:token], out[:token])
+            assert not torch.isfinite(poisoned[token:end]).any()
+            assert torch.equal(poisoned[end:], out[end:])
 
 
 def test_columns_below_the_window_are_not_looked_at() -> None:

@@ -87,7 +87,8 @@ struct Partial {
 // The weights 2**(score - maximum) of the seen ones of kChunk scores, in the place of the scores: a
 // word each, or a word of two bf16 for each pair of positions. What is not seen gets weight 0 in
 // the blocks of kBlock that hold something seen; other blocks are left alone. With a scaled codec
-// each weight is multiplied by its entry of `value_scales`, the sum is not.
+// each weight is multiplied by its entry of `value_scales`, the sum is not: a weight of 0 becomes
+// NaN by a scale that is not finite, and is not to be used.
 template <class Codec>
 __attribute__((noinline)) Partial softmax_chunk(float* scores, Span seen,
                                                 const float* value_scales) {
@@ -269,8 +270,8 @@ struct ChunkValues {
 // blocks of 32 dimensions. Meanwhile the keys that come next are brought near.
 //
 // Where a word is a pair of bf16 (the weights are rounded as the values are), positions go in
-// pairs that begin at even ones. Only with kEdges may the span divide a pair: the position outside
-// counts as a value of zeros.
+// pairs that begin at even ones. Only with kEdges may the span divide a pair: of the position
+// outside both weight and value are taken as 0.
 template <class Codec, int M, int D, bool kEdges>
 void add_values(const ChunkValues<Codec>& values, const float* scores, Span span, float* acc,
                 int64_t acc_stride) {
@@ -308,7 +309,12 @@ void add_values(const ChunkValues<Codec>& values, const float* scores, Span span
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      const Word weight = weights[m * kRowWords + word];
+      Word weight = weights[m * kRowWords + word];
+      if constexpr (kEdges && kStep == 2) {  // 0 times a scale that is not finite is none
+        const int64_t j = word * 2;
+        if (j < span.begin) weight &= 0xffff0000u;
+        if (j + 1 >= span.end) weight &= 0x0000ffffu;
+      }
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * D; ++c) sum[m][c] = multiply_add(sum[m][c], column[c], weight);
     }
