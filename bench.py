@@ -315,11 +315,9 @@ class Scenarios:
         buckets = sorted(set(self.options.batch_size))
         config = self._choices(dtypes, mode)
         config |= {"max_rows": buckets[-1], "buckets": buckets}
-        names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
         self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
         for number, measured in enumerate(measure_starts(model, config), start=1):
-            known = {"model": model, **names, "mode": mode}
-            yield {**known, "buckets": buckets, "number": number, **measured}
+            yield {"model": model, "mode": mode, "buckets": buckets, "number": number, **measured}
 
     def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
         dtype, weight_dtype, kv_dtype = dtypes

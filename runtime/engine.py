@@ -128,6 +128,8 @@ class Engine:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
         host_arena = self._parts.runner.host_arena
         self._loop.close()
+        if self._parts.model.stack is not None:
+            self._parts.model.stack.close()
         if host_arena is not None:
             host_arena.close()
         # The traceback of a failure holds frames, and those the tensors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, repeat
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -23,13 +23,9 @@ OUTPUT_SETS = 2
 """Steps whose outputs the host keeps: the one that it reads, and the one under way."""
 
 
-class Sampled(NamedTuple):
-    """A token that a step sampled in a lane."""
-
-    request: Request | None
-    """Whom for; None: nobody, the token means nothing."""
-    token_id: int
-    logprobs: TokenLogprobs | None
+Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
+"""Of a lane: whom a token was sampled for (None: nobody, it means nothing), the token, and its
+log-probabilities if they were asked for. Plain tuples: a step makes one for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +126,8 @@ class HostOutputs:
         return event
 
 
-def sampled_tokens(
-    launch: Launch,
-) -> Iterable[tuple[Request | None, int, TokenLogprobs | None]]:
-    """Return the tokens of a launch whose outputs have arrived, lane by lane (see `Sampled`)."""
+def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
+    """Return the tokens of a launch whose outputs have arrived, lane by lane."""
     parts = []
     for lanes, output in launch.parts:
         logprobs: Iterable[TokenLogprobs | None] = repeat(None)

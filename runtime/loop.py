@@ -286,6 +286,7 @@ class StepLoop:
         request.row = None
         request.siblings = []
         self.scheduler.remove(request)
+        request.shed()
         del self._group_of[request]
         self.counts["finished"] += 1
 

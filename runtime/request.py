@@ -157,6 +157,13 @@ class Request:
         self._token_ns[count] = at_ns
         self.num_output = count + 1
 
+    def shed(self) -> None:
+        """Let go of what only the engine needs: it has ended, and outputs may keep it for long."""
+        del self._output_ids[self.num_output :]
+        del self._token_ns[self.num_output :]
+        self.embeds = ()
+        self.prefix_hashes = None
+
     def replace_last_token(self, token_id: int) -> None:
         """Put another token in the place of the newest."""
         self._output_ids[self.num_output - 1] = token_id

@@ -28,10 +28,10 @@ from .batch import (
     write_table_updates,
 )
 from .config import ResolvedConfig, max_prefill_rows
-from .launch import HostOutputs, Launch, sampled_tokens
+from .launch import HostOutputs, Launch, Sampled, sampled_tokens
 from .models.decoder import Decoder
 from .plan import StepPlan, TableUpdate
-from .request import Request, TokenLogprobs
+from .request import Request
 from .rows import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -219,8 +219,8 @@ class Runner:
         arrived = self._outputs.depart(number)
         return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0)
 
-    def read(self, launch: Launch) -> Iterable[tuple[Request | None, int, TokenLogprobs | None]]:
-        """Return the tokens of a launch (see `Sampled`); waits for them, and nothing after them."""
+    def read(self, launch: Launch) -> Iterable[Sampled]:
+        """Return the tokens of a launch; waits for them, and for nothing after them."""
         if launch.arrived is not None:
             launch.arrived.synchronize()
         return sampled_tokens(launch)

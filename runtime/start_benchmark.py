@@ -30,7 +30,7 @@ def measure_starts(model: str, config: Mapping[str, Any], count: int = 2) -> lis
 
     Returns:
         Of each start `total_seconds` (of the process), `import_seconds` (until the package was
-        there), and `start` as in `Engine.stats`.
+        there), `start` as in `Engine.stats`, and the names of the dtypes.
 
     Raises:
         StepgraphError: a start failed; with what it said.
@@ -57,6 +57,7 @@ def _start(model: str, config: Mapping[str, Any], cache: str) -> dict[str, Any]:
 
 def _main() -> None:
     task = json.load(sys.stdin)
+    from .benchmark import dtype_names
     from .config import EngineConfig  # from here on, so that imports are timed
     from .engine import Engine
 
@@ -70,6 +71,7 @@ def _main() -> None:
             "total_seconds": ready - task["began"],
             "import_seconds": imported - task["began"],
             "start": engine.stats()["start"],
+            **dtype_names(engine),
         }
     print(json.dumps(document))
 

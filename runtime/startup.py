@@ -81,7 +81,7 @@ class EngineParts:
     """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
     is one, "static_buffers", "prepare", "measure"."""
     start_seconds: float
-    """The whole start: the phases, and what lies between them."""
+    """The phases and what lies between them; the calibration of a time budget comes on top."""
     code_cache: CodeCache
 
     @property
@@ -118,13 +118,19 @@ class EngineParts:
                 + format_bytes(size)
                 for term, size in grown.items()
             }
+        measured = dict(self.step_memory.measured)
+        activations = measured.get("activations")
+        if self.model.stack is not None and activations is not None:
+            # Taken when the steps were prepared, so no step that was measured took it.
+            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
+            measured["activations"] = activations + workspace
         return self.plan.reconcile(
             {
                 **held,
                 "captured_graphs": 0,
                 "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
                 "host_buffers": host_buffers,
-                **self.step_memory.measured,
+                **measured,
             },
             {
                 **notes,

@@ -37,6 +37,7 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 _BYTE_OF_FALLBACK_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(0x100)}
 _MAX_INCOMPLETE_BYTES = 3
+_MAX_PARTS = 256  # of a text, before they are joined
 """The longest beginning of a UTF-8 character that is not yet a character."""
 
 
@@ -207,9 +208,11 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text returned so far. Joins it: to be asked for once in a while, not per token."""
-        self._parts = ["".join(self._parts)]
-        return self._parts[0]
+        """All text returned so far. Joins it: to be asked for once in a while, not per token.
+
+        Changes nothing: another thread may ask while this one pushes.
+        """
+        return "".join(self._parts)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens and return the text that is now certain to be in the output.
@@ -249,4 +252,6 @@ class IncrementalDetokenizer:
         if text:
             self._parts.append(text)
             self.num_chars += len(text)
+            if len(self._parts) == _MAX_PARTS:
+                self._parts = ["".join(self._parts)]
         return text

@@ -240,14 +240,14 @@ class FakeRunner:
             assert row is not None
             position = device.positions[row]
             self._write(row, position, device.tokens[row])
-            sampled.append(Sampled(request, device.sample(row, position), None))
+            sampled.append((request, device.sample(row, position), None))
         device.written.clear()
         for chunk in plan.prefill:
             stop = chunk.start + chunk.count
             for position, token in enumerate(chunk.request.tokens(chunk.start, stop), chunk.start):
                 self._write(chunk.row, position, token)
             if chunk.samples:
-                sampled.append(Sampled(chunk.request, device.sample(chunk.row, stop - 1), None))
+                sampled.append((chunk.request, device.sample(chunk.row, stop - 1), None))
         launch = FakeLaunch(
             number, plan, len(plan.decode), time.perf_counter_ns(), object(), 0, sampled
         )

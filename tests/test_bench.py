@@ -316,7 +316,8 @@ def test_start_scenario(bench, monkeypatch, tmp_path):
                 "kernels_built": built,
                 "code_cache": {"hits": 0 if built else 3, "misses": 3 if built else 0},
             }
-            yield {"total_seconds": seconds, "import_seconds": 2.0, "start": start}
+            dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
+            yield {"total_seconds": seconds, "import_seconds": 2.0, "start": start, **dtypes}
 
     monkeypatch.setattr(bench, "measure_starts", measure_starts)
     arguments = "--scenario start --model demo --dtype bfloat16 --mode compile --batch-size 8 1 8"

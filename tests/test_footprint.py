@@ -224,6 +224,20 @@ def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Callable[..., E
     assert grown == {"activations": 4 * 160 * 48, "logits": 4 * 97 * 48}
 
 
+@pytest.mark.parametrize("name", ["base", "odd", "gemma2"])
+def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
+    open_engine: Callable[..., Engine], name: str
+) -> None:
+    engine = open_engine(name, mode="compile")
+    parts = engine._parts
+    assert parts is not None
+    assert parts.model.stack is not None
+    workspace = parts.model.stack.workspace_bytes(parts.runner.sizes.tokens.largest)
+    activations = engine.stats()["memory"]["activations"]
+    assert 0 < workspace <= activations["planned"]
+    assert activations["measured"] is None or workspace <= activations["measured"]
+
+
 def test_steps_are_measured(open_engine: Callable[..., Engine]) -> None:
     memory = open_engine("base").stats()["memory"]
     if memory["activations"]["measured"] is None:

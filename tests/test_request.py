@@ -125,6 +125,9 @@ def test_outputs_are_snapshots() -> None:
     assert [output.finished for output in outputs] == [False] * 4 + [True]
     assert [output.finish_reason for output in outputs] == [None] * 4 + ["stop"]
     assert [output.num_preemptions for output in outputs] == [0, 1, 2, 3, 3]
+    request.shed()
+    assert [len(output.token_ids) for output in outputs] == [0, 1, 2, 3, 3]
+    assert outputs[-1].timing is not None
     assert all(output.request_id == "a" for output in outputs)
     assert all(output.prompt_token_ids == [1, 2] for output in outputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -237,6 +238,29 @@ class TestGrowingText:
             assert len(undecoded) <= 3, "what is kept, and so the cost of a token, does not grow"
             assert len(detokenizer.text) == (count if token_id == middle else count - 1)
         assert detokenizer.text == settled(tokenizer, ids)
+
+
+class TestText:
+    def test_a_reader_in_another_thread_takes_nothing_away(self) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode("ab", special=False)
+        detokenizer = IncrementalDetokenizer(tokenizer, [], ())
+        done = threading.Event()
+        lengths: list[int] = []
+
+        def read() -> None:
+            while not done.is_set():
+                lengths.append(len(detokenizer.text))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for _ in range(3000):  # far more pieces than are kept apart
+            detokenizer.push(ids)
+        done.set()
+        reader.join()
+        assert detokenizer.text == "ab" * 3000
+        assert detokenizer.num_chars == 6000
+        assert lengths == sorted(lengths)
 
 
 class TestStop:
