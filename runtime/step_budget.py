@@ -1,8 +1,8 @@
 """How much prefill a step may do beside decoding rows, by time. No torch.
 
 With `max_itl_ms` a step takes as many prompt tokens as leave its predicted time within the budget.
-Where not even the smallest prefill step fits, one of that size runs all the same: prompts go on,
-slowly, and whoever decodes waits a little longer than was asked for.
+Where not even the smallest prefill step fits, one that costs no more than that runs all the same:
+prompts go on, slowly, and whoever decodes waits a little longer than was asked for.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class StepBudget:
     def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         """Return how many of `count` tokens of a request from `start` the plan has time for.
 
-        0 if there is none left, but never 0 for the first chunk of a plan. Where nobody decodes
-        nobody waits, and there is time for all.
+        0 if there is none left, but the first chunk of a plan fills at least the smallest bucket,
+        which is what fewer tokens would cost too, or ends its prompt. Where nobody decodes nobody
+        waits, and there is time for all.
         """
         if not plan.decode:
             return count
@@ -62,10 +63,10 @@ class StepBudget:
         while most - least > 1:
             middle = (least + most) // 2
             least, most = (middle, most) if fits(middle) else (least, middle)
-        if least or plan.prefill:
+        if plan.prefill or least >= min(count, prefill.sizes.sizes[0]):
             return least
         self._force(left)
-        return min(count, prefill.sizes.sizes[0])
+        return min(count, prefill.least_lanes)
 
     def observe(self, plan: StepPlan, launched_ns: int, arrived_ns: int) -> None:
         """Take in when a step was launched and when its tokens were there; once for every step.
@@ -85,14 +86,15 @@ class StepBudget:
         if not (math.isfinite(seconds) and seconds > 0):
             self._ignored += 1
             return
-        predicted = self.predict(plan)
+        predicted = own = self.predict(plan)
         if plan.decode and plan.prefill:
+            own -= self._decode_seconds(plan)
             self._steps += 1
             self._over += seconds > self.max_itl_ms / 1e3
             self._predicted += predicted
             self._observed += seconds
             self._errors += abs(seconds - predicted)
-        largest = LARGEST_ERROR * predicted
+        largest = LARGEST_ERROR * own
         error = min(max(seconds - predicted, -largest), largest)
         if plan.prefill:
             attended = self._attended(plan)

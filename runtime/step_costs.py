@@ -34,7 +34,10 @@ GAIN_EARLY = 0.05
 predicted is not the mean: with these shares (an expectile of 0.8) most steps come before it."""
 
 LARGEST_ERROR = 0.5
-"""Of a prediction: what is further off counts as this far off."""
+"""Of what is predicted of the part that learns: what is further off counts as this far off."""
+
+RETURN = 0.02
+"""Share of the way back to what the step just seen says of it, that every other bucket goes."""
 
 ROUNDS = 5
 """Times that each bucket is measured, in turns with the others."""
@@ -81,6 +84,15 @@ class PhaseCosts:
         """Of a step of each bucket as predicted now, without attention; they do not fall."""
         return tuple(self._table)
 
+    @property
+    def least_lanes(self) -> int:
+        """The largest bucket that costs no more than the smallest one, attention apart."""
+        return max(
+            size
+            for size, seconds in zip(self.sizes, self._table, strict=True)
+            if seconds <= self._table[0]
+        )
+
     def copy(self) -> PhaseCosts:
         """Return a copy that learns on its own."""
         return PhaseCosts(self.sizes, self._bases, self.slope, self._usual_reach)
@@ -93,16 +105,26 @@ class PhaseCosts:
         """Learn that such a step took `error` seconds more than predicted.
 
         The step of the least mean squares: the bucket's own time and the slope share the
-        correction by how much each of them weighs in this step.
+        correction by how much each of them weighs in this step. Other buckets follow: one that no
+        step has used yet is as much slower or faster than measured as this one, and one that was
+        used goes a little of the way there, so that what a noisy moment taught of a bucket is
+        forgotten although no step uses it because of that. No smaller bucket is slower.
         """
         index = self._index(lanes)
         usual = self.sizes.sizes[index] * self._usual_reach
         weight = attended / usual
         gain = GAIN_LATE if error > 0 else GAIN_EARLY
         step = gain * error / (1 + weight * weight)
-        self._bases[index] = max(self._table[index] + step, LEAST_SECONDS)
+        base = max(self._table[index] + step, LEAST_SECONDS)
         self.slope = max(self.slope + step * weight / usual, 0.0)
         self.seen[index] += 1
+        factor = base / self._measured[index]
+        for other, measured in enumerate(self._measured):
+            share = RETURN if self.seen[other] else 1.0
+            self._bases[other] += share * (measured * factor - self._bases[other])
+            if other < index:
+                self._bases[other] = min(self._bases[other], base)
+        self._bases[index] = base
         self._tabulate()
 
     def _index(self, lanes: int) -> int:
@@ -111,21 +133,8 @@ class PhaseCosts:
         return self.sizes.sizes.index(size)
 
     def _tabulate(self) -> None:
-        """Derive the times of all buckets from those that steps have corrected.
-
-        One that no step has used yet is as much slower or faster than measured as the nearest one
-        that was used: else a bucket that a noisy moment made look slow would never be tried. And
-        none is faster than a smaller one.
-        """
-        used = [index for index, count in enumerate(self.seen) if count]
-        least = 0.0
-        self._table = []
-        for index, base in enumerate(self._bases):
-            if used and not self.seen[index]:
-                near = min(used, key=lambda other: abs(other - index))
-                base = self._measured[index] * self._bases[near] / self._measured[near]
-            least = max(least, base)
-            self._table.append(least)
+        """Derive what is predicted: no bucket is faster than a smaller one."""
+        self._table = list(accumulate(self._bases, max))
 
 
 @dataclass(frozen=True, slots=True)

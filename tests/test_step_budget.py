@@ -37,6 +37,12 @@ def budget_of(max_itl_ms: float, **costs: float) -> StepBudget:
     return StepBudget(max_itl_ms, costs_of(**costs))  # type: ignore[arg-type]
 
 
+def flat_until(size: int) -> PhaseCosts:
+    """Prefill whose buckets up to `size` tokens take the same."""
+    tokens = costs_of().prefill[False].sizes
+    return PhaseCosts(tokens, [1e-4 * max(size, bucket) for bucket in tokens], 0.0, 10)
+
+
 def request_of(num_computed: int = 0, **params: object) -> Request:
     request = Request(
         id="r",
@@ -75,6 +81,7 @@ def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data
         first = not plan.prefill
         count = budget.fit(plan, request, start, asked)
         assert first <= count <= asked
+        assert count >= min(asked, SMALLEST) or not first
         if count and not (first and budget.stats()["forced"]):
             fitting = with_chunk(plan, request, start, count)
             assert budget.predict(fitting) <= max_itl_ms / 1e3 + 1e-12
@@ -114,11 +121,60 @@ def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
     assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
 
 
+def test_a_chunk_that_nothing_fits_fills_what_costs_as_much() -> None:
+    budget = budget_of(0.5)
+    budget.costs = replace(budget.costs, prefill=(flat_until(12), flat_until(8)))
+    assert budget.fit(decoding(), request_of(temperature=0.0), 0, 32) == 12
+    assert budget.fit(decoding(), request_of(temperature=0.0), 0, 9) == 9
+    assert budget.fit(decoding(), request_of(temperature=1.0), 0, 32) == 8
+
+
+def test_a_smallest_bucket_is_filled_even_behind_a_long_context() -> None:
+    """A chunk of fewer tokens would cost nearly as much: only its attention is less."""
+    budget = budget_of(1.5, position=1e-9)
+    start = 8000
+    smallest = with_chunk(decoding(), request_of(temperature=0.0), start, SMALLEST)
+    one = with_chunk(decoding(), request_of(temperature=0.0), start, 1)
+    middle = (budget.predict(smallest) + budget.predict(one)) / 2
+    budget = budget_of(1e3 * middle, position=1e-9)
+    assert budget.fit(decoding(), request_of(temperature=0.0), start, 32) == SMALLEST
+    assert budget.stats()["forced"] == 1
+
+
+def test_a_burst_does_not_make_chunks_small_for_ever() -> None:
+    budget = budget_of(4.0, position=0.0)
+    request = request_of(temperature=0.0)
+
+    def step(slower: float) -> int:
+        plan = decoding()
+        count = budget.fit(plan, request, 0, 32)
+        plan = with_chunk(plan, request, 0, count)
+        bucket = budget.costs.prefill[False].sizes.fit(count)
+        assert bucket is not None
+        budget.learn(plan, slower * (1e-3 + 1e-4 * bucket))
+        return count
+
+    calm = [step(1.0) for _ in range(20)]
+    assert set(calm) == {28}
+    assert min(step(2.5) for _ in range(15)) < 16
+    after = [step(1.0) for _ in range(400)]
+    assert set(after[300:]) == {28}
+
+
+def test_a_step_that_does_both_teaches_by_the_part_that_prefills() -> None:
+    """However long it decodes: else one stalled step would change a small part manifold."""
+    budget = budget_of(50.0, base=0.1, position=0.0)
+    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 4)
+    before = budget.costs.prefill[False].seconds[0]
+    budget.learn(plan, 1.0)
+    assert before < budget.costs.prefill[False].seconds[0] <= 1.11 * before
+
+
 def test_attention_over_what_stands_before_makes_chunks_smaller() -> None:
     budget = budget_of(3.5, position=1e-6)
     counts = [budget.fit(decoding(), request_of(), start, 32) for start in (0, 100, 200, 400)]
     assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[-1] >= 1
+    assert counts[0] > counts[-1] >= SMALLEST
 
 
 def test_the_full_sampler_has_costs_of_its_own() -> None:

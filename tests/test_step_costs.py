@@ -127,7 +127,7 @@ def test_it_follows_a_machine_whose_speed_changes(speed: float) -> None:
 
 
 def test_a_bucket_never_used_follows_its_neighbour() -> None:
-    """Else one that a noisy moment at start made look slow would stay so for ever."""
+    """Else one that a noisy moment at start made look slow would never be tried."""
     costs = calibrated(Machine()).prefill[False]
     before = costs.seconds
     for _ in range(500):
@@ -135,10 +135,38 @@ def test_a_bucket_never_used_follows_its_neighbour() -> None:
     after = costs.seconds
     assert after[0] == pytest.approx(before[0] / 2, rel=0.01)
     assert after[3] == pytest.approx(before[3] / 2, rel=0.01)
-    observe(costs, 128, 0, after[3])
-    for _ in range(500):  # its own steps count from then on
-        observe(costs, 16, 0, 0.7 * before[0])
-    assert costs.seconds[3] == pytest.approx(before[3] / 2, rel=0.01)
+
+
+def test_a_bucket_not_used_any_more_forgets_its_noise() -> None:
+    """One that was used goes a little of the way with every step of another."""
+    costs = calibrated(Machine()).prefill[False]
+    before = costs.seconds
+    for _ in range(20):
+        observe(costs, 128, 0, 3 * before[3])
+    disturbed = costs.seconds[3]
+    assert disturbed > 2.5 * before[3]
+    observe(costs, 16, 0, before[0])
+    assert costs.seconds[3] == pytest.approx(disturbed, rel=0.03)
+    for _ in range(400):
+        observe(costs, 16, 0, before[0])
+    assert costs.seconds == pytest.approx(before, rel=0.02)
+
+
+def test_a_smaller_bucket_is_no_slower_than_a_larger_one_just_seen() -> None:
+    costs = calibrated(Machine()).prefill[False]
+    before = costs.seconds
+    for _ in range(20):
+        observe(costs, 16, 0, 5 * before[3])
+    assert costs.seconds[0] == costs.predict(16, 0) > before[3]
+    for _ in range(400):
+        observe(costs, 128, 0, before[3])
+    assert costs.seconds == pytest.approx(before, rel=0.05)
+
+
+def test_the_least_lanes_are_all_that_cost_no_more_than_the_smallest() -> None:
+    assert PhaseCosts(TOKENS, [1e-3, 2e-3, 3e-3, 4e-3], 0.0, 10).least_lanes == 16
+    assert PhaseCosts(TOKENS, [2e-3, 2e-3, 3e-3, 4e-3], 0.0, 10).least_lanes == 32
+    assert PhaseCosts(TOKENS, [9e-3, 9e-3, 5e-3, 5e-3], 0.0, 10).least_lanes == 128
 
 
 @given(observations, st.integers(1, 128), st.integers(0, 10**6), st.floats(0, 1e6))
