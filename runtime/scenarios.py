@@ -111,7 +111,8 @@ class Interference:
 
     case: InterferenceCase
     itl_ms: list[float]
-    """Gaps of all steady rows, one for each row and step."""
+    """One gap for each step, the longest of the steady rows': they share it, but for the order in
+    which their tokens are taken in."""
     decode_step_ms: list[float]
     """Steps of the steady rows alone."""
     chunks: list[Chunks]
@@ -177,7 +178,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
     return Interference(
         case=case,
-        itl_ms=[gap for row in gaps for gap in row[SETTLING_STEPS:]],
+        itl_ms=[max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True)],
         decode_step_ms=decode_ms,
         chunks=chunks,
         ttft_ms=[timing.ttft_ms for timing in ttfts if timing is not None],
@@ -304,7 +305,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
     engine.timeline.clear()
     while len(step_ms) < case.num_steps and (num_requests < len(schedule) or open_ids):
         if not open_ids:
-            sooner = schedule[num_requests].step - len(step_ms)
+            sooner = max(sooner, schedule[num_requests].step - len(step_ms))
         while num_requests < len(schedule) and schedule[num_requests].step <= len(step_ms) + sooner:
             comes = schedule[num_requests]
             num_requests += 1

@@ -250,7 +250,7 @@ def run_scenario(bench, monkeypatch, folder, arguments):
 
 
 def test_interference_scenario(bench, capsys, monkeypatch, tmp_path):
-    arguments = "--scenario interference --mode eager --batch-size 2 --input-len 40 --num-steps 50"
+    arguments = "--scenario interference --mode eager --batch-size 2 --input-len 40 --num-steps 100"
     document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
     plain, budgeted = document["interference"]
     assert plain["max_itl_ms"] is None
@@ -259,10 +259,10 @@ def test_interference_scenario(bench, capsys, monkeypatch, tmp_path):
     assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == expected
     for entry in (plain, budgeted):
         assert set(entry["itl_ms"]) == SUMMARY
-        assert entry["itl_ms"]["n"] == 2 * 50
+        assert entry["itl_ms"]["n"] == 100
         assert entry["itl_ms"]["p99"] is not None
         assert entry["p99_within_bound"] in (True, False)
-        assert entry["arrivals"] == 5
+        assert entry["arrivals"] == 10
         assert entry["fallbacks"] == 0
         assert set(entry["chunks"][0]) == {"start", "bucket", "tokens", "n", "ms"}
     assert len(lines) == 2 + 2 + 2

@@ -38,12 +38,12 @@ def open_for(open_engine: Callable[..., Engine], case: InterferenceCase, **confi
     )
 
 
-def test_interference_counts_a_gap_for_each_steady_row_and_step(
+def test_interference_counts_a_gap_for_each_step(
     open_engine: Callable[..., Engine],
 ) -> None:
     engine = open_for(open_engine, CASE)
     measured = measure_interference(engine, CASE, seed=3)
-    assert len(measured.itl_ms) == CASE.batch_size * CASE.num_steps
+    assert len(measured.itl_ms) == CASE.num_steps
     assert all(gap > 0 for gap in measured.itl_ms)
     assert measured.num_arrivals == len(measured.ttft_ms) == 4
     # Each prompt takes two chunks and decodes alone in another row for three steps more.
@@ -71,7 +71,7 @@ def test_interference_beside_a_device(
     monkeypatch.setattr(module, "_chunks", chunks)
     monkeypatch.setattr(module, "_steps_under_way", lambda engine: 1)
     measured = measure_interference(engine, CASE, seed=3)
-    assert len(measured.itl_ms) == CASE.batch_size * CASE.num_steps
+    assert len(measured.itl_ms) == CASE.num_steps
     assert len(ended) == len(records) == module.SETTLING_STEPS + CASE.num_steps
     assert all(record.rows >= CASE.batch_size for record in records)
     assert sum(record.prefill_tokens for record in records) == 4 * CASE.input_len
@@ -133,7 +133,7 @@ def test_interference_with_a_budget(open_engine: Callable[..., Engine]) -> None:
     document = interference_to_json(engine, measured, 1e-3)
     assert document["max_itl_ms"] == 1e-3
     assert document["step_budget"]["forced"] == document["step_budget"]["n"] > 0
-    assert document["itl_ms"]["n"] == CASE.batch_size * CASE.num_steps
+    assert document["itl_ms"]["n"] == CASE.num_steps
 
 
 CHURN = ChurnCase("micro", batch_size=3, input_len=20, output_len=6, num_steps=120)
