@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels.cpu_sampling import fused_full
 from stepgraph.runtime.sampling import (
     SampleOutput,
     SamplingState,
@@ -191,6 +192,18 @@ def test_what_does_not_fit_is_refused(
     arguments = fitting | change
     with pytest.raises(error, match=message):
         fused_sampler.full(arguments["logits"], state, arguments["rows"], torch.arange(2) + 9)
+
+
+def test_no_top_tokens_are_asked_for() -> None:
+    states = [state_of([SamplingParams(seed=3)] * 2, 300) for _ in range(2)]
+    logits, rows = logits_of(2, 300, 0, torch.float32), torch.arange(2)
+    none, some = (
+        fused_full(logits, s.reals, s.integers, s.token_counts, rows, rows + FIRST, num_top)
+        for s, num_top in zip(states, (0, 5), strict=True)
+    )
+    assert torch.equal(none[0], some[0])
+    assert torch.equal(none[1], some[1])
+    assert none[2].shape == none[3].shape == (2, 0)
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -131,6 +131,7 @@ double weigh(const float* logits, float most, float divisor, int64_t chunks, flo
 // filled with NaN and token 0.
 void find_tops(const float* logits, const float* maxima, int64_t vocab_size, int64_t tops,
                float* top_logits, int64_t* top_ids) {
+  if (tops == 0) return;
   int64_t found = 0;
   const auto insert = [&](float logit, int64_t id) {
     found = std::min(found + 1, tops);
