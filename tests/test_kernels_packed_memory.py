@@ -1,6 +1,7 @@
 """Memory of packed weights: places, alignment, lifetime, and what a decoder puts there."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,27 @@ def test_parts_are_copies_on_cache_lines_of_their_own(
         assert part.data_ptr() % 64 == 0
         if tensor.nbytes:
             assert part.data_ptr() != tensor.data_ptr()
-            assert part.untyped_storage().data_ptr() == memory._memory.data_ptr()
+            assert part.untyped_storage().data_ptr() == memory._free.untyped_storage().data_ptr()
 
 
-def test_what_finds_no_room_stays_where_it_is() -> None:
+def test_there_is_room_for_what_was_asked_for() -> None:
     memory = PackedMemory(1000, 1)
-    first, second = torch.randn(200), torch.randn(200)
-    assert memory.place(first).data_ptr() != first.data_ptr()
-    assert memory.place(second) is second
+    memory.place(torch.randn(200))
+    with pytest.raises(AssertionError, match="more weights than there was to be room for"):
+        memory.place(torch.randn(200))
+
+
+def test_memory_that_begins_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alignment counts from address 0, not from where the allocation begins."""
+    empty = torch.empty
+
+    def shifted(size: int, **options: Any) -> torch.Tensor:
+        return empty(size + 16, **options)[16:]
+
+    monkeypatch.setattr(torch, "empty", shifted)
+    tensors = [torch.randn(n) for n in (1, 16, 17, 300)]
+    memory = PackedMemory(sum(tensor.nbytes for tensor in tensors), len(tensors))
+    assert all(memory.place(tensor).data_ptr() % 64 == 0 for tensor in tensors)
 
 
 @pytest.mark.parametrize("weights", ["model", "int8"])

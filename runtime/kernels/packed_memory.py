@@ -19,15 +19,14 @@ class PackedMemory:
 
     def __init__(self, nbytes: int, parts: int) -> None:
         """Room for `parts` tensors of `nbytes` bytes together; needs `load_cpu_ops`."""
-        self._memory = torch.empty(nbytes + parts * _ALIGNMENT, dtype=torch.uint8)
-        torch.ops.stepgraph.advise_huge_pages.default(self._memory)
-        self._used = -self._memory.data_ptr() % _ALIGNMENT
+        memory = torch.empty(nbytes + parts * _ALIGNMENT, dtype=torch.uint8, device="cpu")
+        torch.ops.stepgraph.advise_huge_pages.default(memory)
+        self._free = memory[-memory.data_ptr() % _ALIGNMENT :]
+        """What is not handed out; begins at a cache line."""
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a contiguous tensor, or itself where no room is left."""
-        end = self._used + tensor.nbytes
-        if end > self._memory.nbytes:
-            return tensor
-        part = self._memory[self._used : end].view(tensor.dtype).view(tensor.shape)
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        """Return a copy of a contiguous tensor on cache lines of its own."""
+        assert tensor.nbytes <= self._free.nbytes, "more weights than there was to be room for"
+        part = self._free[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._free = self._free[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
         return part.copy_(tensor)
