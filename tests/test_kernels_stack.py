@@ -228,7 +228,12 @@ def test_quantised_storage(
         assert error < 5e-3, error
 
 
-def wide(dtype: torch.dtype, weights: WeightStorage = "model", **fields: Any) -> Rig:
+def wide(
+    dtype: torch.dtype,
+    weights: WeightStorage = "model",
+    storage: Storage = "model",
+    **fields: Any,
+) -> Rig:
     """A model of which two threads get something to do in every phase."""
     config = ModelConfig(
         **{
@@ -246,7 +251,7 @@ def wide(dtype: torch.dtype, weights: WeightStorage = "model", **fields: Any) ->
             **fields,
         }
     )
-    rig = Rig(config, dtype, weights=weights)
+    rig = Rig(config, dtype, storage, weights=weights)
     rig.decoder.store(random_weights(config, dtype))
     return rig
 
@@ -293,8 +298,10 @@ def test_what_an_earlier_step_left_behind_is_not_read() -> None:
             assert torch.equal(rig.step(inputs, rig.hidden(inputs))[0], expected)
 
 
-def test_nan_stays_in_its_row() -> None:
-    rig = wide(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
+def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
+    rig = wide(dtype, storage=storage)
     inputs = rig.inputs(CHUNKS["T=2"])
     x_TD = rig.hidden(inputs)
     expected, _ = rig.step(inputs, x_TD)
@@ -302,6 +309,39 @@ def test_nan_stays_in_its_row() -> None:
     out, _ = rig.step(inputs, x_TD)
     assert out[0].isnan().all()
     assert torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize("broken", ["output norms", "weights"])
+def test_layers_that_do_not_fit_together_are_refused(
+    tiny: Callable[[str], TinyModel], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig.of(tiny("gemma2"), torch.float32)
+    plain = kernels.StackLayer.weights
+    calls: list[kernels.StackLayer] = []
+
+    def weights(layer: kernels.StackLayer) -> tuple[torch.Tensor | None, ...]:
+        calls.append(layer)
+        own = list(plain(layer))
+        if broken == "weights":
+            return (*own, None) if len(calls) == rig.config.num_layers else tuple(own)
+        if len(calls) == 1:
+            own[9] = own[17] = None
+        return tuple(own)
+
+    monkeypatch.setattr(kernels.StackLayer, "weights", weights)
+    message = "all layers have output norms or none" if broken == "output norms" else "too many"
+    with pytest.raises(RuntimeError, match=message):
+        rig.decoder.store([])
+
+
+def test_work_space_grows_with_tokens_and_threads() -> None:
+    stack = wide(torch.bfloat16).decoder.stack
+    assert stack is not None
+    with threads(1):
+        few, many = stack.workspace_bytes(1), stack.workspace_bytes(130)
+    with threads(2):
+        assert stack.workspace_bytes(130) > many
+    assert 0 < few < many
 
 
 def test_stacks_do_not_know_each_other() -> None:

@@ -12,11 +12,23 @@ constexpr int64_t kMostHeads = 64;    // query heads of a tile; more of a group 
 constexpr int64_t kBytesPerThread = 64 * 1024;  // below, a second thread costs more than it brings
 constexpr int64_t kItemsPerThread = 4;  // fewer tiles than this are split into chunks
 // A split call keeps the state of every chunk of every tile until all are there. If that took more
-// than this it is not split: the memory plan leaves 64 MiB for such work space, and no more.
+// than this it is not split, so that memory has a bound whatever the length of the rows.
 constexpr int64_t kMostSplitBytes = 32 << 20;
 
 // Tiles of one kv head.
 int64_t head_parts(int64_t group) { return (group + kMostHeads - 1) / kMostHeads; }
+
+// Tokens of a tile at most.
+int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileQueries / group); }
+
+// Floats that a thread works in whose tiles have up to so many query rows.
+int64_t scratch_floats_of(const AttentionStep& step, int64_t queries) {
+  const int64_t most_words = (step.head_dim + 15) / 16 * 16;  // a word is an element or two
+  const int64_t floats = kPackedPositions * most_words + kChunk * kBlock +
+                         2 * state_floats(queries, state_width(step.value_dim)) +
+                         queries * (4 * most_words + kChunk + kSpanFloats);
+  return (floats + 15) / 16 * 16;
+}
 
 }  // namespace
 
@@ -25,29 +37,32 @@ float* WorkSpace::reserve(int64_t count) {
     floats_.reset();
     const size_t bytes = static_cast<size_t>(count) * sizeof(float);
     floats_.reset(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
-    std::fill_n(floats_.get(), count, 0.0f);
     size_ = count;
   }
   return floats_.get();
 }
 
-void AttentionPlan::prepare(const AttentionStep& new_step) {
+void AttentionPlan::prepare(const AttentionStep& new_step, AttentionSpace& new_space) {
   step = new_step;
+  space = &new_space;
   cut_tiles();
   share_out();
-  const int64_t width = state_width(step.value_dim);
-  const int64_t most_words = (step.head_dim + 15) / 16 * 16;  // a word is an element or two
-  scratch_floats = kPackedPositions * most_words + kChunk * kBlock +
-                   2 * state_floats(most_queries, width) +
-                   most_queries * (4 * most_words + kChunk + kSpanFloats);
-  scratch_floats = (scratch_floats + 15) / 16 * 16;
-  scratch.reserve(scratch_floats * step.threads);
+  scratch_floats = scratch_floats_of(step, most_queries);
+  space->scratch.reserve(scratch_floats * step.threads);
+}
+
+int64_t AttentionPlan::most_bytes(const AttentionStep& step) {
+  const int64_t group = step.heads / step.kv_heads, parts = head_parts(group);
+  const int64_t queries =
+      std::min(step.tokens, tile_tokens(group)) * ((group + parts - 1) / parts);
+  const int64_t floats = scratch_floats_of(step, queries) * step.threads;
+  return floats * static_cast<int64_t>(sizeof(float)) + (step.threads > 1 ? kMostSplitBytes : 0);
 }
 
 // All heads of some tokens lie together.
 void AttentionPlan::cut_tiles() {
   const int64_t group = step.heads / step.kv_heads, head_tiles = head_parts(group);
-  const int64_t most = std::max<int64_t>(1, kTileQueries / group);
+  const int64_t most = tile_tokens(group);
   tiles.clear();
   for (int64_t first = 0, tokens; first < step.tokens; first += tokens) {
     const int64_t row = step.token_rows[first];
@@ -93,7 +108,7 @@ void AttentionPlan::share_out() {
                      floats * static_cast<int64_t>(sizeof(float)) <= kMostSplitBytes;
   pieces.clear();
   if (!split) return;
-  parts.reserve(floats);
+  space->parts.reserve(floats);
   const int64_t together = step.kv_heads * head_parts(step.heads / step.kv_heads);
   for (int64_t i = 0; i < items; i += together) {  // tiles of the same tokens
     for (int64_t chunk = tiles[i].first_chunk(); chunk < tiles[i].end_chunk(); ++chunk) {

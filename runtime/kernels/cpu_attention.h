@@ -57,7 +57,7 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan) {
     }
   }
 
-  Worker<T, Codec> worker(args, plan, plan.scratch.get() + index * plan.scratch_floats);
+  Worker<T, Codec> worker(args, plan, plan.space->scratch.get() + index * plan.scratch_floats);
   if (plan.pieces.empty()) {
     // From the last tile on, which is a long one in prefill. The next one is taken early, so that
     // its keys can be brought near.
@@ -76,7 +76,8 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan) {
 #pragma omp barrier
   } else {
     const auto states = [&](const Tile& tile) {
-      return plan.parts.get() + (&tile - plan.tiles.data()) * plan.most_chunks * plan.part_floats;
+      const int64_t index = &tile - plan.tiles.data();
+      return plan.space->parts.get() + index * plan.most_chunks * plan.part_floats;
     };
     const int64_t pieces = plan.pieces.size(), end = pieces * (index + 1) / count;
     int64_t i = pieces * index / count;

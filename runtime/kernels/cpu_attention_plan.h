@@ -61,7 +61,7 @@ constexpr int64_t kSpanFloats = sizeof(Span) / sizeof(float);
 // Floats on a cache line of their own, kept from one use to the next as long as they suffice.
 class WorkSpace {
  public:
-  // At least `count` floats, all numbers; their content is left from the use before.
+  // At least `count` floats, of any content.
   float* reserve(int64_t count);
   float* get() const { return floats_.get(); }
 
@@ -73,25 +73,34 @@ class WorkSpace {
   int64_t size_ = 0;
 };
 
+// What threads work in during one layer. Plans of layers that run one after another share it.
+struct AttentionSpace {
+  WorkSpace scratch;  // [threads, scratch_floats] of a plan
+  WorkSpace parts;    // states of a split call, [tiles, most_chunks, part_floats] of a plan
+};
+
 class AttentionPlan {
  public:
-  // Cuts a step into work. Allocates nothing where the plan has been as large before. What the step
-  // points to is used until the last layer is done.
+  // Cuts a step into work. Allocates nothing where plan and space have been as large before. The
+  // space, and what the step points to, are used until the last layer is done.
   //
   // Raises IndexError if a block that will be read is not of the arena.
-  void prepare(const AttentionStep& step);
+  void prepare(const AttentionStep& step, AttentionSpace& space);
+
+  // Bytes of `space` that steps like this one need at most, whatever rows and positions they are
+  // of. Its pointers, num_blocks and block_size do not matter.
+  static int64_t most_bytes(const AttentionStep& step);
 
   AttentionStep step;
+  AttentionSpace* space;
   std::vector<Tile> tiles;
   std::vector<Piece> pieces;  // of a split call, in the order in which memory is read; else empty
   int64_t most_queries;       // of a tile
   int64_t most_chunks;        // likewise
   int64_t taken;              // tiles that threads have taken
   int threads;                // that have something to do
-  WorkSpace parts;            // states of a split call, [tiles, most_chunks, part_floats]
-  int64_t part_floats;
-  WorkSpace scratch;          // [step.threads, scratch_floats]
-  int64_t scratch_floats;
+  int64_t part_floats;        // of the state of a piece
+  int64_t scratch_floats;     // of a thread
 
  private:
   void cut_tiles();

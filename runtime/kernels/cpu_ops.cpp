@@ -122,11 +122,13 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor queries = dense(q), new_keys = dense(k), new_values = v ? dense(*v) : new_keys;
   uint8_t* keys = static_cast<uint8_t*>(arena.mutable_data_ptr()) +
                   layer * arena.stride(0) * arena.element_size();
+  AttentionSpace space;
   AttentionPlan plan;
   plan.prepare({slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
                 block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
                 positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
-                value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()});
+                value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()},
+               space);
   const auto run = [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),

@@ -55,8 +55,7 @@ class StackThread {
       x = residual;
       mlp(layer, x);
       add_linear(layer.down, workspace_ + at_.inner, at_.inner_stride, taken_[3],
-                 i + 1 < layers ? stack_.layers_[i + 1].qkv : layer.qkv, layer.mlp_output_norm, x,
-                 residual);
+                 stack_.layers_[i + 1 < layers ? i + 1 : 0].qkv, layer.mlp_output_norm, x, residual);
     }
     own_rows([&](int64_t t) {
       norm(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
@@ -283,7 +282,16 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
 }
 
 int64_t Stack::workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const {
-  return layout(tokens, threads).total * element_bytes;
+  // A few rows may take more than many, since each thread norms them for itself.
+  const int64_t few = std::min(tokens, kOwnRows);
+  const int64_t elements = std::max(layout(tokens, threads).total, layout(few, threads).total);
+  AttentionStep step{};
+  step.tokens = tokens;
+  step.heads = shape_.heads;
+  step.kv_heads = shape_.kv_heads;
+  step.head_dim = step.value_dim = shape_.head_dim;
+  step.threads = threads;
+  return elements * element_bytes + AttentionPlan::most_bytes(step);
 }
 
 int64_t Stack::positions() const {
@@ -300,7 +308,7 @@ void Stack::run(const StackStep<T>& step) {
   const int64_t bytes = bytes_of<T>(first.qkv) + bytes_of<T>(first.output) +
                         bytes_of<T>(first.gate_up) + bytes_of<T>(first.down);
   const int64_t tiles = (step.tokens + kTileRows - 1) / kTileRows;
-  const int threads = static_cast<int>(
+  int threads = static_cast<int>(
       std::clamp<int64_t>(bytes * tiles / kLayerBytesPerThread, 1, step.threads));
   for (size_t i = 0; i < plans_.size(); ++i) {
     const auto [group, window] = plan_keys_[i];
@@ -308,7 +316,8 @@ void Stack::run(const StackStep<T>& step) {
                        step.block_tables + group * step.rows * step.max_blocks, step.max_blocks,
                        step.token_rows, step.positions, step.tokens, shape_.heads, shape_.kv_heads,
                        shape_.head_dim, shape_.head_dim, step.num_blocks, step.block_size, window,
-                       sizeof(T), shape_.storage, threads});
+                       sizeof(T), shape_.storage, step.threads}, attention_space_);
+    threads = std::max(threads, plans_[i].threads);
   }
   const Layout at = layout(step.tokens, threads);
   T* workspace = reinterpret_cast<T*>(

@@ -70,7 +70,7 @@ class Stack {
   template <class T>
   void run(const StackStep<T>& step);
 
-  // Bytes of activations that a step of so many tokens keeps, attention's work space not included.
+  // Bytes that steps of up to so many tokens keep at most: activations, and what attention needs.
   int64_t workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const;
 
   const StackShape& shape() const { return shape_; }
@@ -94,9 +94,9 @@ class Stack {
   std::vector<StackPlan> plan_keys_;
   const void* norm_;
   bool output_norms_;
-  int64_t weight_bytes_ = 0;
   std::mutex busy_;
   std::vector<AttentionPlan> plans_;
+  AttentionSpace attention_space_;  // of all plans
   WorkSpace workspace_;
   std::unique_ptr<std::atomic<int64_t>[]> taken_;  // units of each phase of each layer
 };

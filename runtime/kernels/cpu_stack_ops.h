@@ -103,7 +103,12 @@ class StackReader {
     return weights;
   }
 
-  std::vector<at::Tensor> tensors() { return std::move(kept_); }
+  // What was read, to be kept as long as the pointers into it.
+  std::vector<at::Tensor> finish() {
+    TORCH_CHECK(next_ == tensors_.size(), "stack_create: ", tensors_.size(),
+                " weights are too many, the layers have ", next_);
+    return std::move(kept_);
+  }
 
  private:
   std::optional<at::Tensor> take() {
@@ -170,6 +175,9 @@ inline int64_t stack_create(const at::Tensor& norm, const c10::List<std::optiona
     layer.rope = rope;
     TORCH_CHECK((layer.attention_output_norm == nullptr) == (layer.mlp_output_norm == nullptr),
                 "stack_create: a layer has both output norms or none");
+    TORCH_CHECK(layers.empty() || (layers.front().mlp_output_norm == nullptr) ==
+                                      (layer.mlp_output_norm == nullptr),
+                "stack_create: all layers have output norms or none has");
     layers.push_back(layer);
   }
   TORCH_CHECK(norm.is_contiguous() && norm.dim() == 1 && norm.size(0) == shape.hidden,
@@ -177,7 +185,7 @@ inline int64_t stack_create(const at::Tensor& norm, const c10::List<std::optiona
               norm.sizes());
   owned.stack = std::make_unique<Stack>(shape, std::move(layers), std::move(plans),
                                         norm.const_data_ptr());
-  owned.tensors = reader.tensors();
+  owned.tensors = reader.finish();
   owned.tensors.push_back(norm);
   return Stacks::instance().add(std::move(owned));
 }

@@ -143,7 +143,7 @@ class DecoderStack:
             shape.storage,
         )
         # A tensor, so that compiled code does not depend on the number.
-        self._handle = torch.tensor(number)
+        self._handle = torch.tensor(number, device="cpu")
         self._number = number
         self._close = weakref.finalize(self, torch.ops.stepgraph.stack_destroy.default, number)
 
@@ -152,9 +152,10 @@ class DecoderStack:
         self._close()
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Bytes of activations kept for steps of at most `tokens` tokens.
+        """Bound of the work space kept for steps of at most `tokens` tokens, by torch's threads.
 
-        What attention keeps besides, less than 1 MiB as a rule, is not counted.
+        Activations, and what attention needs at most; with several threads that includes 32 MiB
+        for the parts of long rows, which only steps of few tokens and long rows take.
         """
         count: int = torch.ops.stepgraph.stack_workspace.default(self._number, tokens)
         return count
