@@ -90,7 +90,11 @@ def calibrated_step_budget(
 
 
 class _NullSteps:
-    """Runs steps of the null row, whose tokens may stand anywhere: it has the null block alone."""
+    """Runs steps of the null row, whose tokens may stand anywhere: it has the null block alone.
+
+    All its positions are read from that one block, which a cache of the processor holds. So what
+    they show of a context's cost is the least it can be, which the steps served then correct.
+    """
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
         self._runner = runner

@@ -17,6 +17,14 @@ from .step_costs import LARGEST_ERROR, StepCosts
 
 __all__ = ["StepBudget"]
 
+SUM_EVERY = 16
+"""Steps of the same rows after which it is asked again what they attend to: a call for each row in
+each step adds up where there are hundreds, and a step moves a row by one position only."""
+
+SHARE_AFTER = 16
+"""Steps that prefill beside rows, none between them that only decodes, after which an error may as
+well be the decode part's."""
+
 logger = logging.getLogger("stepgraph.runtime")
 
 
@@ -38,6 +46,12 @@ class StepBudget:
         self._predicted = 0.0
         self._observed = 0.0
         self._errors = 0.0
+        self._mixed = 0  # steps that prefilled beside rows since the last that only decoded
+        # What the rows of the latest plans attend to, and whether one needs the full sampler.
+        self._rows: list[Request] = []
+        self._rows_attended = 0
+        self._rows_full = False
+        self._rows_steps = 0  # since they were summed
 
     def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         """Return how many of `count` tokens of a request from `start` the plan has time for.
@@ -81,34 +95,40 @@ class StepBudget:
         """Take in what a step took. A time that cannot be is ignored, and counted.
 
         A step that decodes and prefills teaches the cost of prefill: steps that only decode have
-        told what the rest of it takes.
+        told what the rest of it takes. If none has for long, each part learns its share.
         """
         if not (math.isfinite(seconds) and seconds > 0):
             self._ignored += 1
             return
-        predicted = own = self.predict(plan)
-        if plan.decode and plan.prefill:
-            own -= self._decode_seconds(plan)
+        decode = self._decode_seconds(plan) if plan.decode else 0.0
+        attended = self._attended(plan)
+        prefill = self._prefill_seconds(plan, attended) if plan.prefill else 0.0
+        predicted = decode + prefill
+        error = seconds - predicted
+        self._rows_steps += 1
+        if not plan.prefill:
+            self._mixed = 0
+            if plan.decode:
+                self._correct_decode(plan, _clip(error, decode))
+            return
+        if plan.decode:
+            self._mixed += 1
             self._steps += 1
             self._over += seconds > self.max_itl_ms / 1e3
             self._predicted += predicted
             self._observed += seconds
-            self._errors += abs(seconds - predicted)
-        largest = LARGEST_ERROR * own
-        error = min(max(seconds - predicted, -largest), largest)
-        if plan.prefill:
-            attended = self._attended(plan)
-            self.costs.prefill[_full_sampler(plan)].correct(plan.prefill_tokens, attended, error)
-        elif plan.decode:
-            full = any(r.params.needs_full_sampler for r in plan.decode)
-            self.costs.decode[full].correct(len(plan.decode), self._decoded(plan), error)
+            self._errors += abs(error)
+            if self._mixed > SHARE_AFTER:
+                self._correct_decode(plan, _clip(error * decode / predicted, decode))
+                error *= prefill / predicted
+        costs = self.costs.prefill[_full_sampler(plan)]
+        costs.correct(plan.prefill_tokens, attended, _clip(error, prefill))
 
     def predict(self, plan: StepPlan) -> float:
         """Return the seconds that a plan will take."""
         seconds = self._decode_seconds(plan) if plan.decode else 0.0
         if plan.prefill:
-            tokens, attended = plan.prefill_tokens, self._attended(plan)
-            seconds += self.costs.prefill[_full_sampler(plan)].predict(tokens, attended)
+            seconds += self._prefill_seconds(plan, self._attended(plan))
         return seconds
 
     def stats(self) -> dict[str, Any]:
@@ -137,12 +157,31 @@ class StepBudget:
         }
 
     def _decode_seconds(self, plan: StepPlan) -> float:
-        full = any(request.params.needs_full_sampler for request in plan.decode)
-        return self.costs.decode[full].predict(len(plan.decode), self._decoded(plan))
+        self._sum_rows(plan.decode)
+        costs = self.costs.decode[self._rows_full]
+        return costs.predict(len(plan.decode), self._rows_attended)
 
-    def _decoded(self, plan: StepPlan) -> int:
+    def _prefill_seconds(self, plan: StepPlan, attended: int) -> float:
+        return self.costs.prefill[_full_sampler(plan)].predict(plan.prefill_tokens, attended)
+
+    def _correct_decode(self, plan: StepPlan, error: float) -> None:
+        """Teach the decode part; `_decode_seconds` of this plan has just been asked for."""
+        costs = self.costs.decode[self._rows_full]
+        costs.correct(len(plan.decode), self._rows_attended, error)
+
+    def _sum_rows(self, decode: list[Request]) -> None:
+        """Ask rows what they attend to, if they are others than before or it is long ago.
+
+        Plans show the same list as long as the same rows decode. Whether a step is planned or has
+        been launched already is a position a row, less than what the steps between sums are.
+        """
+        if decode is self._rows and self._rows_steps < SUM_EVERY:
+            return
         reach = self.costs.reach
-        return sum(reach(request.num_computed + 1) for request in plan.decode)
+        self._rows = decode
+        self._rows_steps = 0
+        self._rows_attended = sum(reach(request.num_computed + 1) for request in decode)
+        self._rows_full = any(request.params.needs_full_sampler for request in decode)
 
     def _attended(self, plan: StepPlan) -> int:
         return sum(self.costs.attended(chunk.start, chunk.count) for chunk in plan.prefill)
@@ -162,3 +201,9 @@ class StepBudget:
 def _full_sampler(plan: StepPlan) -> bool:
     """Whether the prefill of a plan needs the full sampler."""
     return any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
+
+
+def _clip(error: float, predicted: float) -> float:
+    """Return an error of a part of a step, as large as it counts."""
+    largest = LARGEST_ERROR * predicted
+    return min(max(error, -largest), largest)

@@ -60,7 +60,7 @@ class PhaseCosts:
 
         Args:
             sizes: the buckets.
-            seconds: of each, where hardly anything is attended to.
+            seconds: of each, without attention.
             slope: seconds for each attended position.
             usual_reach: positions that one token attends to in a context of ordinary length: what
                 says whether an error lies with the bucket or with the slope.
@@ -166,7 +166,8 @@ def calibrate(
     Every bucket is measured at position 0 and one of each phase behind `context` positions, in
     turns, several rounds; the fastest round counts, which a busy machine disturbs least. What took
     far more than `useful_seconds` twice is measured no more: no such step will run beside rows that
-    decode.
+    decode. What a chunk attends to of itself is taken off the time of its bucket, for predictions
+    count it among what its tokens attend to.
     Steps with the full sampler begin as those without.
     """
     points: list[tuple[Phase, int, int]] = []
@@ -184,14 +185,20 @@ def calibrate(
                 fastest[point] = min(fastest[point], time_step(*point))
 
     def costs(phase: Phase, sizes: Buckets) -> tuple[PhaseCosts, PhaseCosts]:
-        _, size, behind = far[phase]
-        more = fastest[far[phase]] - fastest[phase, size, 0]
-        count = 1 if phase == "decode" else size
-        attended = reach(behind + (count + 1) // 2) * size
+        def attended(size: int, behind: int) -> int:
+            return size * reach(behind + (1 if phase == "decode" else (size + 1) // 2))
+
+        _, middle, behind = far[phase]
+        further = attended(middle, behind) - attended(middle, 0)
+        more = fastest[far[phase]] - fastest[phase, middle, 0]
+        slope = max(more / further, 0.0) if further > 0 else 0.0
+        for size in sizes:  # noise over few positions must not leave a step nothing but attention
+            if itself := attended(size, 0):
+                slope = min(slope, fastest[phase, size, 0] / (2 * itself))
         greedy = PhaseCosts(
             sizes,
-            [fastest[phase, size, 0] for size in sizes],
-            more / attended if attended else 0.0,
+            [fastest[phase, size, 0] - slope * attended(size, 0) for size in sizes],
+            slope,
             max(reach(behind), 1),
         )
         return greedy, greedy.copy()

@@ -13,7 +13,7 @@ from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.plan import PrefillChunk, StepPlan
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.step_budget import StepBudget
+from stepgraph.runtime.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
 from stepgraph.runtime.step_costs import PhaseCosts, StepCosts
 
 from .fake_device import oracle
@@ -222,8 +222,61 @@ def test_steps_that_only_decode_teach_the_decode_step() -> None:
     decode = budget.predict(decoding())
     for _ in range(100):
         budget.learn(mixed, 6e-3)
+        budget.learn(decoding(), decode)
     assert budget.predict(mixed) == pytest.approx(6e-3, rel=0.01)
+    assert budget.predict(decoding()) == pytest.approx(decode)
+
+
+def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
+    """Else what decoding more costs than it did would be taken for the cost of prompts."""
+    budget = budget_of(50.0, base=3e-3, position=0.0)
+    mixed = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)  # 3 ms and 1.6
+    for _ in range(SHARE_AFTER):
+        budget.learn(mixed, 5e-3)
+    assert budget.predict(decoding()) == 3e-3
+    before = budget.predict(mixed)
+    for _ in range(300):
+        budget.learn(mixed, 9.2e-3)
+    assert budget.predict(mixed) == pytest.approx(9.2e-3, rel=0.01)
+    grown = 9.2e-3 / before
+    assert budget.predict(decoding()) == pytest.approx(3e-3 * grown, rel=0.02)
+    budget.learn(decoding(), budget.predict(decoding()))
+    decode = budget.predict(decoding())
+    budget.learn(mixed, 20e-3)
     assert budget.predict(decoding()) == decode
+
+
+def test_the_same_rows_are_not_asked_in_every_step() -> None:
+    """There may be hundreds of them, and the loop has less time than a call for each."""
+    asked: list[int] = []
+
+    def reach(context: int) -> int:
+        asked.append(context)
+        return context
+
+    budget = StepBudget(5.0, replace(costs_of(), reach=reach))
+    plan = decoding(rows=8, context=100)
+    for _ in range(10 * SUM_EVERY):
+        budget.learn(StepPlan(decode=plan.decode), 2e-3)
+        for request in plan.decode:
+            request.num_computed += 1
+    assert len(asked) == 10 * len(plan.decode)
+    exact = budget.costs.decode[False].predict(8, 8 * (100 + 10 * SUM_EVERY + 1))
+    assert budget.predict(plan) == pytest.approx(exact)
+    asked.clear()
+    budget.predict(StepPlan(decode=plan.decode[:5]))  # somebody has left
+    assert len(asked) == 5
+
+
+def test_the_sampler_of_other_rows_is_looked_at_anew() -> None:
+    budget = budget_of(5.0, position=0.0)
+    sampled = StepPlan(decode=[request_of(20, temperature=1.0)])
+    greedy = StepPlan(decode=[request_of(20, temperature=0.0)])
+    for _ in range(50):
+        budget.learn(sampled, 3e-3)
+        budget.learn(greedy, 1e-3)
+    assert budget.predict(sampled) == pytest.approx(3e-3, rel=0.01)
+    assert budget.predict(greedy) == pytest.approx(1e-3)
 
 
 def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
