@@ -4,45 +4,18 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <utility>
 
 #include "cpu_attention_plan.h"
+#include "cpu_exp.h"
 #include "cpu_storage.h"
 
 namespace stepgraph {
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
 constexpr float kLog2E = 1.44269504088896341f;  // scores are kept in units of ln 2
 
-// 2**x of x <= 0: x is rounded to an integer, the rest goes into a polynomial of degree 6 (Cephes'
-// exp2f, below 2 ulp). NaN stays NaN, far below it is 0.
-inline F32x16 exp2_nonpositive(F32x16 x) {
-  const auto polynomial = [](F32x16 r) {
-    F32x16 p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
-    p = p * r + 9.618437357674640e-3f;
-    p = p * r + 5.550332471162809e-2f;
-    p = p * r + 2.402264791363012e-1f;
-    p = p * r + 6.931472028550421e-1f;
-    return p * r + 1.0f;
-  };
-#if STEPGRAPH_AVX512
-  const __m512 low = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // of NaN the second
-  const __m512 n = _mm512_roundscale_ps(low, 0);
-  return (F32x16)_mm512_scalef_ps((__m512)polynomial((F32x16)(low - n)), n);
-#else
-  const I32x16 underflow = x < -126.0f;
-  const F32x16 clamped = underflow ? (F32x16{} - 126.0f) : x;
-  const F32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2**23 rounds
-  const I32x16 exponent = (bits<I32x16>(shifted) - 0x4b400000 + 127) << 23;
-  const F32x16 p = polynomial(clamped - (shifted - 12582912.0f));
-  return underflow ? F32x16{} : p * bits<F32x16>(exponent);
-#endif
-}
-
-// softcap * tanh(s / softcap) in units of ln 2, in place. Cephes' tanhf: an odd polynomial of degree
-// 11 below 0.625, else 1 - 2 / (exp(2 |x|) + 1); absolute error below 2e-7 of tanh.
+// softcap * tanh(s / softcap) in units of ln 2, in place. Cephes' tanhf: an odd polynomial of
+// degree 11 below 0.625, else 1 - 2 / (exp(2 |x|) + 1); absolute error below 2e-7 of tanh.
 __attribute__((noinline)) inline void cap_scores(float* scores, int64_t begin, int64_t end,
                                                  float softcap) {
   for (int64_t j = begin / 16 * 16; j < end; j += 16) {
@@ -58,26 +31,6 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int64_t begin, i
     const F32x16 tanh = magnitude < 0.625f ? p : (x < 0.0f ? -far : far);
     store(scores + j, tanh * (softcap * kLog2E));
   }
-}
-
-inline float lane_sum(F32x16 value) {
-#if STEPGRAPH_AVX512
-  return _mm512_reduce_add_ps((__m512)value);
-#else
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) value[i] += value[i + width];
-  return value[0];
-#endif
-}
-
-inline float lane_max(F32x16 value) {
-#if STEPGRAPH_AVX512
-  return _mm512_reduce_max_ps((__m512)value);
-#else
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) value[i] = std::max(value[i], value[i + width]);
-  return value[0];
-#endif
 }
 
 struct Partial {

@@ -12,27 +12,27 @@
 namespace stepgraph {
 namespace {
 
-// Words are of a step: two bf16, one float or two int8. Those of a row are 32 words apart, each
+// Words are of a step: two bf16, one float or two int8. Those of a row are kBlock words apart, each
 // in a cache line of its own.
 template <class Word>
 void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int64_t count,
                   int64_t words, Word* out, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < count; ++t) {
-    const Word* row = packed + tokens[t] / 32 * steps * 32 + tokens[t] % 32;
-    for (int64_t k = 0; k < words; ++k) out[t * words + k] = row[k * 32];
+    const Word* row = packed + tokens[t] / kBlock * steps * kBlock + tokens[t] % kBlock;
+    for (int64_t k = 0; k < words; ++k) out[t * words + k] = row[k * kBlock];
   }
 }
 
 at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k) {
-  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == 32 && packed.is_contiguous() && 0 <= k &&
+  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kBlock && packed.is_contiguous() && 0 <= k &&
                   k <= packed.size(1) * packed.size(3),
               "packed_embedding: packed weight ", packed.sizes(), " has no rows of ", k);
   const int64_t count = tokens.size(0), steps = packed.size(1), width = packed.size(3);
   const int64_t word_bytes = width * packed.element_size();
   TORCH_CHECK(word_bytes == 4 || word_bytes == 2, "packed_embedding: words of ", word_bytes,
               " bytes; 4 or 2 expected");
-  check_index("packed_embedding", tokens, at::kLong, count, packed.size(0) * 32, "tokens");
+  check_index("packed_embedding", tokens, at::kLong, count, packed.size(0) * kBlock, "tokens");
   const int64_t words = (k + width - 1) / width;
   at::Tensor out = at::empty({count, words * width}, packed.options());
   const int64_t* token = tokens.const_data_ptr<int64_t>();

@@ -1,5 +1,5 @@
-// The exponential function of sixteen numbers at a time, for activations and sampling. (Attention has
-// one of its own, to the base 2.)
+// Exponential functions of sixteen numbers at a time, of what is not positive: to the base e for
+// activations and sampling, to the base 2 for attention.
 #pragma once
 
 #include "cpu_vec.h"
@@ -23,6 +23,31 @@ inline F32x16 exp_nonpositive(F32x16 x) {
   p = p * (r * r) + r + 1.0f;
   const I32x16 exponent = (bits<I32x16>(shifted) - 0x4b400000 + 127) << 23;
   return underflow ? F32x16{} : p * bits<F32x16>(exponent);
+}
+
+// 2**x of x <= 0: x is rounded to an integer, the rest goes into a polynomial of degree 6 (Cephes'
+// exp2f, below 2 ulp). NaN stays NaN, far below it is 0.
+inline F32x16 exp2_nonpositive(F32x16 x) {
+  const auto polynomial = [](F32x16 r) {
+    F32x16 p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    return p * r + 1.0f;
+  };
+#if STEPGRAPH_AVX512
+  const __m512 low = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // of NaN the second
+  const __m512 n = _mm512_roundscale_ps(low, 0);
+  return (F32x16)_mm512_scalef_ps((__m512)polynomial((F32x16)(low - n)), n);
+#else
+  const I32x16 underflow = x < -126.0f;
+  const F32x16 clamped = underflow ? (F32x16{} - 126.0f) : x;
+  const F32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2**23 rounds
+  const I32x16 exponent = (bits<I32x16>(shifted) - 0x4b400000 + 127) << 23;
+  const F32x16 p = polynomial(clamped - (shifted - 12582912.0f));
+  return underflow ? F32x16{} : p * bits<F32x16>(exponent);
+#endif
 }
 
 }  // namespace stepgraph

@@ -1,8 +1,9 @@
 // Weights of one byte: how a packed block of them becomes what `multiply_add` takes.
 //
 // A step of a packed int8 block holds two consecutive k of 32 columns, `[32][2]`: 64 bytes, half of
-// what bf16 takes. A number from -127 to 127 is a bf16 (and a float) exactly, so a step is expanded once for all
-// rows of a tile and then multiplied as any other; the scale of a column is applied to its sum.
+// what bf16 takes. A number from -127 to 127 is a bf16 (and a float) exactly, so a step is expanded
+// once for all rows of a tile and then multiplied as any other; the scale of a column is applied to
+// its sum.
 #pragma once
 
 #include "cpu_vec.h"

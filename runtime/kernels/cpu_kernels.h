@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cpu_vec.h"
+
 namespace stepgraph {
 
 // The model's type; int8, with a scale for each column.
@@ -17,7 +19,7 @@ struct Weights {
   int64_t columns = 0, steps = 0;
   WeightKind kind = WeightKind::kModel;
 
-  int64_t blocks() const { return (columns + 31) / 32; }
+  int64_t blocks() const { return (columns + kBlock - 1) / kBlock; }
 };
 
 // out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], weight packed as `pack_linear` does.

@@ -21,7 +21,7 @@ struct ModelCodec {
   template <int M, int Lines>
   static void dot(const Word* x, int64_t x_stride, const char* w, int64_t steps,
                   const char* prefetch, F32x16 (&acc)[M][2]) {
-    dot_tile<M, 1, Lines>(x, x_stride, reinterpret_cast<const Word*>(w), 0, steps, prefetch, acc);
+    dot_tile<M, Lines>(x, x_stride, reinterpret_cast<const Word*>(w), steps, prefetch, acc);
   }
 };
 
@@ -74,7 +74,7 @@ void packed_linear(const LinearArgs<T>& args) {
   const Weights& weights = args.weights;
   const int64_t groups = (args.rows + kGroupRows - 1) / kGroupRows;
   const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
-  const int64_t bytes = weights.blocks() * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+  const int64_t bytes = weights.blocks() * block_bytes<T>(weights);
   const int64_t useful = std::min(bytes * tiles / kBytesPerThread, weights.blocks() * groups);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
   std::atomic<int64_t> taken = 0;

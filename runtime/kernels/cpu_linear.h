@@ -45,6 +45,11 @@ struct TileSet {
 template <class T>
 const TileSet& tile_set(WeightKind kind);
 
+template <class T>
+int64_t block_bytes(const Weights& weights) {
+  return weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+}
+
 // The 32 numbers of a block of columns; what lies behind the last column is 0.
 template <class T>
 inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2]) {
@@ -57,11 +62,11 @@ inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2
 // Sums of one block for some rows, bias and scales applied, tile by tile:
 // finish(first row, rows, sums [rows][32]). The thread reads `next` afterwards (null: unknown).
 template <class T, class Finish>
-inline void run_block(const TileSet& set, const Weights& weights, int64_t block, const T* x,
-                      int64_t x_stride, int64_t rows, const char* next, Finish finish) {
+inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t x_stride,
+                      int64_t rows, const char* next, Finish finish) {
+  const TileSet& set = tile_set<T>(weights.kind);
   alignas(64) float sums[kTileRows * kBlock];
-  const int64_t block_bytes = weights.steps * set.step_lines * 64;
-  const char* w = weights.packed + block * block_bytes;
+  const char* w = weights.packed + block * block_bytes<T>(weights);
   const int64_t columns = weights.columns - block * kBlock;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t i = 0; i < tiles; ++i) {
@@ -92,7 +97,7 @@ inline void run_block(const TileSet& set, const Weights& weights, int64_t block,
   }
 }
 
-// Calls run(unit, unit this thread takes next) for the units that a thread of the region gets: first
+// Calls run(unit, unit this thread takes next) for the units a thread of the region gets: first
 // one each, then who is free takes the next one. `taken` is 0 at first, and its own for each phase.
 template <class Run>
 inline void take_units(int64_t units, std::atomic<int64_t>& taken, Run run) {
@@ -108,14 +113,12 @@ inline void take_units(int64_t units, std::atomic<int64_t>& taken, Run run) {
 template <class T, class Finish>
 inline void linear_in_region(const Weights& weights, const T* x, int64_t x_stride, int64_t rows,
                              std::atomic<int64_t>& taken, const char* after, Finish finish) {
-  const TileSet& set = tile_set<T>(weights.kind);
   const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
-  const int64_t units = weights.blocks() * groups;
-  const int64_t block_bytes = weights.steps * set.step_lines * 64;
+  const int64_t units = weights.blocks() * groups, bytes = block_bytes<T>(weights);
   take_units(units, taken, [&](int64_t unit, int64_t next) {
     const int64_t block = unit / groups, first = unit % groups * kGroupRows;
-    const char* then = next < units ? weights.packed + next / groups * block_bytes : after;
-    run_block(set, weights, block, x + first * x_stride, x_stride,
+    const char* then = next < units ? weights.packed + next / groups * bytes : after;
+    run_block(weights, block, x + first * x_stride, x_stride,
               std::min(rows - first, kGroupRows), then,
               [&](int64_t row, int64_t count, const float* sums) {
                 finish(block, first + row, count, sums);

@@ -1,5 +1,6 @@
-// The CPU kernels as implementations of `torch.ops.stepgraph.*`. Schemas are declared in Python
-// (`attention.py`, `linear.py`); here arguments are checked and tensors become pointers.
+// The CPU kernels as implementations of `torch.ops.stepgraph.*`, of which those of the stack, the
+// sampler and embeddings are in headers of their own. Schemas are declared in Python; here
+// arguments are checked and tensors become pointers.
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
 #endif
@@ -19,8 +20,6 @@
 namespace stepgraph {
 namespace {
 
-constexpr int64_t kBlockColumns = 32;
-
 template <class T>
 void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
                 const at::Tensor* bias, at::Tensor& out) {
@@ -31,23 +30,24 @@ void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor*
   weights.columns = out.size(1);
   weights.steps = packed.size(1);
   weights.kind = scales == nullptr ? WeightKind::kModel : WeightKind::kInt8;
-  packed_linear(LinearArgs<T>{weights, x.const_data_ptr<T>(), x.stride(0), out.mutable_data_ptr<T>(),
-                              x.size(0), threads()});
+  packed_linear(LinearArgs<T>{weights, x.const_data_ptr<T>(), x.stride(0),
+                              out.mutable_data_ptr<T>(), x.size(0), threads()});
 }
 
 at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
                              const std::optional<at::Tensor>& bias, int64_t out_features,
                              const std::optional<at::Tensor>& scales) {
-  TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.dim(), " dimensions");
+  TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.dim(),
+              " dimensions");
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
               "packed_linear: bfloat16 or float32 expected, x is ", x.scalar_type());
   const at::ScalarType stored = scales ? at::kChar : x.scalar_type();
   const int64_t per_step = stored == at::kFloat ? 1 : 2;
   const int64_t steps = (x.size(1) + per_step - 1) / per_step;
   TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
-                  packed.dim() == 4 && packed.size(1) == steps && packed.size(2) == kBlockColumns &&
-                  packed.size(3) == per_step && out_features > (packed.size(0) - 1) * kBlockColumns &&
-                  out_features <= packed.size(0) * kBlockColumns,
+                  packed.dim() == 4 && packed.size(1) == steps && packed.size(2) == kBlock &&
+                  packed.size(3) == per_step && out_features > (packed.size(0) - 1) * kBlock &&
+                  out_features <= packed.size(0) * kBlock,
               "packed_linear: packed weight ", packed.sizes(), " of ", packed.scalar_type(),
               " does not fit x ", x.sizes(), " of ", x.scalar_type(), " and out_features ",
               out_features, scales ? " with scales; pack an int8 weight with pack_linear"
@@ -115,7 +115,8 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                     " of an arena of ", arena.size(0), " layers");
   check_index("paged_attention", slots, at::kLong, tokens, num_blocks * block_size, "slots");
   check_index("paged_attention", token_rows, at::kLong, tokens, block_tables.size(0), "token_rows");
-  check_index("paged_attention", positions, at::kLong, tokens, read_blocks * block_size, "positions");
+  check_index("paged_attention", positions, at::kLong, tokens, read_blocks * block_size,
+              "positions");
   at::Tensor out = at::empty({tokens, q.size(1), value_dim}, q.options());
 
   const auto dense = [](const at::Tensor& x) { return x.stride(2) == 1 ? x : x.contiguous(); };

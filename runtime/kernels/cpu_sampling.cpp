@@ -9,8 +9,8 @@
 #include <functional>
 #include <limits>
 
-#include "cpu_attention_math.h"
 #include "cpu_exp.h"
+#include "cpu_vec.h"
 
 namespace stepgraph {
 namespace {
@@ -56,18 +56,6 @@ struct Scratch {
   }
 };
 
-float largest_lane(F32x16 x) {
-  float result = x[0];
-  for (int i = 1; i < 16; ++i) result = x[i] > result ? x[i] : result;
-  return result;
-}
-
-float sum_of_lanes(F32x16 x) {
-  float half[8];
-  for (int i = 0; i < 8; ++i) half[i] = x[i] + x[i + 8];
-  return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
-}
-
 // Largest of a chunk; NaN is passed over, -inf if there is nothing else.
 float chunk_maximum(const float* values) {
   F32x16 most = F32x16{} + kMinusInfinity;
@@ -75,7 +63,7 @@ float chunk_maximum(const float* values) {
     const F32x16 value = load<F32x16>(values + 16 * i);
     most = value > most ? value : most;
   }
-  return largest_lane(most);
+  return lane_max(most);
 }
 
 // The logits of a lane as float32, filled up with -inf, and the maxima of its chunks.
@@ -121,7 +109,7 @@ double weigh(const float* logits, float most, float divisor, int64_t chunks, flo
       store(weights + i, weight);
       sum += weight;
     }
-    sums[chunk] = sum_of_lanes(sum);
+    sums[chunk] = lane_sum(sum);
     total += sums[chunk];
   }
   return total;
@@ -274,7 +262,7 @@ int64_t draw(const Scratch& at, int64_t chunks, int64_t vocab_size, float least,
           sum += weight >= least ? weight : F32x16{};
         }
       }
-      at.sums[chunk] = sum_of_lanes(sum);
+      at.sums[chunk] = lane_sum(sum);
     }
     total += at.sums[chunk];
   }
@@ -315,7 +303,9 @@ bool change_logits(const SampleArgs<T>& args, const Wishes& wishes, const int32_
   for (int64_t i = 0; i < args.biases; ++i) {
     if (wishes.reals[kReals + i] != 0.0f) add(ids[i], wishes.reals[kReals + i]);
   }
-  for (int64_t i = 0; wishes.bans() && i < args.stops; ++i) add(ids[args.biases + i], kMinusInfinity);
+  for (int64_t i = 0; wishes.bans() && i < args.stops; ++i) {
+    add(ids[args.biases + i], kMinusInfinity);
+  }
   if (wishes.penalised()) {
     const float repetition = wishes.reals[kRepetition], presence = wishes.reals[kPresence],
                 frequency = wishes.reals[kFrequency];

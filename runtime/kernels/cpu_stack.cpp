@@ -1,8 +1,11 @@
 // All layers of a decoder by one team of threads.
 //
-// A layer is a few phases with a barrier after each:
+// A layer is a few phases, and no thread begins one before all have ended the one before:
 //
 //     qkv | rotate | attention | output + residual | gate, up, activation | down + residual
+//
+// Some wait within for one another too: where many rows are normed, new keys written, parts of long
+// rows merged, sums normed, or gates and ups do not share out in blocks.
 //
 // Linear layers hand out units of work (`cpu_linear.h`). What their outputs go through next is done
 // to the sums of a tile, before they are stored. Norms come before a linear layer: for the few rows
@@ -18,8 +21,8 @@ namespace stepgraph {
 namespace {
 
 constexpr int64_t kOwnRows = 16;  // up to so many rows are normed by every thread for itself
-// Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles of
-// rows that pass over them.
+// Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles
+// of rows that pass over them.
 constexpr int64_t kLayerBytesPerThread = 128 * 1024;
 constexpr int kPhases = 4;  // of a layer that hand out units: its linear layers
 
@@ -29,7 +32,7 @@ int64_t padded(int64_t columns) { return (columns + kBlock - 1) / kBlock * kBloc
 
 template <class T>
 int64_t bytes_of(const Weights& weights) {
-  return weights.blocks() * weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+  return weights.blocks() * block_bytes<T>(weights);
 }
 
 }  // namespace
@@ -54,8 +57,9 @@ class StackThread {
                  layer.gate_up, layer.attention_output_norm, x, residual);
       x = residual;
       mlp(layer, x);
+      const StackLayer& next = i + 1 < layers ? stack_.layers_[i + 1] : stack_.layers_.front();
       add_linear(layer.down, workspace_ + at_.inner, at_.inner_stride, taken_[3],
-                 stack_.layers_[i + 1 < layers ? i + 1 : 0].qkv, layer.mlp_output_norm, x, residual);
+                 next.qkv, layer.mlp_output_norm, x, residual);
     }
     own_rows([&](int64_t t) {
       norm(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
@@ -96,7 +100,7 @@ class StackThread {
   // What this thread begins with of a linear layer to come.
   const char* begin_of(const Weights& weights) const {
     const int64_t block = std::min(index_, weights.blocks() - 1);
-    return weights.packed + bytes_of<T>(weights) / weights.blocks() * block;
+    return weights.packed + block_bytes<T>(weights) * block;
   }
 
   // Rounded sums of some rows of a block to `out`, rows `stride` apart.
@@ -210,22 +214,21 @@ class StackThread {
 
   // A unit is a block of gates and that of their ups.
   void gate_and_up(const Weights& weights, const T* inputs, const char* after, T* inner) const {
-    const TileSet& set = tile_set<T>(weights.kind);
     const int64_t groups = (step_.tokens + kGroupRows - 1) / kGroupRows;
     const int64_t pairs = shape_.inner / kBlock, units = pairs * groups;
-    const int64_t block_bytes = bytes_of<T>(weights) / weights.blocks();
+    const int64_t bytes = block_bytes<T>(weights);
     alignas(64) float gates[kGroupRows * kBlock];
     take_units(units, taken_[2], [&](int64_t unit, int64_t next) {
       const int64_t pair = unit / groups, first = unit % groups * kGroupRows;
       const int64_t rows = std::min(step_.tokens - first, kGroupRows);
       const T* x = inputs + first * at_.normed_stride;
-      const char* up = weights.packed + (pairs + pair) * block_bytes;
-      const char* then = next < units ? weights.packed + next / groups * block_bytes : after;
-      run_block(set, weights, pair, x, at_.normed_stride, rows, up,
+      const char* up = weights.packed + (pairs + pair) * bytes;
+      const char* then = next < units ? weights.packed + next / groups * bytes : after;
+      run_block(weights, pair, x, at_.normed_stride, rows, up,
                 [&](int64_t row, int64_t count, const float* sums) {
                   std::copy_n(sums, count * kBlock, gates + row * kBlock);
                 });
-      run_block(set, weights, pairs + pair, x, at_.normed_stride, rows, then,
+      run_block(weights, pairs + pair, x, at_.normed_stride, rows, then,
                 [&](int64_t row, int64_t count, const float* sums) {
                   const float* gate = gates + row * kBlock;
                   T* out = inner + (first + row) * at_.inner_stride + pair * kBlock;

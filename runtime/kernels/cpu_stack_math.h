@@ -2,10 +2,10 @@
 // Sums are in float, results are rounded where the modules in `models/` round.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
-#include "cpu_attention_math.h"
 #include "cpu_exp.h"
 #include "cpu_storage.h"
 

@@ -1,8 +1,7 @@
-// `stepgraph::stack_create`, `stack_destroy`, `stack_workspace` and `decoder_stack`: what `stack.py`
-// declares, checked here and handed to `cpu_stack.h`. Part of `cpu_ops.cpp`.
+// `stepgraph::stack_create`, `stack_destroy`, `stack_workspace` and `decoder_stack`: what
+// `stack.py` declares, checked here and handed to `cpu_stack.h`. Part of `cpu_ops.cpp`.
 #pragma once
 
-#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,7 +10,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 
 #include "cpu_checks.h"
 #include "cpu_stack.h"
@@ -90,7 +89,7 @@ class StackReader {
     weights.kind = scales ? WeightKind::kInt8 : WeightKind::kModel;
     TORCH_CHECK(packed && packed->scalar_type() == stored && packed->is_contiguous() &&
                     packed->sizes() == at::IntArrayRef({weights.blocks(), weights.steps,
-                                                        int64_t{kBlock}, per_step}),
+                                                        kBlock, per_step}),
                 "stack_create: the weight of ", name, " is not a packed [", columns, ", ", inputs,
                 "] of ", stored, "; pack it with pack_linear");
     TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
@@ -127,7 +126,8 @@ class StackReader {
   std::vector<at::Tensor> kept_;
 };
 
-inline int64_t stack_create(const at::Tensor& norm, const c10::List<std::optional<at::Tensor>>& weights,
+inline int64_t stack_create(const at::Tensor& norm,
+                            const c10::List<std::optional<at::Tensor>>& weights,
                             at::IntArrayRef places, at::IntArrayRef sizes,
                             c10::ArrayRef<double> numbers, bool offset_norms, bool gelu,
                             std::string_view storage) {
@@ -141,7 +141,8 @@ inline int64_t stack_create(const at::Tensor& norm, const c10::List<std::optiona
                          static_cast<float>(numbers[2]), offset_norms, gelu,
                          storage_named("stack_create", storage)};
   TORCH_CHECK(shape.hidden > 0 && shape.inner > 0 && shape.kv_heads > 0 && shape.heads > 0 &&
-                  shape.heads % shape.kv_heads == 0 && shape.head_dim > 0 && shape.head_dim % 2 == 0,
+                  shape.heads % shape.kv_heads == 0 && shape.head_dim > 0 &&
+                  shape.head_dim % 2 == 0,
               "stack_create: sizes ", sizes, " are not those of a decoder");
   OwnedStack owned{nullptr, {}, norm.scalar_type(), 0, 0};
   StackReader reader(weights, owned.dtype);
@@ -228,7 +229,8 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
   check_index("decoder_stack", slots.view({-1}), at::kLong, groups * tokens,
               num_blocks * block_size, "slots");
   check_index("decoder_stack", token_rows, at::kLong, tokens, block_tables.size(1), "token_rows");
-  check_index("decoder_stack", positions, at::kLong, tokens, read_blocks * block_size, "positions");
+  check_index("decoder_stack", positions, at::kLong, tokens, read_blocks * block_size,
+              "positions");
   for (const at::Tensor& table : {cos, sin}) {
     TORCH_CHECK(table.scalar_type() == at::kFloat && table.is_contiguous() && table.dim() == 3 &&
                     table.size(0) >= owned->ropes && table.size(1) == tokens &&

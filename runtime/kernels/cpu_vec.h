@@ -1,14 +1,16 @@
-// Vectors of 16 lanes, element types, and the one inner loop that `cpu_linear.cpp` and
-// `cpu_attention.cpp` share.
+// Vectors of 16 lanes and element types, which all kernels share, and the inner loop of linear
+// layers over weights of the model's type.
 //
 // The code is written in the vector extension of GCC and Clang, which both lower to whatever the
 // target has; the few intrinsics are instructions that the extension cannot name. Defining
 // STEPGRAPH_PORTABLE leaves even those out (the tests build that version too).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -45,6 +47,8 @@ constexpr int kTileRows = 12;
 constexpr int kTileRows = 4;
 #endif
 
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
 inline F32x16 broadcast(float value) { return value - F32x16{}; }
 inline U32x16 broadcast(uint32_t value) { return value - U32x16{}; }
 
@@ -66,6 +70,27 @@ inline To bits(From value) {
   To result;
   std::memcpy(&result, &value, sizeof(To));
   return result;
+}
+
+// The sum is of halves, again and again, everywhere in the same order.
+inline float lane_sum(F32x16 value) {
+#if STEPGRAPH_AVX512
+  return _mm512_reduce_add_ps((__m512)value);
+#else
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) value[i] += value[i + width];
+  return value[0];
+#endif
+}
+
+inline float lane_max(F32x16 value) {
+#if STEPGRAPH_AVX512
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) value[i] = std::max(value[i], value[i + width]);
+  return value[0];
+#endif
 }
 
 // ---- element types -----------------------------------------------------------------------------
@@ -99,8 +124,9 @@ inline U32x16 pack_bf16(F32x16 a, F32x16 b) {
 //   Word        the 32-bit word of a packed step (`uint32_t`: a pair of bf16; else a float)
 //   kPerWord    elements a word holds
 //   words       16 words from consecutive elements
-//   load32      32 elements as two vectors, in an order of its own that store32 undoes
+//   store32     32 elements from two vectors, which are what `columns` of `Plain` makes of them
 //   store32_in_order  the same of two vectors in the order of the elements
+//   load32      32 elements as two vectors in their order; of types whose words are floats
 template <class T>
 struct Element;
 
@@ -109,12 +135,7 @@ struct Element<c10::BFloat16> {
   using Word = uint32_t;
   static constexpr int kPerWord = 2;
   static U32x16 words(const c10::BFloat16* p) { return load<U32x16>(p); }
-  static void load32(const c10::BFloat16* p, F32x16& a, F32x16& b) {
-    const U32x16 pairs = load<U32x16>(p);
-    a = low_bf16(pairs);  // even elements
-    b = high_bf16(pairs);  // odd elements
-  }
-  static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {
+  static void store32(c10::BFloat16* p, F32x16 a, F32x16 b) {  // even elements, odd ones
     store(p, (round_to_bf16(a) >> 16) | round_to_bf16(b));
   }
   static void store32_in_order(c10::BFloat16* p, F32x16 a, F32x16 b) { store(p, pack_bf16(a, b)); }
@@ -184,22 +205,16 @@ inline F32x16 multiply_add(F32x16 acc, F32x16 w, float x) {
 inline U32x16 load_words(const uint32_t* p) { return load<U32x16>(p); }
 inline F32x16 load_words(const float* p) { return load<F32x16>(p); }
 
-// acc[m][.] = x row m times B packed blocks of 32 columns. Each output is one chain of
-// multiply-adds in the order of k, so its value depends on neither M nor B.
+// acc[m][.] = row m of x times one packed block of 32 columns. Each output is one chain of
+// multiply-adds in the order of k, so its value does not depend on M.
 //
-// x_stride and block_stride in words. Prefetch brings `prefetch + step * prefetch_step` (bytes)
-// near while it computes, Lines cache lines a step.
-template <int M, int B, int Lines, class Word>
-inline void dot_tile(const Word* x, ptrdiff_t x_stride, const Word* w, ptrdiff_t block_stride,
-                     int64_t steps, const char* prefetch, F32x16 (&acc)[M][2 * B]) {
-  F32x16 sum[M][2 * B] = {};
+// x_stride in words. Meanwhile memory from `prefetch` on is brought near, Lines cache lines a step.
+template <int M, int Lines, class Word>
+inline void dot_tile(const Word* x, ptrdiff_t x_stride, const Word* w, int64_t steps,
+                     const char* prefetch, F32x16 (&acc)[M][2]) {
+  F32x16 sum[M][2] = {};
   for (int64_t k = 0; k < steps; ++k) {
-    decltype(load_words(w)) column[2 * B];
-#pragma GCC unroll 2
-    for (int b = 0; b < B; ++b) {
-      column[2 * b] = load_words(w + b * block_stride + k * kBlock);
-      column[2 * b + 1] = load_words(w + b * block_stride + k * kBlock + 16);
-    }
+    const auto first = load_words(w + k * kBlock), second = load_words(w + k * kBlock + 16);
 #pragma GCC unroll 2
     for (int line = 0; line < Lines; ++line) {
       __builtin_prefetch(prefetch + (k * Lines + line) * 64, 0, 2);
@@ -208,14 +223,15 @@ inline void dot_tile(const Word* x, ptrdiff_t x_stride, const Word* w, ptrdiff_t
     for (int m = 0; m < M; ++m) {
       Word word;
       std::memcpy(&word, x + m * x_stride + k, sizeof(Word));
-#pragma GCC unroll 4
-      for (int c = 0; c < 2 * B; ++c) sum[m][c] = multiply_add(sum[m][c], column[c], word);
+      sum[m][0] = multiply_add(sum[m][0], first, word);
+      sum[m][1] = multiply_add(sum[m][1], second, word);
     }
   }
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int c = 0; c < 2 * B; ++c) acc[m][c] = sum[m][c];
+  for (int m = 0; m < M; ++m) {
+    acc[m][0] = sum[m][0];
+    acc[m][1] = sum[m][1];
+  }
 }
 
 }  // namespace stepgraph

@@ -87,8 +87,8 @@ def unpack_linear(packed: Tensor, n: int, k: int) -> Tensor:
 def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
 
-    Runs on CPU after `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks; what
-    the last block has behind the last row are rows of zeros.
+    Runs on CPU after `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks;
+    what the last block has behind the last row are rows of zeros.
     """
     rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k)
     return rows
