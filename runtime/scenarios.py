@@ -173,7 +173,8 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     ]
     _abort_all(engine, [*steady, *ids])
     user = engine.config.user
-    buckets = default_token_buckets(user.prefill_chunk, fine=user.max_itl_ms is not None)
+    most = min(user.prefill_chunk, engine.memory_plan.max_batch_tokens)
+    buckets = default_token_buckets(most, fine=user.max_itl_ms is not None)
     decode_ms, chunks = _chunks(gaps[0], records, case, buckets)
     ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
     return Interference(

@@ -2,10 +2,9 @@
 
     step = decode[rows' bucket] + decode slope * attended  +  prefill[tokens' bucket] + ...
 
-A step is padded to its bucket, so it costs what the bucket costs, and beside that the attention
-over what stands before its tokens: a slope for each attended position, the same for all buckets of
-a phase. `attended` is the sum over the tokens of a step of the positions that they attend to, over
-all layers.
+A step is padded to its bucket, so it costs what the bucket costs, and beside that the attention of
+its tokens: a slope for each attended position, the same for all buckets of a phase. `attended` is
+the sum over the tokens of a step of the positions that they attend to, over all layers.
 
 Buckets are measured before the first request, on padding (see `calibration.py`). That shows no real
 contexts, and no neighbour on the machine, so every step that was timed corrects the prediction a
