@@ -12,7 +12,7 @@ constexpr int64_t kMostHeads = 64;    // query heads of a tile; more of a group 
 constexpr int64_t kBytesPerThread = 64 * 1024;  // below, a second thread costs more than it brings
 constexpr int64_t kItemsPerThread = 4;  // fewer tiles than this are split into chunks
 // A split call keeps the state of every chunk of every tile until all are there. If that took more
-// than this it is not split, so that memory has a bound whatever the length of the rows.
+// than this it is not split: the memory plan has a reserve for such work space.
 constexpr int64_t kMostSplitBytes = 32 << 20;
 
 // Tiles of one kv head.
@@ -51,12 +51,12 @@ void AttentionPlan::prepare(const AttentionStep& new_step, AttentionSpace& new_s
   space->scratch.reserve(scratch_floats * step.threads);
 }
 
-int64_t AttentionPlan::most_bytes(const AttentionStep& step) {
+int64_t AttentionPlan::scratch_bytes(const AttentionStep& step) {
   const int64_t group = step.heads / step.kv_heads, parts = head_parts(group);
   const int64_t queries =
       std::min(step.tokens, tile_tokens(group)) * ((group + parts - 1) / parts);
   const int64_t floats = scratch_floats_of(step, queries) * step.threads;
-  return floats * static_cast<int64_t>(sizeof(float)) + (step.threads > 1 ? kMostSplitBytes : 0);
+  return floats * static_cast<int64_t>(sizeof(float));
 }
 
 // All heads of some tokens lie together.

@@ -87,9 +87,9 @@ class AttentionPlan {
   // Raises IndexError if a block that will be read is not of the arena.
   void prepare(const AttentionStep& step, AttentionSpace& space);
 
-  // Bytes of `space` that steps like this one need at most, whatever rows and positions they are
-  // of. Its pointers, num_blocks and block_size do not matter.
-  static int64_t most_bytes(const AttentionStep& step);
+  // Bytes of `space` that steps like this one need, whatever rows and positions they are of, but
+  // for the parts of a split call. Its pointers, num_blocks and block_size do not matter.
+  static int64_t scratch_bytes(const AttentionStep& step);
 
   AttentionStep step;
   AttentionSpace* space;

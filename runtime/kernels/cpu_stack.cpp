@@ -294,7 +294,7 @@ int64_t Stack::workspace_bytes(int64_t tokens, int64_t element_bytes, int thread
   step.kv_heads = shape_.kv_heads;
   step.head_dim = step.value_dim = shape_.head_dim;
   step.threads = threads;
-  return elements * element_bytes + AttentionPlan::most_bytes(step);
+  return elements * element_bytes + AttentionPlan::scratch_bytes(step);
 }
 
 int64_t Stack::positions() const {

@@ -154,8 +154,8 @@ class DecoderStack:
     def workspace_bytes(self, tokens: int) -> int:
         """Bound of the work space kept for steps of at most `tokens` tokens, by torch's threads.
 
-        Activations, and what attention needs at most; with several threads that includes 32 MiB
-        for the parts of long rows, which only steps of few tokens and long rows take.
+        Activations and attention's scratch. The parts of long rows, which steps of few tokens are
+        split into, are not counted: the reserve of the memory plan has room for them.
         """
         count: int = torch.ops.stepgraph.stack_workspace.default(self._number, tokens)
         return count
