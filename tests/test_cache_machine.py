@@ -485,10 +485,10 @@ def test_every_token_reads_its_own_past() -> None:
 def test_the_machine_meets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     monkeypatch.setattr(CacheMachine, "seen", seen)
-    for _ in range(20):  # most often the first round does
-        run_state_machine_as_test(
-            CacheMachine, settings=settings(RUN, max_examples=200, stateful_step_count=60)
-        )
+    # Where CI is set hypothesis would draw the same examples in every round.
+    drawn_anew = settings(RUN, max_examples=200, stateful_step_count=60, derandomize=False)
+    for _ in range(20):  # most often one of the first two rounds completes the list
+        run_state_machine_as_test(CacheMachine, settings=drawn_anew)
         missing = {event for event in EVENTS if not seen[event]}
         if not missing:
             return
