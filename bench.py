@@ -149,6 +149,7 @@ class Bench:
             prefix_cache=False,  # every repetition prefills its prompts
             max_rows=max(options.batch_size),
             buckets=tuple(options.batch_size),
+            prefill_chunk=options.prefill_chunk,
             seed=options.seed,
         )
         cases = [BenchmarkCase(model, *point) for point in self.grid]
@@ -197,6 +198,7 @@ def run_explain_memory(options: argparse.Namespace) -> int:
             kv_dtype=kv_dtype,
             mode=mode,
             max_rows=max(options.batch_size),
+            prefill_chunk=options.prefill_chunk,
         )
         try:
             text = explain_memory(model, config, options.device_memory)
@@ -327,6 +329,7 @@ class Scenarios:
             "weight_dtype": weight_dtype,
             "kv_dtype": kv_dtype,
             "mode": mode,
+            "prefill_chunk": self.options.prefill_chunk,
             "prefix_cache": False,
             "seed": self.options.seed,
         }

@@ -210,6 +210,7 @@ def to_json(
         "batch_size": case.batch_size,
         "input_len": case.input_len,
         "output_len": case.output_len,
+        "prefill_chunk": engine.config.user.prefill_chunk,
         "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
         "itl_ms": Summary.of(measurement.itl_ms).to_json(),
         "step_ms": step.to_json(),

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .config import EngineConfig
 from .memory_report import parse_bytes
 
 __all__ = ["MODES", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
 _OUTPUTS = ("output_json", "output_md", "seed")
-_ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode")
+_ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
 
 FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
 FLAGS_OF_SCENARIO = {
@@ -129,6 +130,13 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         choices=MODES,
         help="how steps run (default: every mode that the device has; with interference, churn and"
         " start the fastest)",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=_positive,
+        default=EngineConfig().prefill_chunk,
+        metavar="TOKENS",
+        help="prompt tokens of one step at most (default: %(default)s)",
     )
     parser.add_argument(
         "--scenario",

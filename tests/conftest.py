@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which others below do
+    from .triton_interpreter import install
+
+    install()
+
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -146,6 +146,7 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--scenario host --seed 0 --num-steps 100 --output-json x --output-md y",
         "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",
         "--scenario churn --max-itl-ms 20 --output-len 9 --mode eager --kv-dtype int8 --device cpu",
+        "--scenario start --prefill-chunk 64",
     ],
 )
 def test_flags_that_go_together(bench, arguments):

@@ -1,0 +1,143 @@
+"""How Triton kernels are launched: for the device, in the interpreter, or only written down.
+
+Every kernel of this package is launched by `launch`. It takes the tensors and numbers of the kernel
+in order, then its constants by name. A kernel that reads what an earlier one wrote has a constant
+`PDL`: programmatic dependent launch, which lets it begin while its predecessor still runs. Such a
+kernel calls `wait_for_inputs(PDL)` once, outside of loops, before it first touches what others
+wrote (weights may be loaded earlier), and `let_dependents_start(PDL)` as early as it has the
+processor's resources. Source: CUDA Programming Guide, "Programmatic Dependent Launch and
+Synchronization".
+
+With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
+in Triton's interpreter. Inside `record_launches` nothing runs: what would be launched is returned,
+so that it can be compiled ahead of time for a device that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "INTERPRETED",
+    "KernelLaunch",
+    "launch",
+    "let_dependents_start",
+    "num_multiprocessors",
+    "record_launches",
+    "wait_for_inputs",
+]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in the interpreter; read once, as Triton does."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM): what sizes are chosen for where there is no device."""
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all that earlier kernels wrote is visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_dependents_start(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be set up; it still waits for this one's writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """One launch as it was asked for."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    """Tensors (None where there is none) and numbers, in the order of the kernel's parameters."""
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        name: str = self.kernel.__name__
+        return name
+
+
+_recorded: ContextVar[list[KernelLaunch] | None] = ContextVar("recorded launches", default=None)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[KernelLaunch]]:
+    """Collect the launches of this block instead of carrying them out."""
+    launches: list[KernelLaunch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    **constants: Any,
+) -> None:
+    """Launch `kernel` on the current stream.
+
+    Args:
+        kernel: a `triton.jit` function; its constants come last and have upper-case names.
+        grid: programs along each axis.
+        args: its tensors and numbers, in order.
+        num_warps: of a program.
+        num_stages: of software pipelines in its loops.
+        constants: by name, without `PDL`, which is added where the kernel has it.
+    """
+    dependent = "PDL" in kernel.arg_names
+    recorded = _recorded.get()
+    if recorded is not None:
+        if dependent:
+            constants["PDL"] = True
+        recorded.append(KernelLaunch(kernel, grid, args, constants, num_warps, num_stages))
+        return
+    options: dict[str, Any] = {}
+    if dependent:
+        constants["PDL"] = not INTERPRETED and _can_depend()
+        if constants["PDL"]:
+            options["launch_pdl"] = True
+    kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constants)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; of an H200 for any other."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS
+    return _device_multiprocessors(device)
+
+
+@cache
+def _device_multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def _can_depend() -> bool:
+    """Whether the current device has programmatic dependent launch (compute capability 9)."""
+    return torch.cuda.get_device_capability()[0] >= 9

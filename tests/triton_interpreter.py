@@ -1,0 +1,72 @@
+"""Makes Triton's interpreter round and multiply as a GPU does.
+
+Triton 3.6 keeps bfloat16 as its bits in uint16. There its interpreter multiplies matrices of the
+bits instead of the numbers, and rounds to bfloat16 and float8 wrongly; and loops to a bound that is
+an argument need an older numpy. Each function below takes the place of the one that it names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_original_convert = interpreter._convert_float
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """`_convert_float`: the bits of numbers of one type as the bits of another, in nearest-even."""
+    if source == tl.float32 and target == tl.bfloat16:
+        numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+        return numbers.bfloat16().view(torch.uint16).numpy()
+    if target in _FLOAT8 and source in (tl.float32, tl.bfloat16):
+        return _torch(data, source).to(_FLOAT8[target]).view(torch.uint8).numpy()
+    if source in _FLOAT8 and target in (tl.float32, tl.bfloat16):
+        wide = torch.from_numpy(np.ascontiguousarray(data)).view(_FLOAT8[source]).float()
+        return (
+            convert_float(wide.numpy(), tl.float32, target, None)
+            if target == tl.bfloat16
+            else (wide.numpy().view(np.uint32))
+        )
+    return _original_convert(data, source, target, rounding_mode)
+
+
+def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """`InterpreterBuilder.create_dot`: a float32 (or int32) product of any two types."""
+    if d.data.dtype == np.int32:
+        product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
+    else:
+        product = np.matmul(
+            _torch(a.data, a.dtype.scalar).numpy(), _torch(b.data, b.dtype.scalar).numpy()
+        )
+    return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _torch(data: Any, dtype: Any) -> torch.Tensor:
+    """The numbers of an interpreted tensor in float32."""
+    whole = torch.from_numpy(np.ascontiguousarray(data))
+    if dtype == tl.bfloat16:
+        return whole.view(torch.bfloat16).float()
+    if dtype in _FLOAT8:
+        return whole.view(torch.uint8).view(_FLOAT8[dtype]).float()
+    return whole.float()
+
+
+_original_patch = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """`_patch_lang_tensor`: scalars are arrays of one element, which numpy 2.4 calls no index."""
+    _original_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def install() -> None:
+    """Put the functions in their places."""
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
