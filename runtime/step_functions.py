@@ -7,7 +7,7 @@ go back into the state.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-A step is two parts, the forward pass and the sampler. A part that kernels do as a whole is called
+A step is two parts, the forward pass with the head and the sampler. A part that kernels do as a whole is called
 as it is: there is nothing left that a compiler could join, and calling compiled code costs the
 checks of its guards. The others are compiled. Decode and prefill share them, so all buckets run the
 same two pieces of code: compiled once for any number of tokens, and once more for a single one,
@@ -27,6 +27,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 
 from .batch import EmbedInputs, StepInputs
+from .kernels import DecodeStep
 from .models.decoder import AttentionInputs, Decoder
 from .rows import RowState
 from .sampling import SampleOutput, fused_sampler, torch_sampler
@@ -120,11 +121,32 @@ class StepFunctions:
     def decode(self, key: StepKey) -> StepOutput:
         """One token for each of `decode_rows`."""
         rows = self.inputs.decode_rows[: key.size].clone()
+        if self.model.decode_step is not None:
+            return self._decode_fused(self.model.decode_step, key, rows)
         positions = self.state.positions[rows]
         hidden = self._part(self._forward_pass)(
             self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
         )
-        return self._sample(key, hidden, rows, positions)
+        return self._sample(key, self.model.logits(hidden), rows, positions)
+
+    def _decode_fused(
+        self, decode_step: DecodeStep, key: StepKey, rows_B: torch.Tensor
+    ) -> StepOutput:
+        """As `decode`, by kernels that begin with the state and, if greedy, end with it."""
+        state = self.state
+        result = decode_step.run(
+            rows_B,
+            state.token_ids,
+            state.positions,
+            state.block_tables,
+            self.arena,
+            key.read_blocks,
+            self.block_size,
+        )
+        if key.full_sampler:
+            return self._sample(key, result.logits, rows_B, result.positions)
+        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        return StepOutput(tokens, result.logits, None)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
@@ -139,7 +161,8 @@ class StepFunctions:
             *self._embeds(size),
         )
         last = inputs.sample_index
-        return self._sample(key, hidden[last], inputs.sample_rows.clone(), positions[last])
+        logits = self.model.logits(hidden[last])
+        return self._sample(key, logits, inputs.sample_rows.clone(), positions[last])
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or nothing where there are never any."""
@@ -182,12 +205,12 @@ class StepFunctions:
     def _sample(
         self,
         key: StepKey,
-        hidden_BD: torch.Tensor,
+        logits_BV: torch.Tensor,
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
     ) -> StepOutput:
         sampler = self._part(self._full if key.full_sampler else self._greedy)
-        return sampler(hidden_BD, rows_B, positions_B)
+        return sampler(logits_BV, rows_B, positions_B)
 
     def _part(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return a part of a step, compiled if there is a compiled one."""
@@ -198,20 +221,18 @@ class StepFunctions:
         self._compiled = {}
 
     def _greedy(
-        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
-        logits = self.model.logits(hidden_BD)
-        tokens = self._sampler.greedy(logits)
+        tokens = self._sampler.greedy(logits_BV)
         self._feed_back(tokens, rows_B, positions_B + 1)
-        return StepOutput(tokens, logits, None)
+        return StepOutput(tokens, logits_BV, None)
 
     def _full(
-        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
-        logits = self.model.logits(hidden_BD)
-        details = self._sampler.full(logits, self.state.sampling, rows_B, positions_B + 1)
+        details = self._sampler.full(logits_BV, self.state.sampling, rows_B, positions_B + 1)
         self._feed_back(details.tokens, rows_B, positions_B + 1)
-        return StepOutput(details.tokens, logits, details)
+        return StepOutput(details.tokens, logits_BV, details)
 
     def _feed_back(
         self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor

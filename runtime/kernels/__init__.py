@@ -25,7 +25,16 @@ from .linear import (
     unpack_linear,
 )
 from .packed_memory import PackedMemory
-from .stack import DecoderStack, Stack, StackLayer, StackLinear, StackShape
+from .stack import (
+    DecodeEnds,
+    DecodeResult,
+    DecoderStack,
+    DecodeStep,
+    Stack,
+    StackLayer,
+    StackLinear,
+    StackShape,
+)
 from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
 Mode = Literal["eager", "compile", "graph"]
@@ -53,6 +62,8 @@ class Kernels:
     """What holds the operations of our own, where there is any."""
     make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
     """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
+    make_decode_step: Callable[[Stack, DecodeEnds], DecodeStep] | None = None
+    """Makes a whole decode step of such a stack."""
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; `int8` weights come with scales."""
 
@@ -112,6 +123,9 @@ def select_kernels(
 __all__ = [
     "AttentionForm",
     "AttentionInputs",
+    "DecodeEnds",
+    "DecodeResult",
+    "DecodeStep",
     "DecoderStack",
     "KernelLibrary",
     "Kernels",
