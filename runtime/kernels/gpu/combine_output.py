@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .linear import GpuLinear, LinearConfig
+from .linear_kernels import launch_linear
 from .residual_linear import reference_residual_linear
 
 __all__ = ["combine", "combine_output", "reference_combine", "reference_combine_output"]
@@ -44,8 +45,15 @@ def combine_output(
     `attended_TK` is work space in the model's dtype: where each program of the product would read
     too much of the splits, a kernel of its own combines them into it.
     """
-    combine(acc_THSE, max_THS, sum_THS, attended_TK)
-    out_TN.copy_(reference_residual_linear(attended_TK, linear, residual_TN))
+    launch_linear(
+        "combine_output",
+        acc_THSE,
+        linear,
+        out_TN,
+        config,
+        splits=(max_THS, sum_THS),
+        residual_TN=residual_TN,
+    )
 
 
 def reference_combine(acc_THSE: Tensor, max_THS: Tensor, sum_THS: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from .linear import GpuLinear, LinearConfig
-from .norm_linear import Norm, Pending, reference_norm_linear
+from .linear import GpuLinear, LinearConfig, Norm, Pending
+from .linear_kernels import launch_linear
+from .norm_linear import reference_norm_linear
 
 __all__ = ["gate_up", "reference_gate_up"]
 
@@ -29,7 +30,17 @@ def gate_up(
     The activation is silu, or tanh's approximation of gelu. Gate and up, the activation and the
     product are rounded to the model's dtype each. `pending` as for `norm_linear`.
     """
-    out_TF.copy_(reference_gate_up(x_TK, norm, linear, gelu=gelu, pending=pending))
+    launch_linear(
+        "gate_up",
+        x_TK,
+        linear,
+        out_TF,
+        config,
+        norm=norm,
+        pending=pending,
+        gated=True,
+        gelu=gelu,
+    )
 
 
 def reference_gate_up(

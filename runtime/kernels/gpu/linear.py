@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "FEW_ROWS",
     "ROW_CLASSES",
     "SCALE_BLOCK",
     "GpuLinear",
     "LinearConfig",
+    "Norm",
+    "Pending",
     "candidate_configs",
     "default_config",
     "reference_linear",
+    "reference_norm",
     "row_class",
 ]
 
@@ -30,6 +34,9 @@ SCALE_BLOCK = 128
 
 ROW_CLASSES = (1, 2, 4, 16, 32, 64)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
+
+FEW_ROWS = 4
+"""What the kernel without tensor cores takes at most."""
 
 
 class GpuLinear(NamedTuple):
@@ -41,6 +48,29 @@ class GpuLinear(NamedTuple):
     """float32 `[N]`, or `[N, ceil(K / 128)]`: a scale for each 128 input features."""
     bias: Tensor | None = None
     """`[N]` in the model's dtype."""
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm, rounded as `models.modules.RMSNorm` rounds."""
+
+    weight: Tensor
+    """`[K]` in the model's dtype."""
+    eps: float
+    offset: bool = False
+    """It multiplies by one plus the weight, in float32."""
+
+
+class Pending(NamedTuple):
+    """What a layer has yet to add to its rows: `x + norm(delta)` goes into `out`.
+
+    Of families that norm what attention and the MLP return.
+    """
+
+    delta: Tensor
+    """`[T, K]`."""
+    norm: Norm
+    out: Tensor
+    """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +108,56 @@ def default_config(
         weight_bytes: of an element of the weight.
         multiprocessors: of the device.
     """
-    raise NotImplementedError
+    rows = row_class(rows)
+    halves = 2 if kernel == "gate_up" else 1
+    if rows > FEW_ROWS:
+        # A tile of weights and one of the input pass through registers and shared memory.
+        block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 64 // halves))
+        features = block_n * halves
+        block_k = _power_of_two(k, least=64, most=min(512, 8192 // rows, 16384 // features))
+        return LinearConfig(block_n, block_k, num_warps=4, parts=min(4, block_k // 16))
+    if kernel == "combine_output":
+        # Each program reads all that the splits left, so there are few of them.
+        block_n = max(1, _smallest_wave(n, multiprocessors, 16))
+        tile, num_warps = 65536, 8
+    else:
+        block_n = max(1, _smallest_wave(n, 4 * multiprocessors, 32))
+        tile, num_warps = 16384, 4
+    features = block_n * halves
+    block_k = tile // (features * weight_bytes)
+    return LinearConfig(block_n, _power_of_two(k, least=16, most=block_k), num_warps)
 
 
 def candidate_configs(
     kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
 ) -> list[LinearConfig]:
     """What is worth timing, the default first; arguments as for `default_config`."""
-    raise NotImplementedError
+    default = default_config(kernel, rows, n, k, weight_bytes, multiprocessors)
+    sizes = (0.5, 1, 2)
+    configs = [
+        LinearConfig(int(default.block_n * x), int(default.block_k * y), num_warps, default.parts)
+        for x in sizes
+        for y in sizes
+        for num_warps in (4, 8)
+        if default.block_n * x >= 1 and default.block_k * y >= 16 * max(1, default.parts)
+    ]
+    return [default, *(config for config in configs if config != default)]
+
+
+def _smallest_wave(n: int, programs: int, most: int) -> int:
+    """The smallest power of two whose blocks of `n` are at most `programs`, but at most `most`."""
+    size = 1
+    while size < most and -(-n // size) > programs:
+        size *= 2
+    return size
+
+
+def _power_of_two(k: int, least: int, most: int) -> int:
+    """The smallest power of two that holds `k`, or `most`; a divisor of `k` if one is near."""
+    size = least
+    while size < k and size < most:
+        size *= 2
+    return size
 
 
 def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
@@ -100,3 +172,14 @@ def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
     if linear.bias is not None:
         out_TN = out_TN + linear.bias.float()
     return out_TN.to(x_TK.dtype)
+
+
+def reference_norm(x_TK: Tensor, norm: Norm | None) -> Tensor:
+    """`models.modules.RMSNorm`; the rows themselves without one."""
+    if norm is None:
+        return x_TK
+    x = x_TK.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.offset:
+        return (x * (1.0 + norm.weight.float())).to(x_TK.dtype)
+    return norm.weight * x.to(x_TK.dtype)

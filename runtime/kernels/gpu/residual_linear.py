@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .linear import GpuLinear, LinearConfig, reference_linear
+from .linear_kernels import launch_linear
 
 __all__ = ["reference_residual_linear", "residual_linear"]
 
@@ -24,7 +25,7 @@ def residual_linear(
     All contiguous, activations in the model's dtype; at most 64 rows. `out_TN` may be
     `residual_TN` itself.
     """
-    out_TN.copy_(reference_residual_linear(a_TK, linear, residual_TN))
+    launch_linear("residual_linear", a_TK, linear, out_TN, config, residual_TN=residual_TN)
 
 
 def reference_residual_linear(
