@@ -37,7 +37,9 @@ from .linear import (
 from .linear_tiles import (
     activate,
     as_numbers,
+    capped,
     input_tile,
+    largest_of,
     load_tile,
     load_weights,
     row_statistics,
@@ -115,12 +117,12 @@ def _row_tile(  # type: ignore[no-untyped-def]
 @triton.jit(repr=_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, max_ptr, sum_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, T, N, eps, post_eps,
+    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
     K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    NAME: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[R, BLOCK_K / V, V]`.
 
@@ -218,20 +220,27 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             out = activate(gate, up, GELU, dtype)
         elif residual_ptr is not None:
             out = residual[row] + out.to(dtype).to(tl.float32)
+        elif SOFTCAP > 0.0:
+            out = capped(out, SOFTCAP, dtype)
         stored_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (stored_n < N) & (row < T)
         tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
+        if best_ptr is not None:
+            place = row * tl.num_programs(0) + tl.program_id(0)
+            best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
+            tl.store(best_ptr + place, best, mask=row < T)
+            tl.store(best_id_ptr + place, best_id, mask=row < T)
 
 
 @triton.jit(repr=_name)
 def linear_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, T, N, eps, post_eps,
+    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, STATISTICS: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
-    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, NAME: tl.constexpr,
-    PDL: tl.constexpr,
+    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    SOFTCAP: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -310,7 +319,14 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     elif residual_ptr is not None:
         residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         out = residual + out.to(dtype).to(tl.float32)
+    elif SOFTCAP > 0.0:
+        out = capped(out, SOFTCAP, dtype)
     tl.store(out_ptr + place, out.to(dtype), mask=mask)
+    if best_ptr is not None:
+        best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
+        best_place = t * tl.num_programs(0) + tl.program_id(0)
+        tl.store(best_ptr + best_place, best, mask=t < T)
+        tl.store(best_id_ptr + best_place, best_id, mask=t < T)
 
 
 @triton.jit
@@ -341,6 +357,8 @@ def launch_linear(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    softcap: float = 0.0,
+    best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch the kernel that fits `config` as the operation `name`.
 
@@ -355,6 +373,9 @@ def launch_linear(
         residual_TN: what the product is added to.
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
+        softcap: results x become softcap * tanh(x / softcap); 0: they stay.
+        best: for each row and program of the launch the largest result and its feature, float32 and
+            int32 `[T, programs]`, which are written.
 
     Raises ValueError for sizes that do not fit together, or more rows than the kernel takes.
     """
@@ -391,6 +412,7 @@ def launch_linear(
         POST_OFFSET=post is not None and post.offset,
         GATED=gated,
         GELU=gelu,
+        SOFTCAP=softcap,
         NAME=name,
     )
     inputs = (
@@ -406,6 +428,7 @@ def launch_linear(
         linear.bias,
         residual_TN,
         out_TN,
+        *(best or (None, None)),
         rows,
         n,
         0.0 if norm is None else norm.eps,
@@ -419,7 +442,13 @@ def launch_linear(
         if blocks:
             parts = max(parts, config.block_k // SCALE_BLOCK)
         launch(
-            linear_of_rows, grid, *inputs, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
+            linear_of_rows,
+            grid,
+            *inputs,
+            *outputs,
+            num_warps=config.num_warps,
+            PARTS=parts,
+            **sizes,
         )
         return
     if row_count > FEW_ROWS:

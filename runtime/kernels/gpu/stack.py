@@ -28,7 +28,13 @@ from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
 from .activation import gated
 from .combine_output import combine_output
-from .decode_attention import Partials, choose_splits, combine_splits, decode_attention, new_partials
+from .decode_attention import (
+    Partials,
+    choose_splits,
+    combine_splits,
+    decode_attention,
+    new_partials,
+)
 from .gate_up import gate_up
 from .launch import num_multiprocessors
 from .library_linear import library_linear
@@ -119,7 +125,9 @@ class GpuStack:
         """The five kernels."""
         shape, new = self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
-        qkv, output, mlp, down = map(gpu_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+        qkv, output, mlp, down = map(
+            gpu_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
 
         pending = hidden.pending()
         qkv_TN = new(tokens, qkv.weight.shape[0])
