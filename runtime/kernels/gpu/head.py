@@ -5,6 +5,8 @@ Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, on
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -15,6 +17,9 @@ from .linear_kernels import launch_linear
 from .norm_linear import Norm, Pending, reference_norm_linear
 
 __all__ = ["head", "reference_head"]
+
+MOST_FEATURES = 32
+"""Of a program on tensor cores: with more of them it would spill registers."""
 
 
 def head(
@@ -30,16 +35,8 @@ def head(
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
     maxima are float32, tokens int32, of equal logits the lowest. At most 64 rows.
     """
-    tokens, (vocab_size, hidden) = x_TD.shape[0], linear.weight.shape
-    if config is None:
-        config = default_config(
-            "head",
-            tokens,
-            vocab_size,
-            hidden,
-            linear.weight.element_size(),
-            num_multiprocessors(x_TD.device),
-        )
+    tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
+    config = config or _config(linear, tokens, num_multiprocessors(x_TD.device))
     chunks = triton.cdiv(vocab_size, config.block_n)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
     maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
@@ -56,6 +53,13 @@ def head(
         best=(maxima_TC, ids_TC),
     )
     return logits_TV, maxima_TC, ids_TC
+
+
+def _config(linear: GpuLinear, tokens: int, multiprocessors: int) -> LinearConfig:
+    """The default, with fewer features a program: finding the best takes registers."""
+    sizes = *linear.weight.shape, linear.weight.element_size()
+    config = default_config("head", tokens, *sizes, multiprocessors)
+    return replace(config, block_n=min(config.block_n, MOST_FEATURES)) if config.parts else config
 
 
 def reference_head(
