@@ -1,7 +1,7 @@
 """All layers of a decoder on a GPU: five kernels a layer for the few rows of a decode step.
 
     1 norm_linear        norm, then queries, keys and values
-    2 decode_attention   norms of queries and keys, rotation, write to the cache, splits of attention
+    2 decode_attention   norms of queries and keys, rotation, write to the cache, attention's splits
     3 combine_output     what the splits make together, output projection, residual
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
@@ -121,8 +121,9 @@ class GpuStack:
             hidden = self._few(layer, hidden, step) if few else self._many(layer, hidden, step)
         return hidden
 
-    def _few(self, layer: StackLayer, hidden: Hidden, step: _Decoding) -> Hidden:
+    def _few(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
         """The five kernels."""
+        assert isinstance(step, _Decoding)
         shape, new = self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
         qkv, output, mlp, down = map(
@@ -250,7 +251,10 @@ class _Decoding(_Attending):
 
     def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
         """Attention of the layer, `[T, H * E]`."""
-        return combine_splits(self.attend(layer, qkv_TN), self.x.dtype)
+        shape = self.shape
+        attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
+        combine_splits(self.attend(layer, qkv_TN), attended_TK)
+        return attended_TK
 
 
 class _Prefilling(_Attending):
