@@ -122,9 +122,10 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to `ROWS` rows, one after the other over each tile: `[R, BLOCK_K / V, V]`.
+    """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
-    A thread loads V weights at once (16 bytes) and sums up their products for itself.
+    A thread loads V weights at once (16 bytes) and sums up their products for itself. Triton puts
+    the threads of a warp along the first dimension: they load from one row of the weight.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -138,16 +139,16 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     # What stands behind the last feature is the last one once more, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     k = tl.arange(0, BLOCK_K // V)[:, None] * V + tl.arange(0, V)[None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[:, None, None] * K + k[None, :, :]
-    w = load_weights(w_rows, k[None, :, :] < K, EVEN)
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    w = load_weights(w_rows, k[:, None, :] < K, EVEN)
     norm = 0.0
     if NORM:
         norm = load_tile(norm_ptr + k, k < K, EVEN).to(tl.float32)
     scales = 0.0
     if SCALE_BLOCKS:
         block = tl.arange(0, BLOCK_K // V) * V
-        scale_rows = scale_ptr + weight_n[:, None] * SCALE_BLOCKS
-        scales = load_tile(scale_rows + block[None, :] // 128, block[None, :] < K, EVEN)
+        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
+        scales = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
     elif scale_ptr is not None:
         scales = tl.load(scale_ptr + weight_n)
     bias = tl.zeros([R], tl.float32)
@@ -167,21 +168,21 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     for row in tl.static_range(ROWS):
         reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
         post_reciprocal = post_reciprocal + (tl.sum(tl.where(t == row, post_reciprocals, 0.0)),)
-        sums = sums + (tl.zeros([R, BLOCK_K // V], tl.float32),)
+        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
             residual = residual + (tl.load(pointers).to(tl.float32),)
 
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
-        w_after = load_weights(w_rows + after, (after + k)[None, :, :] < K, EVEN)
+        w_after = load_weights(w_rows + after, (after + k)[:, None, :] < K, EVEN)
         norm_after = 0.0
         if NORM:
             norm_after = load_tile(norm_ptr + after + k, after + k < K, EVEN).to(tl.float32)
         scales_after = scales
         if SCALE_BLOCKS:
             block = after + tl.arange(0, BLOCK_K // V) * V
-            scales_after = load_tile(scale_rows + block[None, :] // 128, block[None, :] < K, EVEN)
+            scales_after = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
         numbers = as_numbers(w, STORAGE, NATIVE_FP8)
         grown = ()
         for row in tl.static_range(ROWS):
@@ -190,7 +191,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
                 reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
                 POST_OFFSET, dtype,
             )  # fmt: skip
-            product = tl.sum(numbers * x[None, :, :], axis=2)
+            product = tl.sum(numbers * x[:, None, :], axis=2)
             if SCALE_BLOCKS:
                 product = product * scales
             grown = grown + (sums[row] + product,)
@@ -206,10 +207,10 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
             POST_OFFSET, dtype,
         )  # fmt: skip
-        product = tl.sum(numbers * x[None, :, :], axis=2)
+        product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
             product = product * scales
-        out = tl.sum(sums[row] + product, axis=1)
+        out = tl.sum(sums[row] + product, axis=0)
         if scale_ptr is not None and not SCALE_BLOCKS:
             out = out * scales
         out = out + bias
