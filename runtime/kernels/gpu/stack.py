@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
-from .activation import gated
+from .activation import activate_rows
 from .combine_output import combine_output
 from .decode_attention import (
     Partials,
@@ -39,7 +39,7 @@ from .gate_up import gate_up
 from .launch import num_multiprocessors
 from .library_linear import library_linear
 from .linear import ROW_CLASSES, GpuLinear
-from .norm import rms_norm
+from .norm import norm_rows
 from .norm_linear import Norm, Pending, norm_linear
 from .prefill_attention import PrefillTiling, prefill_attention, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
@@ -163,7 +163,9 @@ class GpuStack:
         out_TD = library_linear(attended_TK, gpu_linear(layer.output))
         hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
         normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
-        inner_TF = gated(library_linear(normed_TD, gpu_linear(layer.gate_up)), gelu=self.shape.gelu)
+        gate_up_TF = library_linear(normed_TD, gpu_linear(layer.gate_up))
+        inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
+        activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
         out_TD = library_linear(inner_TF, gpu_linear(layer.down))
         return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
 
@@ -175,7 +177,7 @@ class GpuStack:
         """The hidden states normed with a weight, and as they are."""
         pending = hidden.pending()
         normed_TD = torch.empty_like(hidden.x)
-        rms_norm(hidden.x, self.norm(weight), normed_TD, pending)
+        norm_rows(hidden.x, self.norm(weight), normed_TD, pending)
         return normed_TD, hidden.x if pending is None else pending.out
 
 
