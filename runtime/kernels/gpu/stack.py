@@ -43,7 +43,7 @@ from .norm import norm_rows
 from .norm_linear import Norm, Pending, norm_linear
 from .prefill_attention import PrefillTiling, prefill_attention, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
-from .store import HeadNorms, rotate_and_store
+from .store import rotate_and_store
 
 __all__ = ["GpuStack", "Hidden"]
 
@@ -271,6 +271,7 @@ class _Prefilling(_Attending):
             shape.num_kv_heads,
             shape.head_dim,
             self.x.dtype,
+            shape.storage,
             self.x.device,
         )
         most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
@@ -279,20 +280,18 @@ class _Prefilling(_Attending):
     def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
         inputs, shape, form = self.inputs, self.shape, self.form(layer)
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = HeadNorms(layer.q_norm, layer.k_norm, shape.eps, shape.offset_norms)
         q_THE = rotate_and_store(
             qkv_TN,
-            self.cos[layer.rope],
-            self.sin[layer.rope],
             self.arena,
             layer.position,
+            layer.q_norm,
+            layer.k_norm,
+            shape.eps,
+            shape.offset_norms,
+            self.cos[layer.rope],
+            self.sin[layer.rope],
             inputs.slots[layer.group],
-            shape.num_heads,
-            shape.num_kv_heads,
             form,
-            norms,
         )
         out_THE = prefill_attention(
             q_THE,
@@ -303,7 +302,6 @@ class _Prefilling(_Attending):
             inputs.positions,
             self.tiles,
             form,
-            shape.num_kv_heads,
             self.tiling,
         )
         return out_THE.flatten(1)
