@@ -346,6 +346,8 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
+    if linear.weight.dtype not in _STORAGES:
+        raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
     storage = _STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
