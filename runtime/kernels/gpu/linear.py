@@ -18,6 +18,7 @@ __all__ = [
     "FEW_ROWS",
     "ROW_CLASSES",
     "SCALE_BLOCK",
+    "STORAGES",
     "GpuLinear",
     "LinearConfig",
     "Norm",
@@ -34,6 +35,15 @@ SCALE_BLOCK = 128
 
 ROW_CLASSES = (1, 2, 4, 16, 32, 64)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
+
+STORAGES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
+"""How kernels call what a weight holds."""
 
 FEW_ROWS = 4
 """What the kernel without tensor cores takes at most."""

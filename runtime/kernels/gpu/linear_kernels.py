@@ -27,6 +27,7 @@ from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_
 from .linear import (
     FEW_ROWS,
     SCALE_BLOCK,
+    STORAGES,
     GpuLinear,
     LinearConfig,
     Norm,
@@ -48,14 +49,6 @@ from .linear_tiles import (
 from .quantised_cache import fp8_is_native
 
 __all__ = ["launch_linear"]
-
-_STORAGES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-}
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
@@ -367,7 +360,9 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
-    storage = _STORAGES[linear.weight.dtype]
+    if linear.weight.dtype not in STORAGES:
+        raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
+    storage = STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
         config = default_config(
