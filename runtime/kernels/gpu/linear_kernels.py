@@ -37,6 +37,7 @@ from .linear import (
 from .linear_tiles import (
     activate,
     as_numbers,
+    combined_slice,
     input_tile,
     load_tile,
     load_weights,
@@ -46,7 +47,13 @@ from .quantised_cache import fp8_is_native
 
 __all__ = ["launch_linear"]
 
-_STORAGES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+_STORAGES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
@@ -59,40 +66,6 @@ def _name(specialization: Any) -> str:
 
 
 @triton.jit
-def _combined_slice(  # type: ignore[no-untyped-def]
-    acc_ptr, max_ptr, sum_ptr, row, first, k, K: tl.constexpr, E: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Features `k` [G, V] of what the splits make; those of a group, from `first` [G], share a head.
-
-    All maxima and sums are loaded at once, then all of the splits that have positions.
-    """
-    cell = (row * (K // E) + first // E) * SPLITS
-    inside = first < K
-    maxima = ()
-    sums = ()
-    for split in tl.static_range(SPLITS):
-        maxima = maxima + (tl.load(max_ptr + cell + split, mask=inside, other=float("-inf")),)
-        sums = sums + (tl.load(sum_ptr + cell + split, mask=inside, other=0.0),)
-    largest = maxima[0]
-    for split in tl.static_range(1, SPLITS):
-        largest = tl.maximum(largest, maxima[split])
-    total = tl.zeros(first.shape, tl.float32)
-    out = tl.zeros(k.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        used = inside & (sums[split] > 0)
-        weight = tl.where(used, tl.exp2(maxima[split] - largest), 0.0)
-        total += weight * sums[split]
-        pointers = acc_ptr + (cell + split)[:, None] * E + k % E
-        acc = tl.load(pointers, mask=used[:, None], other=0.0)
-        out += weight[:, None] * acc
-    out = out / total[:, None]
-    if not EVEN:
-        out = tl.where(inside[:, None], out, 0.0)
-    return out
-
-
-@triton.jit
 def _row_tile(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, row, start, k, reciprocal, post_reciprocal,
     norm, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr,
@@ -101,8 +74,8 @@ def _row_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Input features from `start` on of one row: `[BLOCK_K / V, V]` in float32."""
     if max_ptr is not None:
-        first = start + tl.arange(0, k.shape[0]) * V
-        x = _combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
+        first = start + tl.arange(0, k.shape[0])[:, None] * V
+        x = combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
         x = x.to(dtype).to(tl.float32)
     else:
         x = input_tile(
@@ -118,13 +91,14 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual_ptr, out_ptr, T, N, eps, post_eps,
     K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+    WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to `ROWS` rows, one after the other over each tile: `[R, BLOCK_K / V, V]`.
+    """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
-    A thread loads V weights at once (16 bytes) and sums up their products for itself.
+    A thread loads V weights at once (16 bytes) and sums up their products for itself. Triton puts
+    the threads of a warp along the first dimension: they load from one row of the weight.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -138,16 +112,17 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     # What stands behind the last feature is the last one once more, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     k = tl.arange(0, BLOCK_K // V)[:, None] * V + tl.arange(0, V)[None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[:, None, None] * K + k[None, :, :]
-    w = load_weights(w_rows, k[None, :, :] < K, EVEN)
+    word = tl.arange(0, BLOCK_K // V)[:, None] * (V // WORD) + tl.arange(0, V // WORD)[None, :]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word[:, None, :]
+    w = load_weights(w_rows, word[:, None, :] < K // WORD, EVEN)
     norm = 0.0
     if NORM:
         norm = load_tile(norm_ptr + k, k < K, EVEN).to(tl.float32)
     scales = 0.0
     if SCALE_BLOCKS:
         block = tl.arange(0, BLOCK_K // V) * V
-        scale_rows = scale_ptr + weight_n[:, None] * SCALE_BLOCKS
-        scales = load_tile(scale_rows + block[None, :] // 128, block[None, :] < K, EVEN)
+        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
+        scales = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
     elif scale_ptr is not None:
         scales = tl.load(scale_ptr + weight_n)
     bias = tl.zeros([R], tl.float32)
@@ -157,31 +132,34 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
     reciprocals, post_reciprocals = row_statistics(
-        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
-        K, STATISTICS, NORM, POST_OFFSET, dtype,
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T,
+        tl.program_id(0) == 0, eps, post_eps, K, STATISTICS, NORM, POST_OFFSET, dtype,
     )  # fmt: skip
     reciprocal = ()
     post_reciprocal = ()
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
-        post_reciprocal = post_reciprocal + (tl.sum(tl.where(t == row, post_reciprocals, 0.0)),)
-        sums = sums + (tl.zeros([R, BLOCK_K // V], tl.float32),)
+        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)  # noqa: RUF005
+        post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
+        post_reciprocal = post_reciprocal + (post,)  # noqa: RUF005
+        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)  # noqa: RUF005
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = residual + (tl.load(pointers).to(tl.float32),)
+            residual = residual + (tl.load(pointers).to(tl.float32),)  # noqa: RUF005
 
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
-        w_after = load_weights(w_rows + after, (after + k)[None, :, :] < K, EVEN)
+        word_after = after // WORD + word[:, None, :]
+        w_after = load_weights(w_rows + after // WORD, word_after < K // WORD, EVEN)
         norm_after = 0.0
         if NORM:
             norm_after = load_tile(norm_ptr + after + k, after + k < K, EVEN).to(tl.float32)
         scales_after = scales
         if SCALE_BLOCKS:
             block = after + tl.arange(0, BLOCK_K // V) * V
-            scales_after = load_tile(scale_rows + block[None, :] // 128, block[None, :] < K, EVEN)
+            scales_after = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
+        tl.debug_barrier()
         numbers = as_numbers(w, STORAGE, NATIVE_FP8)
         grown = ()
         for row in tl.static_range(ROWS):
@@ -190,10 +168,10 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
                 reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
                 POST_OFFSET, dtype,
             )  # fmt: skip
-            product = tl.sum(numbers * x[None, :, :], axis=2)
+            product = tl.sum(numbers * x[:, None, :], axis=2)
             if SCALE_BLOCKS:
                 product = product * scales
-            grown = grown + (sums[row] + product,)
+            grown = grown + (sums[row] + product,)  # noqa: RUF005
         sums = grown
         w = w_after
         norm = norm_after
@@ -206,10 +184,10 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
             POST_OFFSET, dtype,
         )  # fmt: skip
-        product = tl.sum(numbers * x[None, :, :], axis=2)
+        product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
             product = product * scales
-        out = tl.sum(sums[row] + product, axis=1)
+        out = tl.sum(sums[row] + product, axis=0)
         if scale_ptr is not None and not SCALE_BLOCKS:
             out = out * scales
         out = out + bias
@@ -266,8 +244,8 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
     reciprocals, post_reciprocals = row_statistics(
-        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
-        K, STATISTICS, NORM, POST_OFFSET, dtype,
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T,
+        tl.program_id(0) == 0, eps, post_eps, K, STATISTICS, NORM, POST_OFFSET, dtype,
     )  # fmt: skip
     rows = t[None, None, :]
     reciprocal = reciprocals[None, None, :]
@@ -319,7 +297,7 @@ def _multiplied(  # type: ignore[no-untyped-def]
     SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
-    if STORAGE != "model":
+    if STORAGE == "int8" or STORAGE == "fp8":
         w = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
     if SCALE_BLOCKS:
         sums += tl.dot(w, x, input_precision="ieee") * scales[:, :, None]
@@ -346,12 +324,13 @@ def launch_linear(
 
     Args:
         name: of the operation.
-        x: `[T, K]`; with `splits`, maxima and sums `[T, H, S]`, what they belong to `[T, H, S, E]`.
+        x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
         config: None for the default.
         norm: of the input.
         pending: added before.
+        splits: maxima and sums `[T, H, S]` of attention's splits.
         residual_TN: what the product is added to.
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
@@ -367,7 +346,7 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
-    storage = _STORAGES.get(linear.weight.dtype, "model")
+    storage = _STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
         config = default_config(
@@ -378,21 +357,21 @@ def launch_linear(
     if linear.scales is not None and linear.scales.dim() == 2:
         blocks = -(-k // SCALE_BLOCK)
     post = None if pending is None else pending.norm
-    sizes: dict[str, Any] = dict(
-        K=k,
-        ROWS=row_count,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        STATISTICS=min(_power_of_two(k), _STATISTICS // row_count),
-        STORAGE=storage,
-        NATIVE_FP8=fp8_is_native(x.device),
-        SCALE_BLOCKS=blocks,
-        OFFSET=norm is not None and norm.offset,
-        POST_OFFSET=post is not None and post.offset,
-        GATED=gated,
-        GELU=gelu,
-        NAME=name,
-    )
+    sizes: dict[str, Any] = {
+        "K": k,
+        "ROWS": row_count,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STATISTICS": min(_power_of_two(k), _STATISTICS // row_count),
+        "STORAGE": storage,
+        "NATIVE_FP8": fp8_is_native(x.device),
+        "SCALE_BLOCKS": blocks,
+        "OFFSET": norm is not None and norm.offset,
+        "POST_OFFSET": post is not None and post.offset,
+        "GATED": gated,
+        "GELU": gelu,
+        "NAME": name,
+    }
     inputs = (
         x,
         None if pending is None else pending.delta,
@@ -401,7 +380,6 @@ def launch_linear(
         None if norm is None else norm.weight,
     )
     outputs = (
-        weight,
         linear.scales,
         linear.bias,
         residual_TN,
@@ -419,7 +397,14 @@ def launch_linear(
         if blocks:
             parts = max(parts, config.block_k // SCALE_BLOCK)
         launch(
-            linear_of_rows, grid, *inputs, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
+            linear_of_rows,
+            grid,
+            *inputs,
+            weight,
+            *outputs,
+            num_warps=config.num_warps,
+            PARTS=parts,
+            **sizes,
         )
         return
     if row_count > FEW_ROWS:
@@ -429,16 +414,23 @@ def launch_linear(
     if splits is not None:
         head_dim = x.shape[3]
         vector = math.gcd(vector, head_dim)
+    word = 4 // weight.element_size()
+    if k % word or vector % word:
+        word = 1  # a row begins within a word, or a head does
+    else:
+        weight = weight.view(torch.int32)
     launch(
         linear_of_few_rows,
         grid,
         *inputs,
         *(splits or (None, None)),
+        weight,
         *outputs,
         num_warps=config.num_warps,
         E=head_dim,
         SPLITS=1 if splits is None else splits[0].shape[2],
         V=vector,
+        WORD=word,
         **sizes,
     )
 
