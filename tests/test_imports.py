@@ -53,6 +53,7 @@ WITHOUT_TORCH = (
     "graphs/buckets.py",
     "profiling/stats.py",
     "profiling/roofline.py",
+    "profiling/kernel_costs.py",
     "profiling/timeline.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
@@ -191,6 +192,11 @@ def _name(requirement: str) -> str:
 def test_host_logic_reaches_no_torch(file: str) -> None:
     way = reached_at_import(file).get("torch")
     assert way is None, " → ".join((*way, "torch"))
+
+
+def test_the_tuning_command_can_say_that_there_is_no_device() -> None:
+    way = reached_at_import("runtime/kernels/gpu/tune.py").get("triton")
+    assert way is None, " → ".join((*way, "triton"))
 
 
 BLOCK_TORCH = """

@@ -9,10 +9,9 @@ from .. import Kernels, paged_attention, reference_linear
 from ..weight_storage import WeightStorage
 from .decode_step import GpuDecodeStep
 from .launch import INTERPRETED
-from .library_linear import library_linear
 from .linear import GpuLinear
 from .paged_attention import register, triton_paged_attention
-from .stack import GpuStack
+from .stack import GpuStack, product
 
 __all__ = ["gpu_kernels"]
 
@@ -47,4 +46,4 @@ def _linear(
     """As `reference_linear`, by the kernels of this package where torch does not compile it."""
     if torch.compiler.is_compiling():
         return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
-    return library_linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N))
+    return product(x_TK, GpuLinear(weight_NK, scales_N, bias_N))

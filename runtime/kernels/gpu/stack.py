@@ -37,15 +37,15 @@ from .decode_attention import (
 )
 from .gate_up import gate_up
 from .launch import num_multiprocessors
-from .library_linear import library_linear
 from .linear import ROW_CLASSES, GpuLinear
+from .matmul import library_linear
 from .norm import norm_rows
 from .norm_linear import Norm, Pending, norm_linear
 from .prefill_attention import PrefillTiling, prefill_attention, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
 from .store import rotate_and_store
 
-__all__ = ["GpuStack", "Hidden"]
+__all__ = ["GpuStack", "Hidden", "gpu_linear", "product"]
 
 MOST_ROWS = ROW_CLASSES[-1]
 """Rows up to which a decode step runs in the kernels for few rows."""
@@ -158,15 +158,15 @@ class GpuStack:
     def _many(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
         """Products of the library, with kernels between them."""
         normed_TD, x_TD = self._normed(hidden, layer.input_norm)
-        qkv_TN = library_linear(normed_TD, gpu_linear(layer.qkv))
+        qkv_TN = product(normed_TD, gpu_linear(layer.qkv))
         attended_TK = step.attended(layer, qkv_TN)
-        out_TD = library_linear(attended_TK, gpu_linear(layer.output))
+        out_TD = product(attended_TK, gpu_linear(layer.output))
         hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
         normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
-        gate_up_TF = library_linear(normed_TD, gpu_linear(layer.gate_up))
+        gate_up_TF = product(normed_TD, gpu_linear(layer.gate_up))
         inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
         activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
-        out_TD = library_linear(inner_TF, gpu_linear(layer.down))
+        out_TD = product(inner_TF, gpu_linear(layer.down))
         return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
 
     def _to_add(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
@@ -184,6 +184,13 @@ class GpuStack:
 def gpu_linear(linear: StackLinear) -> GpuLinear:
     """A linear layer as the kernels take it."""
     return GpuLinear(*(None if part is None else part.detach() for part in linear))
+
+
+def product(x_TK: Tensor, linear: GpuLinear) -> Tensor:
+    """`library_linear` into a new tensor, `[T, N]`."""
+    out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
+    library_linear(x_TK, linear, out_TN)
+    return out_TN
 
 
 class _Attending:
