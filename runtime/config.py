@@ -203,6 +203,12 @@ class ResolvedConfig:
     """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
 
     @property
+    def beside_host(self) -> bool:
+        """Whether the device works while the host goes on, so that a step may be under way and
+        outputs have to be brought to where the host reads them."""
+        return self.device.type != "cpu"
+
+    @property
     def kv_element_bytes(self) -> int:
         """Bytes of one element of a stored key or value."""
         return self.dtype.itemsize if self.storage == "model" else 1

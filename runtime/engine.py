@@ -71,7 +71,7 @@ class Engine:
                 step_budget=self._step_budget,
             ),
             parts.runner,
-            in_flight=0 if parts.config.device.type == "cpu" else 1,
+            in_flight=int(parts.config.beside_host),
             step_budget=self._step_budget,
         )
         self._intake = Intake(

@@ -141,7 +141,8 @@ class StepLoop:
             assert launch is not None, "a lone request always has something to do"
             ((lanes, output),) = launch.parts
             if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
-                logits.append(output.logits[0].float().cpu())
+                # A copy: the next launch may overwrite what this one leaves.
+                logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
             self._commit(self._launched.popleft())
             if lanes[0] is not None and request.row is not None:
                 token_id = forced[len(logits) - 1]

@@ -88,9 +88,12 @@ class Runner:
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
         self._outputs: HostOutputs | None = None
-        if device.type != "cpu":
+        if config.beside_host:
             self._outputs = HostOutputs(
-                user.max_rows, self.max_prefill_rows, model.config.vocab_size, pinned=True
+                user.max_rows,
+                self.max_prefill_rows,
+                model.config.vocab_size,
+                pinned=device.type == "cuda",
             )
         self._arena = arena
         self.host_arena = host
