@@ -99,7 +99,8 @@ from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention
 torch.ops.load_library(kernels.build_cpu_ops(portable=True))
 fast = kernels.Kernels(
     name="test", attention=kernels.paged_attention, linear=kernels.packed_linear,
-    pack=kernels.pack_linear, bounded_by_length=True, masks=0, stacks=True,
+    pack=kernels.pack_linear, bounded_by_length=True, masks=0,
+    make_stack=kernels.DecoderStack,
 )
 torch.manual_seed(0)
 for kind in ("llama", "gemma2"):

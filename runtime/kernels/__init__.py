@@ -4,7 +4,7 @@
 difference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelBuildError
-from .attention import AttentionForm, paged_attention, reference_paged_attention
+from .attention import AttentionForm, AttentionInputs, paged_attention, reference_paged_attention
 from .cpu import KernelLibrary, build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
@@ -25,7 +25,7 @@ from .linear import (
     unpack_linear,
 )
 from .packed_memory import PackedMemory
-from .stack import DecoderStack, StackLayer, StackLinear, StackShape
+from .stack import DecoderStack, Stack, StackLayer, StackLinear, StackShape
 from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
 
 Mode = Literal["eager", "compile", "graph"]
@@ -51,8 +51,8 @@ class Kernels:
     """Either sampler is one operation: `fused_sampler`."""
     library: KernelLibrary | None = None
     """What holds the operations of our own, where there is any."""
-    stacks: bool = False
-    """Whether all layers of a decoder that it serves run as one operation, a `DecoderStack`."""
+    make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
+    """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; `int8` weights come with scales."""
 
@@ -95,7 +95,7 @@ def select_kernels(
             weights=weights,
             fused_sampling=True,
             library=library,
-            stacks=packs,
+            make_stack=DecoderStack if packs else None,
         )
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
@@ -111,11 +111,13 @@ def select_kernels(
 
 __all__ = [
     "AttentionForm",
+    "AttentionInputs",
     "DecoderStack",
     "KernelLibrary",
     "Kernels",
     "Mode",
     "PackedMemory",
+    "Stack",
     "StackLayer",
     "StackLinear",
     "StackShape",

@@ -13,6 +13,7 @@ padded token has the null row, position 0 and slot 0; its output is finite and m
 Latent attention has one side only: no v, and the values are the first E elements of the keys.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,27 @@ from torch import Tensor
 
 from .kv_storage import read_blocks as read_side
 from .kv_storage import write_blocks as write_side
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where the tokens of one forward pass stand and where their keys and values go."""
+
+    positions: Tensor
+    """int64 `[T]`: position of each token in its sequence."""
+    slots: Tensor
+    """int64 `[groups, T]`, the write index: slot of each token in each layer group; padding writes
+    to the null block."""
+    token_rows: Tensor
+    """int64 `[T]`: row of each token."""
+    rows: Tensor
+    """int64 `[R]`: the distinct rows of the pass, padded with the null row. R = T when decoding."""
+    block_tables: Tensor
+    """int32 `[groups, max_rows + 1, max_blocks_per_row]`: the read index of every row."""
+    read_blocks: int
+    """Columns of the block tables that may be read: all positions lie below them."""
+    block_size: int
+    """Slots of a block."""
 
 
 class AttentionForm(NamedTuple):

@@ -12,10 +12,12 @@ Weights are no arguments: a stack is created once over them and known by a handl
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .attention import AttentionInputs
 
 torch.library.define(
     "stepgraph::stack_create",
@@ -118,6 +120,29 @@ class StackShape:
     """How the arena stores vectors: `model`, `int8` or `fp8`."""
 
 
+class Stack(Protocol):
+    """All layers of a decoder and its final norm, as one operation."""
+
+    def run(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        inputs: AttentionInputs,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+    ) -> Tensor:
+        """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
+
+        Cosines and sines are float32. All positions are below `inputs.read_blocks` blocks.
+        """
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Bytes that steps of at most `tokens` tokens keep beside their tensors."""
+
+    def close(self) -> None:
+        """Let go of the weights; `run` may not be called any more. Idempotent."""
+
+
 class DecoderStack:
     """The layers of one model and its final norm, ready to run; needs `load_cpu_ops`.
 
@@ -164,31 +189,25 @@ class DecoderStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        positions_T: Tensor,
-        slots_GT: Tensor,
-        block_tables: Tensor,
-        token_rows_T: Tensor,
+        inputs: AttentionInputs,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
-        read_blocks: int,
     ) -> Tensor:
-        """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
+        """See `Stack.run`.
 
-        `slots_GT`, `positions_T` and `token_rows_T` are int64, `block_tables` is int32 `[G, rows,
-        max_blocks]`; cosines and sines are float32. All positions are below `read_blocks` blocks.
         Opaque to torch.compile. Raises RuntimeError for arguments that do not fit together and
         IndexError for an index out of range, in both cases before anything is written.
         """
         out: Tensor = torch.ops.stepgraph.decoder_stack.default(
             x_TD,
             arena,
-            positions_T,
-            slots_GT,
-            block_tables,
-            token_rows_T,
+            inputs.positions,
+            inputs.slots,
+            inputs.block_tables,
+            inputs.token_rows,
             cos_KTE,
             sin_KTE,
-            read_blocks,
+            inputs.read_blocks,
             self._handle,
         )
         return out

@@ -6,14 +6,13 @@ kv_lora_rank, C what latent attention caches of a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ...cache.arena import Storage
-from ..kernels import AttentionForm, Kernels
+from ..kernels import AttentionForm, AttentionInputs, Kernels
 from .config import LatentConfig, ModelConfig
 from .modules import HeadProjection, Projection, RMSNorm
 from .rope import rotate
@@ -22,27 +21,6 @@ __all__ = ["Attention", "AttentionInputs", "LatentAttention", "Place"]
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """Where the tokens of one forward pass stand and where their keys and values go."""
-
-    positions: torch.Tensor
-    """int64 `[T]`: position of each token in its sequence."""
-    slots: torch.Tensor
-    """int64 `[groups, T]`, the write index: slot of each token in each layer group; padding writes
-    to the null block."""
-    token_rows: torch.Tensor
-    """int64 `[T]`: row of each token."""
-    rows: torch.Tensor
-    """int64 `[R]`: the distinct rows of the pass, padded with the null row. R = T when decoding."""
-    block_tables: torch.Tensor
-    """int32 `[groups, max_rows + 1, max_blocks_per_row]`: the read index of every row."""
-    read_blocks: int
-    """Columns of the block tables that may be read: all positions lie below them."""
-    block_size: int
-    """Slots of a block."""
 
 
 class Place(NamedTuple):

@@ -21,8 +21,16 @@ from ...cache.spec import (
     SlidingWindowSpec,
 )
 from ..errors import CheckpointError
-from ..kernels import DecoderStack, Kernels, PackedMemory, StackLayer, StackLinear, StackShape
-from .attention import Attention, AttentionInputs, LatentAttention, Place
+from ..kernels import (
+    AttentionInputs,
+    Kernels,
+    PackedMemory,
+    Stack,
+    StackLayer,
+    StackLinear,
+    StackShape,
+)
+from .attention import Attention, LatentAttention, Place
 from .config import ModelConfig
 from .layout import fused_layout
 from .modules import Projection, RMSNorm
@@ -55,7 +63,7 @@ class Layer(nn.Module):
         self.mlp_output_norm = norm() if config.family.output_norms else None
 
     def stacked(self, rope: int) -> StackLayer:
-        """The layer as one of a `DecoderStack`; `rope` is its kind of rotation."""
+        """The layer as one of a `Stack`; `rope` is its kind of rotation."""
         attention = self.attention
         assert isinstance(attention, Attention)
         return StackLayer(
@@ -135,7 +143,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = device
         self.storage: Storage = storage
-        self.stack: DecoderStack | None = None
+        self.stack: Stack | None = None
         places = {
             layer: Place(group.index, position, storage)
             for group in groups
@@ -193,7 +201,7 @@ class Decoder(nn.Module):
 
     def _packed_memory(self) -> PackedMemory | None:
         """Room for the weights of all linear layers, where the CPU kernels read them packed."""
-        if not self.kernels.stacks:
+        if self.kernels.pack is None or self.kernels.make_stack is None:
             return None
         sizes = [
             self.kernels.stored_bytes(module.out_features, module.in_features, self.dtype)
@@ -202,10 +210,10 @@ class Decoder(nn.Module):
         ]
         return PackedMemory(sum(sizes), len(sizes))
 
-    def _make_stack(self) -> DecoderStack | None:
+    def _make_stack(self) -> Stack | None:
         """All layers as one operation, or None where they run one by one."""
         config = self.config
-        if not self.kernels.stacks or config.latent is not None:
+        if self.kernels.make_stack is None or config.latent is not None:
             return None
         shape = StackShape(
             hidden_size=config.hidden_size,
@@ -224,7 +232,7 @@ class Decoder(nn.Module):
         for layer, rope in zip(self.layers, self.rope_kinds, strict=True):
             assert isinstance(layer, Layer)
             layers.append(layer.stacked(rope))
-        return DecoderStack(shape, layers, _weight(self.norm))
+        return self.kernels.make_stack(shape, layers, _weight(self.norm))
 
     def _unfit(self, name: str, error: ValueError) -> str:
         sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))
@@ -269,17 +277,7 @@ class Decoder(nn.Module):
             rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
         cos_KTE, sin_KTE = rotations_KTE
         if self.stack is not None:
-            return self.stack.run(
-                x_TD,
-                arena,
-                inputs.positions,
-                inputs.slots,
-                inputs.block_tables,
-                inputs.token_rows,
-                cos_KTE,
-                sin_KTE,
-                inputs.read_blocks,
-            )
+            return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
         for layer, kind in zip(self.layers, self.rope_kinds, strict=True):
             x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
         normed: torch.Tensor = self.norm(x_TD)
