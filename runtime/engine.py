@@ -69,6 +69,7 @@ class Engine:
                 max_prefill_rows=parts.runner.max_prefill_rows,
                 preemption=preemption_policy(parts.runner, user.preemption),
                 step_budget=self._step_budget,
+                steps_per_launch=user.steps_per_launch,
             ),
             parts.runner,
             in_flight=int(parts.config.beside_host),
