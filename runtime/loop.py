@@ -70,7 +70,15 @@ class StepLoop:
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
         self.counts = dict.fromkeys(
-            ("requests", "finished", "output_tokens", "preemptions", "failed_copies"), 0
+            (
+                "requests",
+                "finished",
+                "output_tokens",
+                "multi_step_launches",
+                "preemptions",
+                "failed_copies",
+            ),
+            0,
         )
         self._in_flight = in_flight
         self._step_budget = step_budget
@@ -197,9 +205,11 @@ class StepLoop:
             launch = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1
         self._launched.append(launch)
+        steps = plan.steps
         for request in plan.decode:
-            request.num_computed += plan.steps
-            request.num_pending += plan.steps
+            request.num_computed += steps
+            request.num_pending += steps
+        self.counts["multi_step_launches"] += steps > 1
         for chunk in plan.prefill:
             if chunk.samples:
                 chunk.request.num_pending += 1
