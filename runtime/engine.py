@@ -69,9 +69,10 @@ class Engine:
                 max_prefill_rows=parts.runner.max_prefill_rows,
                 preemption=preemption_policy(parts.runner, user.preemption),
                 step_budget=self._step_budget,
+                steps_per_launch=user.steps_per_launch,
             ),
             parts.runner,
-            in_flight=0 if parts.config.device.type == "cpu" else 1,
+            in_flight=int(parts.config.beside_host),
             step_budget=self._step_budget,
         )
         self._intake = Intake(

@@ -51,16 +51,21 @@ class StepKey:
     """Columns of the block tables that attention may read."""
     full_sampler: bool
     """Whether more than the greedy token is asked for by anybody in the step."""
+    steps: int = 1
+    """Decode steps that are run one after the other; 1 for a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step."""
+    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step.
+
+    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`.
+    """
 
     tokens: torch.Tensor
     """int64 `[B]`: sampled tokens; those of padded lanes mean nothing."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: what they were sampled from."""
+    """`[B, vocab_size]` in the model's dtype: what they were sampled from, in the last step."""
     details: SampleOutput | None
     """Log-probabilities, from the full sampler only."""
 
@@ -119,7 +124,26 @@ class StepFunctions:
         return run
 
     def decode(self, key: StepKey) -> StepOutput:
-        """One token for each of `decode_rows`."""
+        """One token for each of `decode_rows`, or `key.steps`, each from the one before it.
+
+        A step takes nothing from the host but the rows, so several are the same as one after the
+        other by several launches.
+        """
+        if key.steps == 1:
+            return self._decode_step(key)
+        tokens: list[torch.Tensor] = []
+        details: list[SampleOutput] = []
+        for _ in range(key.steps):
+            output = self._decode_step(key)
+            tokens.append(output.tokens)
+            if output.details is not None:
+                details.append(output.details)
+        stacked = SampleOutput.stack(details) if details else None
+        if stacked is None:
+            return StepOutput(torch.stack(tokens), output.logits, None)
+        return StepOutput(stacked.tokens, output.logits, stacked)
+
+    def _decode_step(self, key: StepKey) -> StepOutput:
         rows = self.inputs.decode_rows[: key.size].clone()
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key, rows)

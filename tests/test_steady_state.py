@@ -98,7 +98,7 @@ def test_inputs_are_copied_only_when_something_changed() -> None:
     for _ in range(64):
         before, known = rig.runner.inputs.copies, dict(rig.loop.scheduler._appointments)
         ops = ops_of(rig, 1)
-        if rig.loop.scheduler._num_plans not in known:
+        if rig.loop.scheduler._num_steps not in known:
             quiet += 1
             assert (ops, rig.runner.inputs.copies) == ({}, before)
         else:
