@@ -114,7 +114,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--weight-dtype",
         nargs="+",
         default=["auto"],
-        choices=("auto", "int8"),
+        choices=("auto", "int8", "fp8"),
         help="dtype of the weights of linear layers (default: auto, as --dtype)",
     )
     parser.add_argument(

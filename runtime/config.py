@@ -50,7 +50,7 @@ class EngineConfig:
     """Of weights and activations: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
     weight_dtype: str = "auto"
     """Of the weights of linear layers and embeddings: `int8`, a scale for each output channel;
-    `auto`: as `dtype`."""
+    `fp8` (e4m3), a scale for every 128 inputs of a channel; `auto`: as `dtype`."""
     kv_dtype: str = "auto"
     """Of the cache: `int8` or `fp8` (e4m3), a scale for each token and head; `auto`: as `dtype`."""
     mode: str = "auto"
@@ -106,7 +106,7 @@ class EngineConfig:
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8"))
+        _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
@@ -230,7 +230,9 @@ class ResolvedConfig:
             user=config,
             device=device,
             dtype=DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype],
-            weights="model" if config.weight_dtype == "auto" else "int8",
+            weights="model"
+            if config.weight_dtype == "auto"
+            else cast(WeightStorage, config.weight_dtype),
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
             mode=_resolve_mode(config.mode, device),
             max_model_len=config.max_model_len or longest,

@@ -67,6 +67,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": LLAMA3_ROPE,
         "max_shard_size": "20KB",
     },
+    # Rows of whole blocks of 128, and of blocks and a part of one.
+    "wide": {
+        "hidden_size": 128,
+        "intermediate_size": 300,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 40,
+    },
     "one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": False},
     "as_many_kv_heads": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None},
     "biases": {"attention_bias": True, "mlp_bias": True},

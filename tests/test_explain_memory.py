@@ -81,13 +81,16 @@ def test_a_quantised_cache_holds_more() -> None:
 
 
 def test_quantised_weights_leave_more_to_the_cache() -> None:
-    plain, quantised = (
-        explain("preset:llama-3.2-1b", "8GB", weight_dtype=kind) for kind in ("auto", "int8")
-    )
-    assert "preset:llama-3.2-1b in bfloat16, cache in bfloat16, on" in plain
-    assert "preset:llama-3.2-1b in bfloat16, weights in int8, cache in bfloat16, on" in quantised
-    contexts = [answer(text, "longest context of 16 rows") for text in (plain, quantised)]
-    assert contexts[1] > contexts[0]
+    texts = {
+        kind: explain("preset:llama-3.2-1b", "8GB", weight_dtype=kind)
+        for kind in ("auto", "int8", "fp8")
+    }
+    assert "preset:llama-3.2-1b in bfloat16, cache in bfloat16, on" in texts["auto"]
+    for kind in ("int8", "fp8"):
+        named = f"preset:llama-3.2-1b in bfloat16, weights in {kind}, cache in bfloat16, on"
+        assert named in texts[kind]
+    plain, int8, fp8 = (answer(text, "longest context of 16 rows") for text in texts.values())
+    assert int8 > fp8 > plain  # fp8 has more scales
 
 
 def test_this_machine() -> None:

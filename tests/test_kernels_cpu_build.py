@@ -1,5 +1,6 @@
 """Building and loading the CPU kernels, the portable version, and who gets which kernels."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -195,11 +196,31 @@ def test_cpu_compile_gets_the_fast_kernels() -> None:
 
 def test_kernels_know_how_weights_are_stored() -> None:
     for device, mode in (("cpu", "eager"), ("cuda", "graph")):
-        for weights in ("model", "int8"):
+        for weights, scales in (("int8", 1), ("fp8", 2)):
             chosen = kernels.select_kernels(device, mode, torch.bfloat16, weights)
             assert chosen.weights == weights
-    assert chosen.stored_bytes(33, 65, torch.bfloat16) == 33 * 65 + 33 * 4
-    assert chosen.unpacked_bytes(33, 65) == 33 * 65 * 4
+            assert chosen.stored_bytes(33, 165, torch.bfloat16) == 33 * 165 + 33 * scales * 4
+            assert chosen.unpacked_bytes(33, 165) == 33 * 165 * 4
+        plain = kernels.select_kernels(device, mode, torch.bfloat16)
+        assert plain.weights == "model"
+        assert plain.stored_bytes(33, 165, torch.bfloat16) == 33 * 165 * 2
+        assert plain.unpacked_bytes(33, 165) == 0
+
+
+@needs_compiler
+def test_fp8_weights_of_a_cpu_run_in_plain_torch_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+        kernels.select_kernels("cpu", "eager", torch.bfloat16, "fp8")
+        kernels.select_kernels("cuda", "graph", torch.bfloat16, "fp8")
+        kernels.select_kernels("cpu", "compile", torch.bfloat16, "int8")
+        assert not caplog.records
+        chosen = kernels.select_kernels("cpu", "compile", torch.bfloat16, "fp8")
+    assert "fp8 weights are widened by plain PyTorch" in caplog.text
+    assert chosen.linear is kernels.reference_linear
+    assert (chosen.pack, chosen.stacks) == (None, False)
+    assert chosen.attention is kernels.paged_attention
 
 
 def test_everyone_else_gets_plain_torch() -> None:

@@ -1,4 +1,4 @@
-"""Weights as int8: what quantising promises, and linear layers over them in plain torch and C++."""
+"""Weights in 8 bits: what quantising promises, and linear layers over them, in torch and C++."""
 
 import math
 
@@ -20,7 +20,7 @@ SHAPES = [(960, 576), (1, 1), (7, 3), (33, 65), (45, 1), (257, 31), (100, 1025)]
 @st.composite
 def weights(draw: st.DrawFn) -> Tensor:
     """Rows of very different sizes, some of zeros and some with zeros."""
-    n, k = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    n, k = draw(st.integers(1, 40)), draw(st.integers(1, 40) | st.sampled_from([127, 128, 300]))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     weight = torch.randn(n, k, generator=rng)
     weight *= 10.0 ** torch.randint(-30, 30, (n, 1), generator=rng)
@@ -48,24 +48,78 @@ def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
     torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
 
 
+@settings(max_examples=200, deadline=None)
+@given(weights())
+def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
+    n, k = weight.shape
+    data, scales = kernels.quantise_weight(weight, "fp8")
+    assert data.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
+    assert scales.shape == (n, -(-k // 128))
+    assert scales.is_contiguous()
+    back = kernels.dequantise_weight(data, scales)
+    assert back.dtype == torch.float32
+    assert back.shape == weight.shape
+    assert (back[weight == 0] == 0).all()
+    for block, scale in enumerate(scales.double().T):
+        part = slice(128 * block, 128 * (block + 1))
+        exact, largest = weight[:, part].double(), weight[:, part].float().abs().amax(1)
+        assert torch.equal(scale.float(), largest / 448)
+        # The largest number of a block is 448 whatever the block.
+        stored = data[:, part].float().abs().amax(1)
+        assert torch.equal(stored, torch.where(largest == 0, 0.0, 448.0))
+        error = (back[:, part].double() - exact).abs()
+        bound = torch.maximum(exact.abs() / 16, scale[:, None] / 1024)
+        assert (error <= bound * (1 + 1e-5)).all()
+    again, same = kernels.quantise_weight(back, "fp8")
+    assert torch.equal(again.float(), data.float())
+    torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
 @settings(max_examples=100, deadline=None)
 @given(weights(), st.integers(-8, 8), st.integers(1, 100))
-def test_rows_are_quantised_one_by_one(weight: Tensor, power: int, at_a_time: int) -> None:
-    data, scales = kernels.quantise_weight(weight)
-    other, larger = kernels.quantise_weight(-weight.float() * 2.0**power)
-    assert torch.equal(other, -data)
+def test_rows_are_quantised_one_by_one(
+    storage: kernels.WeightStorage, weight: Tensor, power: int, at_a_time: int
+) -> None:
+    before = weight.clone()
+    data, scales = kernels.quantise_weight(weight, storage)
+    assert torch.equal(weight, before)
+    other, larger = kernels.quantise_weight(-weight.float() * 2.0**power, storage)
+    assert torch.equal(other.float(), -data.float())
     assert torch.equal(larger, scales * 2.0**power)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_storage, "_NUMBERS_AT_A_TIME", at_a_time)
-        parts = kernels.quantise_weight(weight)
-    assert torch.equal(parts[0], data)
+        parts = kernels.quantise_weight(weight, storage)
+    assert torch.equal(parts[0].float(), data.float())
     assert torch.equal(parts[1], scales)
+    row = torch.tensor([len(weight) - 1])
+    assert torch.equal(
+        kernels.dequantise_weight(data[row], scales[row]),
+        kernels.dequantise_weight(data, scales)[row],
+    )
 
 
 def test_halves_are_rounded_to_even() -> None:
     data, scales = kernels.quantise_weight(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4]]))
     assert scales.tolist() == [1.0]
     assert data.tolist() == [[127, 0, 2, 2, 0, -2, 3]]
+
+
+def test_fp8_halves_are_rounded_to_even() -> None:
+    steps = [448.0, 17.0, 19.0, 2.0**-10, 3 * 2.0**-10, -432.0, -465.0]
+    weight = torch.tensor([[*steps[:-1], *[0.0] * 122, steps[-1]]])
+    data, scales = kernels.quantise_weight(weight, "fp8")
+    assert scales.tolist() == [[1.0, torch.tensor(465 / 448).item()]]
+    expected = [448.0, 16.0, 20.0, 0.0, 2.0**-8, -448.0, *[0.0] * 122, -448.0]
+    assert data.tolist() == [expected]
+
+
+def test_fp8_numbers_smaller_than_a_scale_can_be() -> None:
+    weight = torch.tensor([[1e-45, -1e-45], [9e-43, -9e-43], [1e-36, -1e-36]])
+    data, scales = kernels.quantise_weight(weight, "fp8")
+    assert data.tolist() == [[0, 0], [448, -448], [448, -448]]
+    assert scales[0] == 0
 
 
 def test_numbers_smaller_than_a_scale_can_be() -> None:
@@ -76,15 +130,20 @@ def test_numbers_smaller_than_a_scale_can_be() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_is_refused(value: float, dtype: torch.dtype) -> None:
-    weight = torch.randn(9, 5).to(dtype)
-    weight[6, 2] = weight[8, 0] = value
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_what_is_no_number_is_refused(
+    value: float, dtype: torch.dtype, storage: kernels.WeightStorage
+) -> None:
+    weight = torch.randn(9, 150).to(dtype)
+    weight[6, 140] = weight[8, 0] = value
     with pytest.raises(ValueError, match=r"^row 6 holds NaN or infinity$"):
-        kernels.quantise_weight(weight)
+        kernels.quantise_weight(weight, storage)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_packing_is_undone_by_unpacking(n: int, k: int) -> None:
+    kernels.load_cpu_ops()
     data = torch.randint(-127, 128, (n, k), dtype=torch.int8)
     packed = kernels.pack_linear(data)
     assert packed.is_contiguous()
@@ -122,6 +181,21 @@ def test_reference_is_the_layer_over_the_dequantised_weight(dtype: torch.dtype) 
         torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
         if dtype != torch.float32:  # rounded once: the nearest number, whatever float32 adds up to
             assert (out == expected.to(dtype)).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("k", [65, 128, 300])
+def test_fp8_reference_is_the_layer_over_the_dequantised_weight(dtype: torch.dtype, k: int) -> None:
+    x, weight, bias = torch.randn(5, k).to(dtype), torch.randn(33, k), torch.randn(33).to(dtype)
+    data, scales = kernels.quantise_weight(weight, "fp8")
+    exact = data.double() * scales.double().repeat_interleave(128, 1)[:, :k]
+    before = data.float()
+    for added in (None, bias):
+        out = kernels.reference_linear(x, data, added, 33, scales)
+        expected = x.double() @ exact.T + (0 if added is None else added.double())
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
+    assert torch.equal(data.float(), before)
 
 
 @needs_compiler

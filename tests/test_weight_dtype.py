@@ -1,4 +1,4 @@
-"""Engines over int8 weights: the same model as over the numbers that the weights stand for."""
+"""Engines over 8-bit weights: the same model as over the numbers that the weights stand for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.checkpoint import read_config
 from stepgraph.runtime.demo.perplexity import held_out_tokens, perplexity
 from stepgraph.runtime.errors import CheckpointError
-from stepgraph.runtime.kernels import dequantise_weight, have_compiler, quantise_weight
+from stepgraph.runtime.kernels import (
+    WeightStorage,
+    dequantise_weight,
+    have_compiler,
+    quantise_weight,
+)
 from stepgraph.runtime.models.layout import fused_layout, weights_per_step
 
 if TYPE_CHECKING:
@@ -25,25 +30,34 @@ VARIANTS = ["base", "odd", "qwen3", "mistral", "gemma2", "gemma3", "deepseek_v2"
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-def as_stored(model: TinyModel) -> torch.nn.Module:
-    """The transformers model, with the numbers that int8 weights stand for in place of its own."""
+def as_stored(model: TinyModel, storage: WeightStorage) -> torch.nn.Module:
+    """The transformers model, with the numbers that its weights are stored as in their place."""
     exact = model.reload(torch.float32)
     with torch.no_grad():
         for name, weight in exact.named_parameters():
             # What latent attention projects from the latent stays as it is.
             if weight.dim() == 2 and "kv_b_proj" not in name:
-                weight.copy_(dequantise_weight(*quantise_weight(weight)))
+                weight.copy_(dequantise_weight(*quantise_weight(weight, storage)))
     return exact
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "storage"),
+    [
+        *((variant, "int8") for variant in VARIANTS),
+        *((variant, "fp8") for variant in ("wide", "odd", "gemma2", "deepseek_v3")),
+    ],
+)
 def test_logits_are_those_of_the_dequantised_model(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+    storage: WeightStorage,
 ) -> None:
-    engine = open_engine(variant, weight_dtype="int8", prefill_chunk=32, block_size=4)
+    engine = open_engine(variant, weight_dtype=storage, prefill_chunk=32, block_size=4)
     (token_ids,) = tiny(variant).prompts(90, seed=5)
     with torch.no_grad():
-        expected = as_stored(tiny(variant))(torch.tensor([token_ids])).logits[0]
+        expected = as_stored(tiny(variant), storage)(torch.tensor([token_ids])).logits[0]
     for prompt_len in (1, 50, 90):
         logits = engine.score(token_ids, prompt_len)
         torch.testing.assert_close(logits, expected[prompt_len - 1 :], rtol=0, atol=2e-4)
@@ -53,33 +67,39 @@ def test_logits_are_those_of_the_dequantised_model(
 
 @pytest.fixture(
     scope="module",  # each costs seconds of compilation
-    params=["odd", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    params=[
+        ("odd", "int8"),
+        pytest.param(("deepseek_v3", "int8"), marks=pytest.mark.slow),
+        ("wide", "fp8"),
+    ],
+    ids=" ".join,
 )
-def compiled_int8(
+def quantised(
     request: pytest.FixtureRequest, tiny: Callable[[str], TinyModel]
-) -> Iterator[tuple[str, Engine]]:
+) -> Iterator[tuple[str, str, Engine]]:
     if not have_compiler():
         pytest.skip("needs a C++ compiler")
+    variant, storage = request.param
     config = EngineConfig(
         device="cpu",
         mode="compile",
-        weight_dtype="int8",
+        weight_dtype=storage,
         max_rows=4,
         block_size=8,
         prefill_chunk=24,
     )
-    with Engine.from_pretrained(tiny(request.param).directory, config) as engine:
-        yield request.param, engine
+    with Engine.from_pretrained(tiny(variant).directory, config) as engine:
+        yield variant, storage, engine
 
 
 def test_compiled_tokens_are_the_eager_ones(
-    compiled_int8: tuple[str, Engine],
+    quantised: tuple[str, str, Engine],
     open_engine: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],
 ) -> None:
-    variant, engine = compiled_int8
+    variant, storage, engine = quantised
     prompts = tiny(variant).prompts(3, 17, 1, 50, 9)
-    eager = open_engine(variant, weight_dtype="int8")
+    eager = open_engine(variant, weight_dtype=storage)
     ours, theirs = (
         [output.token_ids for output in each.generate(prompts, GREEDY)] for each in (engine, eager)
     )
@@ -89,18 +109,30 @@ def test_compiled_tokens_are_the_eager_ones(
     assert memory["planned"] == memory["measured"]
 
 
-@pytest.mark.parametrize("variant", ["base", "odd", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("variant", "storage"),
+    [("base", "int8"), ("odd", "int8"), ("deepseek_v3", "int8"), ("odd", "fp8"), ("wide", "fp8")],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_as_stored(
-    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str, dtype: str
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+    storage: str,
+    dtype: str,
 ) -> None:
-    """A byte a number of a linear layer, four a row; an untied embedding is not read as a whole."""
-    engine = open_engine(variant, dtype=dtype, weight_dtype="int8")
+    """A byte a number of a linear layer, four a row, or four for each 128 numbers of it.
+
+    An untied embedding is not read as a whole.
+    """
+    engine = open_engine(variant, dtype=dtype, weight_dtype=storage)
     config = read_config(tiny(variant).directory)
     size = {"float32": 4, "bfloat16": 2}[dtype]
     shapes = {name: fused.shape for name, fused in fused_layout(config).items()}
     stored = {
-        name: math.prod(shape) + 4 * shape[0] if len(shape) == 2 else math.prod(shape) * size
+        name: math.prod(shape) + 4 * shape[0] * (-(-shape[1] // 128) if storage == "fp8" else 1)
+        if len(shape) == 2
+        else math.prod(shape) * size
         for name, shape in shapes.items()
     }
     memory = engine.stats()["memory"]["weights"]
@@ -113,8 +145,9 @@ def test_bytes_as_stored(
     assert weights_per_step(config) == numbers - unread
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
 def test_a_weight_that_is_no_number_is_named(
-    tiny: Callable[[str], TinyModel], tmp_path: Path
+    tiny: Callable[[str], TinyModel], tmp_path: Path, storage: str
 ) -> None:
     source = tiny("base").directory
     for file in source.iterdir():
@@ -124,26 +157,32 @@ def test_a_weight_that_is_no_number_is_named(
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_rows": 1}
     message = (
-        r"layers\.1\.gate_up\.weight cannot be stored as int8: row 83 holds NaN or infinity \(it is"
-        r" made of model\.layers\.1\.mlp\.gate_proj\.weight, .*up_proj\.weight\)"
+        rf"layers\.1\.gate_up\.weight cannot be stored as {storage}: row 83 holds NaN or infinity"
+        r" \(it is made of model\.layers\.1\.mlp\.gate_proj\.weight, .*up_proj\.weight\)"
     )
     with pytest.raises(CheckpointError, match=message):
-        Engine.from_pretrained(tmp_path, EngineConfig(weight_dtype="int8", **config))
+        Engine.from_pretrained(tmp_path, EngineConfig(weight_dtype=storage, **config))
     Engine.from_pretrained(tmp_path, EngineConfig(**config)).close()
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_tokens", "window"),
-    [("eager", 500, 250), pytest.param("compile", 1 << 16, 1024, marks=pytest.mark.slow)],
+    ("mode", "num_tokens", "window", "storages"),
+    [
+        ("eager", 400, 200, ("int8", "fp8")),
+        pytest.param("compile", 1 << 16, 1024, ("int8",), marks=pytest.mark.slow),
+    ],
 )
-def test_perplexity_stays_within_one_percent(mode: str, num_tokens: int, window: int) -> None:
+def test_perplexity_stays_within_one_percent(
+    mode: str, num_tokens: int, window: int, storages: tuple[str, ...]
+) -> None:
     measured = {}
-    for weight_dtype in ("auto", "int8"):
+    for weight_dtype in ("auto", *storages):
         config = EngineConfig(
             device="cpu", mode=mode, weight_dtype=weight_dtype, max_rows=1, max_model_len=window
         )
         with Engine.from_pretrained("demo", config) as engine:
             measured[weight_dtype] = perplexity(engine, held_out_tokens()[:num_tokens], window)
     assert 5 < measured["auto"] < 60, "this is no text that the model knows to predict"
-    assert measured["int8"] != measured["auto"], "nothing was quantised"
-    assert measured["int8"] == pytest.approx(measured["auto"], rel=0.01)
+    for storage in storages:
+        assert measured[storage] != measured["auto"], "nothing was quantised"
+        assert measured[storage] == pytest.approx(measured["auto"], rel=0.01)

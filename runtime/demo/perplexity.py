@@ -1,7 +1,7 @@
 """How well the demo model predicts text it never saw, for each way of storing weights and cache.
 
 Run with `python -m stepgraph.runtime.demo.perplexity --kv-dtype auto int8 fp8`, or with
-`--weight-dtype auto int8 --kv-dtype auto`. Every token goes through a decode step of the engine
+`--weight-dtype auto int8 fp8 --kv-dtype auto`. Every token goes through a decode step of the engine
 (teacher forcing), so what is judged is what serves requests: keys and values quantised when a
 token is written, and read as such; linear layers over the weights as stored.
 """
@@ -29,7 +29,7 @@ CONTEXT = 2048
 """Tokens of the demo model's context."""
 
 KV_DTYPES = ("auto", "int8", "fp8")
-WEIGHT_DTYPES = ("auto", "int8")
+WEIGHT_DTYPES = ("auto", "int8", "fp8")
 
 
 def held_out_tokens() -> list[int]:

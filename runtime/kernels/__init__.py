@@ -4,6 +4,7 @@
 difference.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,9 +27,17 @@ from .linear import (
 )
 from .packed_memory import PackedMemory
 from .stack import DecoderStack, Stack, StackLayer, StackLinear, StackShape
-from .weight_storage import SCALE_BYTES, WeightStorage, dequantise_weight, quantise_weight
+from .weight_storage import (
+    WeightStorage,
+    dequantise_weight,
+    quantise_weight,
+    quantised_dtype,
+    scale_bytes,
+)
 
 Mode = Literal["eager", "compile", "graph"]
+
+logger = logging.getLogger("stepgraph.runtime")
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,8 @@ class Kernels:
     attention: Callable[..., Tensor]
     """Signature of `reference_paged_attention`."""
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
-    """`linear(x_TK, weight, bias_N or None, out_features, scales_N or None)`; the weight as `pack`
-    returns it."""
+    """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
+    returns it, the scales as `quantise_weight` does."""
     pack: Callable[[Tensor], Tensor] | None
     """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
     bounded_by_length: bool
@@ -54,19 +63,19 @@ class Kernels:
     make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
     """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
     weights: WeightStorage = "model"
-    """How the weights of linear layers are stored; `int8` weights come with scales."""
+    """How the weights of linear layers are stored; those of 8 bits come with scales."""
 
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
-        scales = n * SCALE_BYTES if self.weights == "int8" else 0
-        stored = torch.int8 if self.weights == "int8" else dtype
+        stored = quantised_dtype(self.weights) or dtype
+        scales = scale_bytes(self.weights, n, k)
         if self.pack is None:
             return n * k * stored.itemsize + scales
         return packed_bytes(n, k, stored) + scales
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
-        return n * k * 4 if self.weights == "int8" and self.pack is None else 0
+        return n * k * 4 if self.weights != "model" and self.pack is None else 0
 
 
 def select_kernels(
@@ -77,14 +86,20 @@ def select_kernels(
 ) -> Kernels:
     """The kernels for a model in `dtype` on `device`; builds and loads them where they need it.
 
-    `weights` says how those of linear layers are stored.
+    `weights` says how those of linear layers are stored. There is no fast linear layer over fp8
+    weights for a CPU: a warning says so where it was not chosen by `eager`.
 
     Raises KernelBuildError where the fast CPU kernels cannot be built.
     """
     device_type = torch.device(device).type
     if device_type == "cpu" and mode != "eager":
         library = load_cpu_ops()
-        packs = can_pack(dtype)
+        packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
+        if weights == "fp8":
+            logger.warning(
+                "fp8 weights are widened by plain PyTorch in every step on a CPU, which is several"
+                " times slower: weight_dtype='int8' is as small and fast"
+            )
         return Kernels(
             name="cpu" if packs else "cpu, torch linear",
             attention=paged_attention,

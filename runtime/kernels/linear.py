@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .weight_storage import dequantise_weight
+
 BLOCK = 32
 _PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
 """Input features of a step, by the dtype of the weight."""
@@ -124,16 +126,20 @@ def reference_linear(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     out_features: int,
-    scales_N: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`F.linear` with the signature of `packed_linear`, over the weight as it is.
 
-    An int8 weight is brought to float32 as a whole: right everywhere, fast nowhere.
+    A weight of 8-bit numbers (`quantise_weight`) is brought to float32 as a whole: right
+    everywhere, fast nowhere. Scales of whole rows, `[N]`, are applied to the sums.
     """
     assert weight_NK.shape[0] == out_features
-    if scales_N is None:
+    if scales is None:
         return F.linear(x_TK, weight_NK, bias_N)
-    out_TN = F.linear(x_TK.float(), weight_NK.float()) * scales_N
+    if scales.dim() == 1:
+        out_TN = F.linear(x_TK.float(), weight_NK.float()) * scales
+    else:
+        out_TN = F.linear(x_TK.float(), dequantise_weight(weight_NK, scales))
     if bias_N is not None:
         out_TN = out_TN + bias_N.float()
     return out_TN.to(x_TK.dtype)

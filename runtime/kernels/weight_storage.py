@@ -1,52 +1,89 @@
-"""Weights of linear layers as 8-bit numbers with a scale an output channel.
+"""Weights of linear layers as 8-bit numbers with scales.
 
-Row n of a weight is stored as int8 q[n] and one float32 scale[n] = amax(|w[n]|) / 127; the number
+int8: row n of a weight is stored as q[n] and one float32 scale[n] = amax(|w[n]|) / 127; the number
 that it stands for is q[n, k] * scale[n]. Rounding is to nearest, half to even, so a number is off
 by half a scale at most. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
 float32 and multiplies the sum by scale[n] (see `linear.py`).
 
-Shapes: N output features, K input features.
+fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), and every 128 neighbours of a
+row have a scale of their own, amax / 448: that of w[n, k] is scale[n, k // 128]. The last block of
+a row may be shorter. A number is off by 1/16 of itself at most, or by 2**-10 of a scale where that
+is more.
+
+Shapes: N output features, K input features, B blocks of a row.
 """
 
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-WeightStorage = Literal["model", "int8"]
-"""How weights of linear layers are stored: in the model's dtype, or as int8 with scales."""
+WeightStorage = Literal["model", "int8", "fp8"]
+"""How weights of linear layers are stored: in the model's dtype, or as 8-bit numbers with scales.
+"""
 
-LARGEST = 127
+FP8_BLOCK = 128
+"""Neighbours of a row that share a scale."""
+
 SCALE_BYTES = 4
 
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_LARGEST = {"int8": 127, "fp8": 448}
 _NUMBERS_AT_A_TIME = 1 << 24
 """Quantised at once: bounds the float32 copies of a large weight."""
 
 
-def quantise_weight(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 `[N, K]`, from -127 to 127, and float32 scales `[N]` of a weight.
+def quantised_dtype(storage: WeightStorage) -> torch.dtype | None:
+    """Return the dtype of stored numbers; None for those that are left in the model's."""
+    return _DTYPES.get(storage)
 
-    A row of zeros has scale 0.
+
+def scale_bytes(storage: WeightStorage, n: int, k: int) -> int:
+    """Return the bytes of the scales of a `[n, k]` weight."""
+    return SCALE_BYTES * n * {"model": 0, "int8": 1, "fp8": -(-k // FP8_BLOCK)}[storage]
+
+
+def quantise_weight(weight_NK: Tensor, storage: WeightStorage = "int8") -> tuple[Tensor, Tensor]:
+    """Return the 8-bit numbers `[N, K]` of a weight and their float32 scales.
+
+    `int8`: numbers from -127 to 127, scales `[N]`; `fp8`: numbers as float8_e4m3fn, scales
+    `[N, B]`. What holds zeros only has scale 0.
 
     Raises:
         ValueError: a row holds NaN or infinity; the message names the first such row.
     """
-    data_NK = torch.empty_like(weight_NK, dtype=torch.int8)
-    scale_N = torch.empty(weight_NK.shape[0], dtype=torch.float32, device=weight_NK.device)
-    rows = max(1, _NUMBERS_AT_A_TIME // weight_NK.shape[1])
-    for start in range(0, len(weight_NK), rows):
+    largest, (n, k) = _LARGEST[storage], weight_NK.shape
+    block = FP8_BLOCK if storage == "fp8" else k
+    data_NK = torch.empty_like(weight_NK, dtype=_DTYPES[storage])
+    scale_NB = torch.empty(n, -(-k // block), dtype=torch.float32, device=weight_NK.device)
+    rows = max(1, _NUMBERS_AT_A_TIME // k)
+    for start in range(0, n, rows):
         part = slice(start, start + rows)
-        weight = weight_NK[part].float()
-        scale = weight.abs().amax(-1) / LARGEST
-        bad = (~scale.isfinite()).nonzero()
+        weight = F.pad(weight_NK[part].float(), (0, -k % block)).unflatten(1, (-1, block))
+        scale = weight.abs().amax(-1) / largest
+        bad = (~scale.isfinite()).any(-1).nonzero()
         if len(bad):
             raise ValueError(f"row {start + int(bad[0])} holds NaN or infinity")
-        divisor = torch.where(scale == 0, 1.0, scale)
-        data_NK[part] = (weight / divisor[:, None]).round().clamp(-LARGEST, LARGEST)
-        scale_N[part] = scale
-    return data_NK, scale_N
+        numbers = weight / torch.where(scale == 0, 1.0, scale)[..., None]
+        if storage == "int8":
+            numbers = numbers.round()
+        # A tiny scale has few bits left in float32 and may divide to more than the largest.
+        data_NK[part] = numbers.clamp(-largest, largest).flatten(1)[:, :k].to(data_NK.dtype)
+        scale_NB[part] = scale
+    return data_NK, scale_NB if storage == "fp8" else scale_NB[:, 0]
 
 
-def dequantise_weight(data_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """Return float32 `[N, K]`, of rows that `quantise_weight` returned."""
-    return data_NK.float() * scale_N[:, None]
+def dequantise_weight(data_NK: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 `[N, K]`, of rows that `quantise_weight` returned and their scales.
+
+    Nothing else as large is allocated.
+    """
+    wide_NK = data_NK.float()
+    if scales.dim() == 1:
+        return wide_NK.mul_(scales[:, None])
+    blocks = data_NK.shape[1] // FP8_BLOCK
+    whole = blocks * FP8_BLOCK
+    wide_NK[:, :whole].unflatten(1, (blocks, FP8_BLOCK)).mul_(scales[:, :blocks, None])
+    wide_NK[:, whole:].mul_(scales[:, blocks:])
+    return wide_NK

@@ -237,7 +237,7 @@ class Decoder(nn.Module):
     def _unfit(self, name: str, error: ValueError) -> str:
         sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))
         return (
-            f"{name} cannot be stored as int8: {error} (it is made of {sources});"
+            f"{name} cannot be stored as {self.kernels.weights}: {error} (it is made of {sources});"
             " look at the checkpoint, or use weight_dtype='auto'"
         )
 

@@ -24,7 +24,8 @@ class Projection(nn.Module):
         self.in_features = in_features
         self.weight: nn.Parameter | None = None
         self.scales: nn.Parameter | None = None
-        """float32 `[out_features]`, of weights that are stored as int8."""
+        """Of weights that are stored in 8 bits: float32 `[out_features]`, or of fp8 a scale for
+        every 128 input features, `[out_features, ceil(in_features / 128)]`."""
         self.bias: nn.Parameter | None = None
         self.dtype: torch.dtype | None = None
         """Of the weight as it was before it was quantised."""
@@ -35,8 +36,8 @@ class Projection(nn.Module):
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
         self.dtype = weight.dtype
-        if self.kernels.weights == "int8":
-            weight, scales = quantise_weight(weight)
+        if self.kernels.weights != "model":
+            weight, scales = quantise_weight(weight, self.kernels.weights)
             self.scales = nn.Parameter(scales.to(device), requires_grad=False)
         packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
         self.weight = nn.Parameter(packed.to(device), requires_grad=False)
