@@ -1,0 +1,185 @@
+"""Weights of linear layers on a GPU, and the sizes that kernels over them are launched with.
+
+Shapes: T rows (tokens), N output features, K input features.
+
+A weight is `[N, K]`, as a checkpoint has it. The kernels serve the few rows of a decode step, where
+the time is that of reading the weight once: a program reads `block_n` whole rows of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FEW_ROWS",
+    "ROW_CLASSES",
+    "SCALE_BLOCK",
+    "GpuLinear",
+    "LinearConfig",
+    "Norm",
+    "Pending",
+    "candidate_configs",
+    "default_config",
+    "reference_linear",
+    "reference_norm",
+    "row_class",
+]
+
+SCALE_BLOCK = 128
+"""Input features that share a scale where an output feature has several."""
+
+ROW_CLASSES = (1, 2, 4, 16, 32, 64)
+"""Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
+
+FEW_ROWS = 4
+"""What the kernel without tensor cores takes at most."""
+
+
+class GpuLinear(NamedTuple):
+    """A linear layer: `x @ (weight * scales).T + bias`."""
+
+    weight: Tensor
+    """`[N, K]`, contiguous, in the model's dtype, int8 or float8_e4m3fn."""
+    scales: Tensor | None = None
+    """float32 `[N]`, or `[N, ceil(K / 128)]`: a scale for each 128 input features."""
+    bias: Tensor | None = None
+    """`[N]` in the model's dtype."""
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm, rounded as `models.modules.RMSNorm` rounds."""
+
+    weight: Tensor
+    """`[K]` in the model's dtype."""
+    eps: float
+    offset: bool = False
+    """It multiplies by one plus the weight, in float32."""
+
+
+class Pending(NamedTuple):
+    """What a layer has yet to add to its rows: `x + norm(delta)` goes into `out`.
+
+    Of families that norm what attention and the MLP return.
+    """
+
+    delta: Tensor
+    """`[T, K]`."""
+    norm: Norm
+    out: Tensor
+    """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How a product is cut into programs; all are powers of two, `parts` may be 0."""
+
+    block_n: int
+    """Output features of a program; of gate and up, so many of each."""
+    block_k: int
+    """Input features that a program loads at a time, the next while it multiplies with these."""
+    num_warps: int = 4
+    parts: int = 0
+    """0: sums on the cores that do float32, one row after the other. Else tensor cores: `block_k`
+    is cut into so many parts, summed apart, so that every warp has products of its own."""
+
+
+def row_class(rows: int) -> int:
+    """The smallest of `ROW_CLASSES` that holds `rows`. Raises ValueError if none does."""
+    for size in ROW_CLASSES:
+        if rows <= size:
+            return size
+    raise ValueError(f"kernels of decode steps take at most {ROW_CLASSES[-1]} rows, got {rows}")
+
+
+def default_config(
+    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+) -> LinearConfig:
+    """What `kernel` is launched with where nothing was tuned.
+
+    Args:
+        kernel: `norm_linear`, `gate_up`, `residual_linear` or `combine_output`.
+        rows: T, or its class.
+        n: output features; of gate_up those of the result (F).
+        k: input features.
+        weight_bytes: of an element of the weight.
+        multiprocessors: of the device.
+    """
+    rows = row_class(rows)
+    halves = 2 if kernel == "gate_up" else 1
+    if rows > FEW_ROWS:
+        # A tile of weights and one of the input pass through registers and shared memory.
+        block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 64 // halves))
+        features = block_n * halves
+        block_k = _power_of_two(k, least=64, most=min(512, 8192 // rows, 16384 // features))
+        return LinearConfig(block_n, block_k, num_warps=4, parts=min(4, block_k // 16))
+    if kernel == "combine_output":
+        # Each program reads all that the splits left, so there are few of them.
+        block_n = max(1, _smallest_wave(n, multiprocessors, 16))
+        tile, num_warps = 65536, 8
+    else:
+        block_n = max(1, _smallest_wave(n, 4 * multiprocessors, 32))
+        tile, num_warps = 16384, 4
+    features = block_n * halves
+    block_k = tile // (features * weight_bytes)
+    return LinearConfig(block_n, _power_of_two(k, least=16, most=block_k), num_warps)
+
+
+def candidate_configs(
+    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+) -> list[LinearConfig]:
+    """What is worth timing, the default first; arguments as for `default_config`."""
+    default = default_config(kernel, rows, n, k, weight_bytes, multiprocessors)
+    sizes = (0.5, 1, 2)
+    configs = [
+        LinearConfig(int(default.block_n * x), int(default.block_k * y), num_warps, default.parts)
+        for x in sizes
+        for y in sizes
+        for num_warps in (4, 8)
+        if default.block_n * x >= 1 and default.block_k * y >= 16 * max(1, default.parts)
+    ]
+    return [default, *(config for config in configs if config != default)]
+
+
+def _smallest_wave(n: int, programs: int, most: int) -> int:
+    """The smallest power of two whose blocks of `n` are at most `programs`, but at most `most`."""
+    size = 1
+    while size < most and -(-n // size) > programs:
+        size *= 2
+    return size
+
+
+def _power_of_two(k: int, least: int, most: int) -> int:
+    """The smallest power of two that holds `k`, or `most`; a divisor of `k` if one is near."""
+    size = least
+    while size < k and size < most:
+        size *= 2
+    return size
+
+
+def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
+    """The product in plain torch, accumulated in float32 and rounded once: `[T, N]`."""
+    weight_NK = linear.weight.float()
+    if linear.scales is not None and linear.scales.dim() == 2:
+        scale_NK = linear.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : weight_NK.shape[1]]
+        weight_NK = weight_NK * scale_NK
+    out_TN = x_TK.float() @ weight_NK.T
+    if linear.scales is not None and linear.scales.dim() == 1:
+        out_TN = out_TN * linear.scales
+    if linear.bias is not None:
+        out_TN = out_TN + linear.bias.float()
+    return out_TN.to(x_TK.dtype)
+
+
+def reference_norm(x_TK: Tensor, norm: Norm | None) -> Tensor:
+    """`models.modules.RMSNorm`; the rows themselves without one."""
+    if norm is None:
+        return x_TK
+    x = x_TK.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.offset:
+        return (x * (1.0 + norm.weight.float())).to(x_TK.dtype)
+    return norm.weight * x.to(x_TK.dtype)

@@ -1,0 +1,449 @@
+"""The two kernels of all linear layers of a decode step: for up to 4 rows, and for up to 64.
+
+Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
+splits, E value head_dim.
+
+A program multiplies all rows by R rows of the weight, `BLOCK_K` input features at a time, and has
+the weights of the next tile in flight while it multiplies with these. The first tile, norms, biases
+and scales are on their way before it waits for what the kernel before it writes. Of gate and up a
+program reads the rows of the same features, gate and up in turn.
+
+What is multiplied is the input as it is, or summed with what is pending and normed, or put together
+from the splits of attention; every program does that for itself, as it is in the L2 cache and small
+beside the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .linear import (
+    FEW_ROWS,
+    SCALE_BLOCK,
+    GpuLinear,
+    LinearConfig,
+    Norm,
+    Pending,
+    default_config,
+    row_class,
+)
+from .linear_tiles import (
+    activate,
+    as_numbers,
+    input_tile,
+    load_tile,
+    load_weights,
+    row_statistics,
+)
+from .quantised_cache import fp8_is_native
+
+__all__ = ["launch_linear"]
+
+_STORAGES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+_STATISTICS = 8192
+"""Elements of all rows that are summed up at a time for a norm."""
+
+
+def _name(specialization: Any) -> str:
+    """Of a compiled kernel, as profilers show it: that of the operation."""
+    name: str = specialization.constants["NAME"]
+    return name
+
+
+@triton.jit
+def _combined_slice(  # type: ignore[no-untyped-def]
+    acc_ptr, max_ptr, sum_ptr, row, first, k, K: tl.constexpr, E: tl.constexpr,
+    SPLITS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Features `k` [G, V] of what the splits make; those of a group, from `first` [G], share a head.
+
+    All maxima and sums are loaded at once, then all of the splits that have positions.
+    """
+    cell = (row * (K // E) + first // E) * SPLITS
+    inside = first < K
+    maxima = ()
+    sums = ()
+    for split in tl.static_range(SPLITS):
+        maxima = maxima + (tl.load(max_ptr + cell + split, mask=inside, other=float("-inf")),)
+        sums = sums + (tl.load(sum_ptr + cell + split, mask=inside, other=0.0),)
+    largest = maxima[0]
+    for split in tl.static_range(1, SPLITS):
+        largest = tl.maximum(largest, maxima[split])
+    total = tl.zeros(first.shape, tl.float32)
+    out = tl.zeros(k.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        used = inside & (sums[split] > 0)
+        weight = tl.where(used, tl.exp2(maxima[split] - largest), 0.0)
+        total += weight * sums[split]
+        pointers = acc_ptr + (cell + split)[:, None] * E + k % E
+        acc = tl.load(pointers, mask=used[:, None], other=0.0)
+        out += weight[:, None] * acc
+    out = out / total[:, None]
+    if not EVEN:
+        out = tl.where(inside[:, None], out, 0.0)
+    return out
+
+
+@triton.jit
+def _row_tile(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, row, start, k, reciprocal, post_reciprocal,
+    norm, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Input features from `start` on of one row: `[BLOCK_K / V, V]` in float32."""
+    if max_ptr is not None:
+        first = start + tl.arange(0, k.shape[0]) * V
+        x = _combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
+        x = x.to(dtype).to(tl.float32)
+    else:
+        x = input_tile(
+            x_ptr, delta_ptr, post_ptr, row, start + k, start + k < K, reciprocal,
+            post_reciprocal, norm, K, EVEN, NORM, OFFSET, POST_OFFSET, dtype,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit(repr=_name)
+def linear_of_few_rows(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, max_ptr, sum_ptr, w_ptr, scale_ptr, bias_ptr,
+    residual_ptr, out_ptr, T, N, eps, post_eps,
+    K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+    OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    NAME: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
+
+    A thread loads V weights at once (16 bytes) and sums up their products for itself. Triton puts
+    the threads of a warp along the first dimension: they load from one row of the weight.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    NORM: tl.constexpr = norm_ptr is not None
+    HALVES: tl.constexpr = 2 if GATED else 1
+    R: tl.constexpr = BLOCK_N * HALVES
+    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    let_dependents_start(PDL)
+
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
+    # What stands behind the last feature is the last one once more, and not stored.
+    weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
+    k = tl.arange(0, BLOCK_K // V)[:, None] * V + tl.arange(0, V)[None, :]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    w = load_weights(w_rows, k[:, None, :] < K, EVEN)
+    norm = 0.0
+    if NORM:
+        norm = load_tile(norm_ptr + k, k < K, EVEN).to(tl.float32)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        block = tl.arange(0, BLOCK_K // V) * V
+        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
+        scales = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
+    elif scale_ptr is not None:
+        scales = tl.load(scale_ptr + weight_n)
+    bias = tl.zeros([R], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+
+    wait_for_inputs(PDL)
+    t = tl.arange(0, ROWS)
+    reciprocals, post_reciprocals = row_statistics(
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
+        K, STATISTICS, NORM, POST_OFFSET, dtype,
+    )  # fmt: skip
+    reciprocal = ()
+    post_reciprocal = ()
+    residual = ()
+    sums = ()
+    for row in tl.static_range(ROWS):
+        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
+        post_reciprocal = post_reciprocal + (tl.sum(tl.where(t == row, post_reciprocals, 0.0)),)
+        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)
+        if residual_ptr is not None:
+            pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
+            residual = residual + (tl.load(pointers).to(tl.float32),)
+
+    for start in range(0, LAST, BLOCK_K):
+        after = start + BLOCK_K
+        w_after = load_weights(w_rows + after, (after + k)[:, None, :] < K, EVEN)
+        norm_after = 0.0
+        if NORM:
+            norm_after = load_tile(norm_ptr + after + k, after + k < K, EVEN).to(tl.float32)
+        scales_after = scales
+        if SCALE_BLOCKS:
+            block = after + tl.arange(0, BLOCK_K // V) * V
+            scales_after = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
+        numbers = as_numbers(w, STORAGE, NATIVE_FP8)
+        grown = ()
+        for row in tl.static_range(ROWS):
+            x = _row_tile(
+                x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), start, k,
+                reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
+                POST_OFFSET, dtype,
+            )  # fmt: skip
+            product = tl.sum(numbers * x[:, None, :], axis=2)
+            if SCALE_BLOCKS:
+                product = product * scales
+            grown = grown + (sums[row] + product,)
+        sums = grown
+        w = w_after
+        norm = norm_after
+        scales = scales_after
+
+    numbers = as_numbers(w, STORAGE, NATIVE_FP8)
+    for row in tl.static_range(ROWS):
+        x = _row_tile(
+            x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), LAST, k,
+            reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
+            POST_OFFSET, dtype,
+        )  # fmt: skip
+        product = tl.sum(numbers * x[:, None, :], axis=2)
+        if SCALE_BLOCKS:
+            product = product * scales
+        out = tl.sum(sums[row] + product, axis=0)
+        if scale_ptr is not None and not SCALE_BLOCKS:
+            out = out * scales
+        out = out + bias
+        if GATED:
+            gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
+            out = activate(gate, up, GELU, dtype)
+        elif residual_ptr is not None:
+            out = residual[row] + out.to(dtype).to(tl.float32)
+        stored_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (stored_n < N) & (row < T)
+        tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
+
+
+@triton.jit(repr=_name)
+def linear_of_rows(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
+    residual_ptr, out_ptr, T, N, eps, post_eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, STATISTICS: tl.constexpr, STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
+    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, NAME: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    NORM: tl.constexpr = norm_ptr is not None
+    HALVES: tl.constexpr = 2 if GATED else 1
+    R: tl.constexpr = BLOCK_N * HALVES
+    C: tl.constexpr = BLOCK_K // PARTS
+    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    let_dependents_start(PDL)
+
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
+    weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
+    k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    x_k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, :, None]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k
+    w = load_weights(w_rows, k < K, EVEN)
+    norm = 0.0
+    if NORM:
+        norm = load_tile(norm_ptr + x_k, x_k < K, EVEN).to(tl.float32)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        block = tl.arange(0, PARTS)[:, None] * C
+        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
+        scales = load_tile(scale_rows + block // 128, block < K, EVEN)
+    elif scale_ptr is not None:
+        scales = tl.load(scale_ptr + weight_n)
+    bias = tl.zeros([R], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+
+    wait_for_inputs(PDL)
+    t = tl.arange(0, ROWS)
+    reciprocals, post_reciprocals = row_statistics(
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
+        K, STATISTICS, NORM, POST_OFFSET, dtype,
+    )  # fmt: skip
+    rows = t[None, None, :]
+    reciprocal = reciprocals[None, None, :]
+    post_reciprocal = post_reciprocals[None, None, :]
+    sums = tl.zeros([PARTS, R, ROWS], tl.float32)
+    for start in range(0, LAST, BLOCK_K):
+        after = start + BLOCK_K
+        w_after = load_weights(w_rows + after, after + k < K, EVEN)
+        norm_after = 0.0
+        if NORM:
+            norm_after = load_tile(norm_ptr + after + x_k, after + x_k < K, EVEN).to(tl.float32)
+        scales_after = scales
+        if SCALE_BLOCKS:
+            block = after + tl.arange(0, PARTS)[:, None] * C
+            scales_after = load_tile(scale_rows + block // 128, block < K, EVEN)
+        x = input_tile(
+            x_ptr, delta_ptr, post_ptr, rows, start + x_k, (rows < T) & (start + x_k < K),
+            reciprocal, post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+        ).to(dtype)  # fmt: skip
+        sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
+        w = w_after
+        norm = norm_after
+        scales = scales_after
+    x = input_tile(
+        x_ptr, delta_ptr, post_ptr, rows, LAST + x_k, (rows < T) & (LAST + x_k < K),
+        reciprocal, post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+    ).to(dtype)  # fmt: skip
+    sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
+
+    out = tl.sum(sums, axis=0)
+    if scale_ptr is not None and not SCALE_BLOCKS:
+        out = out * scales[:, None]
+    out = out + bias[:, None]
+    stored_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    place = t[None, :] * N + stored_n
+    mask = (stored_n < N) & (t < T)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_N, 2, ROWS]), [0, 2, 1]))
+        out = activate(gate, up, GELU, dtype)
+    elif residual_ptr is not None:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        out = residual + out.to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, out.to(dtype), mask=mask)
+
+
+@triton.jit
+def _multiplied(  # type: ignore[no-untyped-def]
+    sums, w, x, scales, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
+    if STORAGE != "model":
+        w = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
+    if SCALE_BLOCKS:
+        sums += tl.dot(w, x, input_precision="ieee") * scales[:, :, None]
+    else:
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+    return sums
+
+
+def launch_linear(
+    name: str,
+    x: Tensor,
+    linear: GpuLinear,
+    out_TN: Tensor,
+    config: LinearConfig | None,
+    *,
+    norm: Norm | None = None,
+    pending: Pending | None = None,
+    splits: tuple[Tensor, Tensor] | None = None,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    gelu: bool = False,
+) -> None:
+    """Launch the kernel that fits `config` as the operation `name`.
+
+    Args:
+        name: of the operation.
+        x: `[T, K]`; with `splits`, maxima and sums `[T, H, S]`, what they belong to `[T, H, S, E]`.
+        linear: `[2N, K]` if `gated`, else `[N, K]`.
+        out_TN: written; its dtype is the model's.
+        config: None for the default.
+        norm: of the input.
+        pending: added before.
+        residual_TN: what the product is added to.
+        gated: the result is `act(gate) * up`.
+        gelu: of the activation; else silu.
+
+    Raises ValueError for sizes that do not fit together, or more rows than the kernel takes.
+    """
+    rows, n = out_TN.shape
+    stored_n, k = linear.weight.shape
+    if stored_n != n * (2 if gated else 1) or x[0].numel() != k * (
+        1 if splits is None else splits[0].shape[2]
+    ):
+        raise ValueError(
+            f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
+            f" {tuple(x.shape)}"
+        )
+    storage = _STORAGES.get(linear.weight.dtype, "model")
+    weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
+    if config is None:
+        config = default_config(
+            name, rows, n, k, weight.element_size(), num_multiprocessors(x.device)
+        )
+    row_count = row_class(rows)
+    blocks = 0
+    if linear.scales is not None and linear.scales.dim() == 2:
+        blocks = -(-k // SCALE_BLOCK)
+    post = None if pending is None else pending.norm
+    sizes: dict[str, Any] = dict(
+        K=k,
+        ROWS=row_count,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STATISTICS=min(_power_of_two(k), _STATISTICS // row_count),
+        STORAGE=storage,
+        NATIVE_FP8=fp8_is_native(x.device),
+        SCALE_BLOCKS=blocks,
+        OFFSET=norm is not None and norm.offset,
+        POST_OFFSET=post is not None and post.offset,
+        GATED=gated,
+        GELU=gelu,
+        NAME=name,
+    )
+    inputs = (
+        x,
+        None if pending is None else pending.delta,
+        None if post is None else post.weight,
+        None if pending is None else pending.out,
+        None if norm is None else norm.weight,
+    )
+    outputs = (
+        weight,
+        linear.scales,
+        linear.bias,
+        residual_TN,
+        out_TN,
+        rows,
+        n,
+        0.0 if norm is None else norm.eps,
+        0.0 if post is None else post.eps,
+    )
+    grid = (-(-n // config.block_n),)
+    if config.parts:
+        if splits is not None:
+            raise ValueError(f"{name}: splits are combined by the kernel without tensor cores")
+        parts = config.parts
+        if blocks:
+            parts = max(parts, config.block_k // SCALE_BLOCK)
+        launch(
+            linear_of_rows, grid, *inputs, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
+        )
+        return
+    if row_count > FEW_ROWS:
+        raise ValueError(f"{name}: {rows} rows need tensor cores (parts of at least 1)")
+    vector = min(16 // weight.element_size(), config.block_k)
+    head_dim = 1
+    if splits is not None:
+        head_dim = x.shape[3]
+        vector = math.gcd(vector, head_dim)
+    launch(
+        linear_of_few_rows,
+        grid,
+        *inputs,
+        *(splits or (None, None)),
+        *outputs,
+        num_warps=config.num_warps,
+        E=head_dim,
+        SPLITS=1 if splits is None else splits[0].shape[2],
+        V=vector,
+        **sizes,
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below `number`."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,138 @@
+"""Device functions that kernels of linear layers share: tiles of weights, normed rows.
+
+Shapes: R rows, K input features. An `EVEN` tile has no feature outside of K, so it needs no masks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .quantised_cache import decode_fp8
+
+__all__ = ["activate", "as_numbers", "input_tile", "load_tile", "row_statistics"]
+
+
+@triton.jit
+def load_tile(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What stands there; 0 where masked, whatever the memory holds."""
+    if EVEN:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=mask, other=0)
+    return tile
+
+
+@triton.jit
+def load_weights(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `load_tile`, of memory that a step reads once: it makes no room for itself in the L1."""
+    if EVEN:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stored weights in float32, without their scales."""
+    if STORAGE == "fp8":
+        numbers = decode_fp8(tile, NATIVE_FP8)
+    elif STORAGE == "int8":
+        # Processors convert few integers a cycle. 2**23 + 128 + i has i + 128 as its lowest bits.
+        bits = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.int32) | 0x4B000000
+        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        numbers = tile.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def normed(x, reciprocal, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`models.modules.RMSNorm` of float32 `x`, rounded to `dtype`, in float32."""
+    x = x * reciprocal
+    if OFFSET:
+        out = x * (1.0 + weight)
+    else:
+        out = x.to(dtype).to(tl.float32) * weight
+    return out.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def pending_tile(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal,
+    K: tl.constexpr, EVEN: tl.constexpr, POST_OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Input features `k` of `rows` in float32, what was pending added."""
+    x = load_tile(x_ptr + rows * K + k, mask, EVEN).to(tl.float32)
+    if delta_ptr is not None:
+        delta = load_tile(delta_ptr + rows * K + k, mask, EVEN).to(tl.float32)
+        weight = load_tile(post_ptr + k, k < K, EVEN).to(tl.float32)
+        delta = normed(delta, post_reciprocal, weight, dtype, POST_OFFSET)
+        x = (x + delta).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def input_tile(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, rows, k, mask, reciprocal, post_reciprocal, weight,
+    K: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    POST_OFFSET: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """What the weights are multiplied by: `pending_tile`, normed where there is a norm."""
+    x = pending_tile(
+        x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal, K, EVEN, POST_OFFSET, dtype
+    )  # fmt: skip
+    if NORM:
+        x = normed(x, reciprocal, weight, dtype, OFFSET)
+    return x
+
+
+@triton.jit
+def row_statistics(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, post_ptr, sum_ptr, rows, valid, eps, post_eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_OFFSET: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Reciprocals of the root mean squares of `rows` [R] and of what is pending for them.
+
+    The first program writes the sums of both to `sum_ptr` where rows are `valid`. Rows that are
+    not are rows of the input too, so that they need no mask.
+    """
+    EVEN: tl.constexpr = K % BLOCK == 0
+    reciprocal = tl.zeros(rows.shape, tl.float32)
+    post_reciprocal = tl.zeros(rows.shape, tl.float32)
+    if delta_ptr is not None:
+        squares = tl.zeros([rows.shape[0], BLOCK], tl.float32)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)[None, :]
+            delta = load_tile(delta_ptr + rows[:, None] * K + k, k < K, EVEN).to(tl.float32)
+            squares += delta * delta
+        post_reciprocal = tl.rsqrt(tl.sum(squares, axis=1) / K + post_eps)
+    if NORM or delta_ptr is not None:
+        squares = tl.zeros([rows.shape[0], BLOCK], tl.float32)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)[None, :]
+            x = pending_tile(
+                x_ptr, delta_ptr, post_ptr, rows[:, None], k, k < K, post_reciprocal[:, None],
+                K, EVEN, POST_OFFSET, dtype,
+            )  # fmt: skip
+            squares += x * x
+            if delta_ptr is not None:
+                mask = (k < K) & valid[:, None] & (tl.program_id(0) == 0)
+                tl.store(sum_ptr + rows[:, None] * K + k, x.to(dtype), mask=mask)
+        reciprocal = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+    return reciprocal, post_reciprocal
+
+
+@triton.jit
+def activate(gate, up, GELU: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32."""
+    gate = gate.to(dtype).to(tl.float32)
+    if GELU:
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u, with u = sqrt(2 / pi) (x + ...).
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        logit = gate
+    active = gate / (1.0 + tl.exp(-logit))
+    return active.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)

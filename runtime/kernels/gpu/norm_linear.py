@@ -1,0 +1,39 @@
+"""A linear layer over normed rows: the first kernel of a decoder layer (norm, then q, k and v).
+
+Shapes: T rows, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear, reference_norm
+from .linear_kernels import launch_linear
+
+__all__ = ["norm_linear", "reference_norm_linear"]
+
+
+def norm_linear(
+    x_TK: Tensor,
+    norm: Norm | None,
+    linear: GpuLinear,
+    out_TN: Tensor,
+    pending: Pending | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """`out = linear(norm(x))`, or of `x + pending.norm(pending.delta)`, which is kept.
+
+    All contiguous; activations in the model's dtype; at most 64 rows. Without `norm`, of the rows
+    as they are.
+    """
+    launch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)
+
+
+def reference_norm_linear(
+    x_TK: Tensor, norm: Norm | None, linear: GpuLinear, pending: Pending | None = None
+) -> Tensor:
+    """What `norm_linear` does, in plain torch."""
+    if pending is not None:
+        x_TK = x_TK + reference_norm(pending.delta, pending.norm)
+        pending.out.copy_(x_TK)
+    return reference_linear(reference_norm(x_TK, norm), linear)

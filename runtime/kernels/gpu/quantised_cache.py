@@ -1,0 +1,184 @@
+"""Vectors of the cache in kernels: where they stand, how they are read and written.
+
+Device functions for the three storages of `kernels/kv_storage.py`, whose `write_blocks` and
+`read_blocks` are the reference; what they write is bit for bit the same (but for the payload of a
+NaN). Shapes: G kv heads, D elements of a vector, N vectors.
+
+A kernel does not cast pointers: it takes the views that `cache_views` makes of one layer, numbers
+(the model's dtype, int8, or uint8 for the bits of fp8) and scales (bfloat16). A vector is
+`numbers * scale`; a reader may leave the scale to what it multiplies the vector by, as numbers of 8
+bits are exact in bfloat16.
+
+fp8 is e4m3: s eeee mmm, value (-1)^s 2^(e - 7) 1.m, without infinity, NaN being s 1111 111. From
+compute capability 8.9 on processors convert it (`NATIVE_FP8`); elsewhere integer operations do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "CacheViews",
+    "cache_views",
+    "fp8_is_native",
+    "load_numbers",
+    "load_scales",
+    "quantised",
+    "scale_offset",
+    "store_vectors",
+    "vector_offset",
+]
+
+_NUMBERS = {"int8": torch.int8, "fp8": torch.uint8}
+
+
+class CacheViews(NamedTuple):
+    """One layer's part of the arena as kernels take it; None: it does not exist."""
+
+    keys: Tensor
+    key_scales: Tensor | None
+    values: Tensor | None
+    value_scales: Tensor | None
+
+
+def cache_views(kv: Tensor, head_dim: int, block_size: int, storage: str) -> CacheViews:
+    """Views of `arena[layer]`, `[sides, num_blocks, G, block_size, D]` or bytes.
+
+    Raises ValueError for quantised blocks whose scales stand at odd addresses.
+    """
+    if storage == "model":
+        return CacheViews(kv[0], None, kv[1] if kv.shape[0] > 1 else None, None)
+    if head_dim * block_size % 2:
+        raise ValueError(
+            f"{storage} keys of {head_dim} elements in blocks of {block_size} have scales at odd "
+            "addresses; kernels take an even head_dim or block size"
+        )
+    sides = [(side.view(_NUMBERS[storage]), side.view(torch.bfloat16)) for side in kv]
+    return CacheViews(*sides[0], *(sides[1] if len(sides) > 1 else (None, None)))
+
+
+def fp8_is_native(device: torch.device) -> bool:
+    """Whether kernels on this device may use conversions of fp8; so does the interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def vector_offset(  # type: ignore[no-untyped-def]
+    block, head, place, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STORAGE: tl.constexpr,
+):  # fmt: skip
+    """First element of the vector at a place of a block, int64, in the view of numbers."""
+    stride: tl.constexpr = BLOCK_SIZE * D if STORAGE == "model" else BLOCK_SIZE * (D + 2)
+    return (block.to(tl.int64) * G + head) * stride + place * D
+
+
+@triton.jit
+def scale_offset(  # type: ignore[no-untyped-def]
+    block, head, place, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    """Of its scale, in the view of scales."""
+    index = block.to(tl.int64) * G + head
+    return index * (BLOCK_SIZE * (D + 2) // 2) + (BLOCK_SIZE * D // 2) + place
+
+
+@triton.jit
+def load_numbers(  # type: ignore[no-untyped-def]
+    numbers_ptr, offsets, mask, dtype: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr
+):  # fmt: skip
+    """Numbers as `dtype` (the model's); 0 where masked, whatever the memory holds."""
+    # Everything in branches: what follows a branch that returns is compiled all the same.
+    if STORAGE == "model":
+        numbers = tl.load(numbers_ptr + offsets, mask=mask, other=0.0)
+    elif STORAGE == "int8":
+        numbers = tl.load(numbers_ptr + offsets, mask=mask, other=0).to(tl.float32)
+    else:
+        numbers = decode_fp8(tl.load(numbers_ptr + offsets, mask=mask, other=0), NATIVE_FP8)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def load_scales(scales_ptr, offsets, mask):  # type: ignore[no-untyped-def]
+    """Scales in float32; 0 where masked."""
+    return tl.load(scales_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def decode_fp8(byte, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of bits (uint8) in float32."""
+    if NATIVE_FP8:
+        number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = byte.to(tl.int32)
+        # e4m3's bits as the upper ones of a float32: its bias is 127 instead of 7, so 2**120 is
+        # missing, also from numbers without a leading one.
+        number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        number = tl.where((bits & 0x7F) == 0x7F, float("nan"), number * 1.329227995784916e36)
+    return number
+
+
+@triton.jit
+def encode_fp8(x):  # type: ignore[no-untyped-def]
+    """The bits (uint8) of the numbers nearest to float32 `x`, ties to even, at most 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Keep three bits of the mantissa; a carry runs into the exponent as it should.
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)
+    # Below 2**-6 numbers are multiples of 2**-9, which is what 2**14 leaves of a float32.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encode_int8(x):  # type: ignore[no-untyped-def]
+    """The integers nearest to float32 `x`, ties to even, at most 127 and 0 for NaN."""
+    # 1.5 * 2**23 leaves whole numbers of a float32.
+    rounded = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    rounded = tl.minimum(tl.maximum(rounded, -127), 127)
+    return tl.where(x == x, rounded, 0).to(tl.int8)
+
+
+@triton.jit
+def quantised(x, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers (int8, or uint8 for fp8) and scales `[N]` (bfloat16) of vectors `[N, D]`, as
+    `kv_storage.quantise`; padding of D is zero."""
+    x = x.to(tl.float32)
+    # As integers NaN is above infinity and that above all numbers.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    exact = tl.div_rn(largest, 127.0 if STORAGE == "int8" else 448.0)
+    bits = exact.to(tl.int32, bitcast=True)
+    upper = tl.where(bits > 0x7F800000, 0x7FC0, (bits + 0xFFFF) >> 16)
+    scale = (upper << 16).to(tl.float32, bitcast=True)
+    scaled = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(x))
+    numbers = encode_int8(scaled) if STORAGE == "int8" else encode_fp8(scaled)
+    return numbers, upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def store_vectors(  # type: ignore[no-untyped-def]
+    numbers_ptr, scales_ptr, x, slots, head, mask,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
+):  # fmt: skip
+    """Write vectors `[N, D padded]` (zeros in the padding) to the slots `[N]` of a head.
+
+    `mask` is that of the vectors, `[N]`.
+    """
+    block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    d = tl.arange(0, x.shape[1])
+    offset = vector_offset(block, head, place, G, D, BLOCK_SIZE, STORAGE)
+    pointers = numbers_ptr + offset[:, None] + d[None, :]
+    inside = mask[:, None] & (d < D)[None, :]
+    if STORAGE == "model":
+        tl.store(pointers, x.to(numbers_ptr.dtype.element_ty), mask=inside)
+    else:
+        numbers, scale = quantised(x, STORAGE)
+        tl.store(pointers, numbers, mask=inside)
+        scale_at = scale_offset(block, head, place, G, D, BLOCK_SIZE)
+        tl.store(scales_ptr + scale_at, scale, mask=mask)
