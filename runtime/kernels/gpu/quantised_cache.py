@@ -166,19 +166,22 @@ def store_vectors(  # type: ignore[no-untyped-def]
     numbers_ptr, scales_ptr, x, slots, head, mask,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """Write vectors `[N, D padded]` (zeros in the padding) to the slots `[N]` of a head.
-
-    `mask` is that of the vectors, `[N]`.
-    """
+    """Write vectors `[N, D padded]` (zeros in the padding) to the slots `[N]` of a head, where
+    `mask` `[N]` says so. Return them in float32 as they will be read."""
     block, place = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     d = tl.arange(0, x.shape[1])
     offset = vector_offset(block, head, place, G, D, BLOCK_SIZE, STORAGE)
     pointers = numbers_ptr + offset[:, None] + d[None, :]
     inside = mask[:, None] & (d < D)[None, :]
     if STORAGE == "model":
-        tl.store(pointers, x.to(numbers_ptr.dtype.element_ty), mask=inside)
+        stored = x.to(numbers_ptr.dtype.element_ty)
+        tl.store(pointers, stored, mask=inside)
+        stored = stored.to(tl.float32)
     else:
         numbers, scale = quantised(x, STORAGE)
         tl.store(pointers, numbers, mask=inside)
         scale_at = scale_offset(block, head, place, G, D, BLOCK_SIZE)
         tl.store(scales_ptr + scale_at, scale, mask=mask)
+        stored = numbers.to(tl.float32) if STORAGE == "int8" else decode_fp8(numbers, False)
+        stored *= scale.to(tl.float32)[:, None]
+    return stored

@@ -1,0 +1,379 @@
+"""Decode attention as a kernel: odd shapes, every length, splits, windows, storages, padding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
+from stepgraph.runtime.kernels.gpu import decode_attention as da
+from stepgraph.runtime.kernels.gpu.launch import record_launches
+from stepgraph.runtime.kernels.kv_storage import write_blocks
+from stepgraph.runtime.models.modules import RMSNorm
+from stepgraph.runtime.models.rope import rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LAYER = 1
+
+
+@dataclass
+class Cache:
+    """An arena full of NaN but for what rows of these lengths have written, and where it is."""
+
+    arena: Tensor
+    block_tables: Tensor
+    slots: Tensor
+    token_rows: Tensor
+    positions: Tensor
+    form: AttentionForm
+
+    @property
+    def read_blocks(self) -> int:
+        return int(self.positions.max()) // self.form.block_size + 1
+
+
+def make_cache(
+    lengths: list[int],
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    sides: int = 2,
+    window: int = 0,
+    softcap: float = 0.0,
+    storage: str = "model",
+    value_dim: int = 0,
+) -> Cache:
+    """A length counts the new token; 0 is a padded row. Blocks that have left the window hold
+    poison, and columns of the tables that no row reads name a block that nobody has."""
+    form = AttentionForm(block_size, 0.3, window, softcap, storage, value_dim or head_dim)
+    columns = max(lengths) // block_size + 2
+    null_row = len(lengths)
+    blocks = null_row * columns + 2
+    shape: tuple[int, ...] = (2, sides, blocks, kv_heads, block_size, head_dim)
+    if storage == "model":
+        arena = torch.full(shape, math.nan, dtype=dtype)
+    else:
+        arena = torch.full((*shape[:-2], block_size * (head_dim + 2)), 0xFF, dtype=torch.uint8)
+    arena[:, :, 0] = 0
+    tables = torch.full((null_row + 1, columns), blocks - 1, dtype=torch.int32)
+    tables[null_row] = 0
+    ids = torch.randperm(blocks - 2).int() + 1
+    slots, rows = torch.zeros(null_row, dtype=torch.long), torch.full((null_row,), null_row)
+    for row, length in enumerate(lengths):
+        if not length:
+            continue
+        used = (length - 1) // block_size + 1
+        tables[row, :used] = ids[row * columns : row * columns + used]
+        position = torch.arange(max(0, length - window) if window else 0, length)
+        slot = tables[row, position // block_size].long() * block_size + position % block_size
+        slots[row], rows[row] = slot[-1], row
+        for side in arena[LAYER]:
+            old = torch.randn(length, kv_heads, head_dim)[position].to(dtype)
+            write_blocks(side, slot[:-1], old[:-1], block_size, storage)
+    positions = torch.tensor([max(length - 1, 0) for length in lengths])
+    return Cache(*(x.to(DEVICE) for x in (arena, tables, slots, rows, positions)), form)
+
+
+@dataclass
+class Inputs:
+    """Of the fused kernel."""
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset: bool
+    cos: Tensor
+    sin: Tensor
+
+
+def make_inputs(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    norms: bool = False,
+    offset: bool = False,
+) -> Inputs:
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    angles = torch.rand(rows, head_dim // 2) * 7
+    weights = [torch.randn(head_dim).to(dtype).to(DEVICE) if norms else None for _ in range(2)]
+    return Inputs(
+        qkv.to(DEVICE), *weights, 1e-6, offset, angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+    )
+
+
+def run(cache: Cache, x: Inputs, splits: int, tile: da.Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Attended `[T, H * E]` and the arena, from poisoned workspace."""
+    arena, rows = cache.arena.clone(), x.qkv.shape[0]
+    head_dim, kv_heads = cache.form.value_dim, arena.shape[3]
+    heads = x.qkv.shape[1] // head_dim - 2 * kv_heads
+    partials = da.new_partials(rows, heads, splits, head_dim, arena.device)
+    out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
+    for tensor in (*partials, out):
+        tensor.fill_(math.nan)
+    da.decode_attention(
+        x.qkv, arena, LAYER, x.q_norm, x.k_norm, x.eps, x.offset, x.cos, x.sin, cache.slots,
+        cache.block_tables, cache.token_rows, cache.positions, cache.form, partials, tile=tile,
+    )  # fmt: skip
+    # Splits without positions come last, and whoever combines may rely on m and l of all.
+    used = partials.l != 0
+    assert not partials.m.isnan().any()
+    assert torch.equal(used, partials.m.isfinite())
+    assert torch.equal(used.sort(-1, descending=True).values, used)
+    da.combine_splits(partials, out)
+    again = torch.full_like(out, math.nan)
+    da.reference_combine_splits(partials, again)
+    close(out, again, TOLERANCE[out.dtype])
+    return out, arena
+
+
+def run_reference(cache: Cache, x: Inputs) -> tuple[Tensor, Tensor]:
+    arena = cache.arena.clone()
+    out = da.reference_decode_attention(
+        x.qkv, arena, LAYER, x.q_norm, x.k_norm, x.eps, x.offset, x.cos, x.sin, cache.slots,
+        cache.block_tables, cache.token_rows, cache.positions, cache.read_blocks, cache.form,
+    )  # fmt: skip
+    return out, arena
+
+
+def close(out: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert out.isfinite().all()
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+def same_cache(arena: Tensor, expected: Tensor, cache: Cache, dtype: torch.dtype) -> None:
+    """Untouched but for the slots; there as the reference has it, to a rounding of the dtype."""
+    block_size, storage = cache.form.block_size, cache.form.storage
+    blocks = torch.unique(cache.slots // block_size)
+    others = torch.ones(arena.shape[2], dtype=torch.bool, device=arena.device)
+    others[blocks] = False
+    bits = [a.view(torch.uint8) for a in (arena, cache.arena)]
+    assert torch.equal(bits[0][:, :, others], bits[1][:, :, others])
+    assert torch.equal(bits[0][0], bits[1][0])
+    real = blocks[blocks != 0]
+    if storage == "model":
+        torch.testing.assert_close(
+            arena[:, :, real], expected[:, :, real], equal_nan=True, rtol=TOLERANCE[dtype],
+            atol=TOLERANCE[dtype],
+        )  # fmt: skip
+    else:
+        differing = (arena[:, :, real] != expected[:, :, real]).float().mean()
+        assert differing < 0.02  # a rounding before that of the storage
+
+
+def check(
+    lengths: list[int],
+    shape: tuple[int, int, int],
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    splits: int = 2,
+    tile: da.Tile | None = None,
+    *,
+    norms: bool = False,
+    offset: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    storage: str = "model",
+) -> None:
+    heads, kv_heads, head_dim = shape
+    cache = make_cache(
+        lengths, kv_heads, head_dim, block_size, dtype, window=window, softcap=softcap,
+        storage=storage,
+    )  # fmt: skip
+    x = make_inputs(len(lengths), heads, kv_heads, head_dim, dtype, norms=norms, offset=offset)
+    out, arena = run(cache, x, splits, tile)
+    expected, expected_arena = run_reference(cache, x)
+    real = torch.tensor(lengths, device=DEVICE) > 0
+    close(out[real], expected[real], TOLERANCE[dtype])
+    assert out.isfinite().all()
+    same_cache(arena, expected_arena, cache, dtype)
+
+
+SMALL = da.Tile(16, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(4, 1, 64), (3, 3, 10), (4, 2, 80), (6, 2, 96), (8, 1, 32), (33, 1, 16)]
+)
+def test_groups_and_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check([37, 1], shape, dtype=dtype, splits=2, tile=SMALL._replace(heads=64))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_lengths_around_the_borders_of_blocks_and_tiles(block_size: int) -> None:
+    check([1, 2, 16, 17, 18, 33], (2, 1, 16), block_size, splits=2, tile=SMALL)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+def test_more_splits_than_tiles_and_fewer(splits: int) -> None:
+    check([1, 17, 64, 90], (2, 1, 16), splits=splits, tile=SMALL)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40])
+def test_windows(window: int) -> None:
+    check([1, 17, 41, 60], (2, 1, 16), 4, splits=2, tile=SMALL, window=window)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_storage(storage: str, dtype: torch.dtype) -> None:
+    """With float32 the new key is read back exactly as the reference does."""
+    check([1, 35, 0], (6, 2, 20), 8, dtype, storage=storage, tile=SMALL)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_queries_and_keys(offset: bool, dtype: torch.dtype) -> None:
+    check([20, 1], (4, 2, 24), dtype=dtype, norms=True, offset=offset, tile=SMALL)
+
+
+def test_soft_cap() -> None:
+    check([40, 1], (2, 1, 16), softcap=1.5, tile=SMALL)
+
+
+def test_everything_at_once() -> None:
+    check(
+        [30, 0, 1, 50], (6, 2, 10), 5, norms=True, window=21, softcap=3.0, storage="fp8",
+        splits=3, tile=SMALL,
+    )  # fmt: skip
+
+
+def test_padded_rows_are_finite_and_write_to_the_null_block_alone() -> None:
+    check([0, 5, 0], (2, 1, 16), tile=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tile_that_is_chosen(dtype: torch.dtype) -> None:
+    check([150], (4, 1, 64), dtype=dtype, splits=2)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3).filter(any),
+    splits=st.integers(1, 5),
+    block_size=st.integers(1, 20),
+    window=st.one_of(st.just(0), st.integers(1, 80)),
+    storage=st.sampled_from(["model", "model", "int8", "fp8"]),
+)
+def test_any_lengths_splits_blocks_and_windows(
+    lengths: list[int], splits: int, block_size: int, window: int, storage: str
+) -> None:
+    check(lengths, (3, 1, 8), block_size, splits=splits, window=window, storage=storage, tile=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["model", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("shape", "value_dim"), [((5, 1, 28), 20), ((20, 1, 48), 32), ((6, 3, 18), 18)]
+)
+def test_queries_that_are_ready(
+    shape: tuple[int, int, int], value_dim: int, storage: str, dtype: torch.dtype
+) -> None:
+    """Latent attention, and the plain one, over keys that were written before."""
+    heads, kv_heads, head_dim = shape
+    lengths = [1, 33, 0]
+    latent = value_dim != head_dim
+    cache = make_cache(
+        lengths, kv_heads, head_dim, 8, dtype, sides=1 if latent else 2, window=30, softcap=4.0,
+        storage=storage, value_dim=value_dim,
+    )  # fmt: skip
+    q = torch.randn(3, heads, 2 * head_dim).to(dtype).to(DEVICE)[..., :head_dim]
+    k, v = torch.randn(2, 3, kv_heads, head_dim).to(dtype).to(DEVICE)
+    expected = reference_paged_attention(
+        q, k, None if latent else v, cache.arena, LAYER, cache.slots, cache.block_tables,
+        cache.token_rows, cache.token_rows, cache.positions, cache.read_blocks, cache.form,
+    )  # fmt: skip
+    partials = da.new_partials(3, heads, 3, value_dim, q.device)
+    out = torch.full((3, heads * value_dim), math.nan, dtype=dtype, device=DEVICE)
+    for tensor in partials:
+        tensor.fill_(math.nan)
+    da.decode_ready_attention(
+        q, cache.arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,
+        partials, tile=SMALL,
+    )  # fmt: skip
+    da.combine_splits(partials, out)
+    real = torch.tensor(lengths, device=DEVICE) > 0
+    close(out[real], expected.flatten(1)[real], TOLERANCE[dtype])
+
+
+def test_against_float64() -> None:
+    """The textbook in float64, over what the cache holds."""
+    cache = make_cache([45], 1, 32, 16, torch.float32)
+    x = make_inputs(1, 3, 1, 32, torch.float32)
+    out, arena = run(cache, x, 2, SMALL)
+    table = cache.block_tables[0, : cache.read_blocks].long()
+    keys, values = (side[table, 0].flatten(0, 1)[:45].double() for side in arena[LAYER])
+    q = rotate(x.qkv.view(1, 5, 32)[:, :3], x.cos, x.sin)[0].double()
+    expected = (q @ keys.T * 0.3).softmax(-1) @ values
+    close(out.view(3, 32), expected, 1e-5)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None:
+    x = torch.randn(3, 4, 10).bfloat16()
+    norm = RMSNorm(1e-5, offset=offset)
+    norm.weight = torch.nn.Parameter(torch.randn(10).bfloat16())
+    assert torch.equal(da._normed(x, norm.weight, 1e-5, offset), norm(x))
+    cos, sin = torch.randn(2, 3, 5)
+    assert torch.equal(da._turned(x, cos, sin), rotate(x, cos, sin))
+
+
+@given(
+    rows=st.integers(1, 256),
+    kv_heads=st.integers(1, 64),
+    positions=st.integers(1, 1 << 17),
+    processors=st.integers(1, 200),
+)
+def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, processors: int) -> None:
+    splits = da.choose_splits(rows, kv_heads, positions, processors)
+    assert 1 <= splits <= min(-(-positions // 64), da.MOST_SPLITS)
+    assert splits == 1 or rows * kv_heads * splits <= 2 * processors
+    assert splits >= da.choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
+
+
+def test_known_choices() -> None:
+    assert da.choose_splits(1, 8, 131072, 132) == 16
+    assert da.choose_splits(32, 8, 131072, 132) == 1
+    assert da.choose_splits(1, 8, 100, 132) == 2
+    assert da.choose_tile(4, 64, 64, 2) == da.Tile(16, 64, 4, 3)
+    assert da.choose_tile(4, 128, 128, 2) == da.Tile(16, 32, 4, 3)
+    assert da.choose_tile(128, 576, 512, 2).heads == 64
+
+
+def test_nothing_but_hints_comes_before_the_wait() -> None:
+    """What a launch asks for: the grid, and that the next weight goes only where it can."""
+    cache = make_cache([20, 3], 2, 16, 16, torch.bfloat16)
+    x = make_inputs(2, 4, 2, 16, torch.bfloat16)
+    partials = da.new_partials(2, 4, 3, 16, x.qkv.device)
+    with record_launches() as launches:
+        da.decode_attention(
+            x.qkv, cache.arena, LAYER, x.q_norm, x.k_norm, x.eps, x.offset, x.cos, x.sin,
+            cache.slots, cache.block_tables, cache.token_rows, cache.positions, cache.form,
+            partials,
+        )  # fmt: skip
+    (launched,) = launches
+    assert launched.grid == (2, 3, 2)
+    assert launched.constants["PDL"]
