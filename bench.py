@@ -4,6 +4,7 @@ python bench.py                                       the demo model, every mode
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
 python bench.py --baseline transformers               beside continuous batching of transformers
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
+python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
@@ -67,6 +68,7 @@ from stepgraph.runtime.scenarios import (
     measure_interference,
 )
 from stepgraph.runtime.start_benchmark import measure_starts
+from stepgraph.runtime.step_report import explain_step
 
 SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
@@ -251,6 +253,49 @@ def run_explain_memory(options: argparse.Namespace) -> int:
     return status
 
 
+def run_explain_step(options: argparse.Namespace) -> int:
+    """Print the kernels of a decode step for every point asked for; return the exit status.
+
+    What cannot be told is an error on stderr in its place; the others are printed anyway.
+    """
+    if options.bandwidth_gb_s is not None:
+        bandwidth = 1e9 * options.bandwidth_gb_s
+    else:
+        try:
+            device = resolve_device(options.device)
+        except ERRORS as error:
+            print(f"bench.py: error: {error}", file=sys.stderr)
+            return 1
+        if device.type != "cuda":
+            print(
+                "bench.py: error: --explain-step is about a GPU, and the device is"
+                f" {str(device)!r}: give its --bandwidth-gb-s",
+                file=sys.stderr,
+            )
+            return 1
+        bandwidth = measure_read_bandwidth(device)
+    status, separator = 0, ""
+    points = itertools.product(
+        options.model,
+        options.dtype,
+        options.weight_dtype,
+        options.kv_dtype,
+        options.input_len,
+        options.batch_size,
+    )
+    for model, dtype, weight_dtype, kv_dtype, context, rows in points:
+        config = EngineConfig(dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+        try:
+            text = explain_step(model, config, rows=rows, context=context, bandwidth=bandwidth)
+        except ERRORS as error:
+            print(f"bench.py: error: {model}: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(separator + text, flush=True)
+            separator = "\n"
+    return status
+
+
 def run_cache_scenario(options: argparse.Namespace) -> int:
     """Measure the bookkeeping of blocks; print and write the results."""
     costs = measure_cache(seed=options.seed)
@@ -388,6 +433,8 @@ def main() -> int:
     options = parse_arguments(description=__doc__)
     if options.explain_memory:
         return run_explain_memory(options)
+    if options.explain_step:
+        return run_explain_step(options)
     if options.scenario == "cache":
         return run_cache_scenario(options)
     if options.scenario == "host":

@@ -18,6 +18,10 @@ _OUTPUTS = ("output_json", "output_md", "seed")
 _ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
 
 FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
+FLAGS_OF_EXPLAIN_STEP = (
+    *("explain_step", "bandwidth_gb_s", "device", "batch_size", "input_len"),
+    *("model", "dtype", "weight_dtype", "kv_dtype"),
+)
 FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
@@ -76,6 +80,10 @@ def parse_arguments(
         _refuse_others(parser, given, FLAGS_OF_EXPLAIN_MEMORY, "--explain-memory")
     elif options.device_memory is not None:
         parser.error("--device-memory has no effect without --explain-memory")
+    elif options.explain_step:
+        _refuse_others(parser, given, FLAGS_OF_EXPLAIN_STEP, "--explain-step")
+    elif options.bandwidth_gb_s is not None:
+        parser.error("--bandwidth-gb-s has no effect without --explain-step")
     else:
         known = FLAGS_OF_SCENARIO[options.scenario]
         _refuse_others(parser, given, known, f"--scenario {options.scenario}")
@@ -206,6 +214,19 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="for --explain-memory: of a card that need not be there, as 80GB, 512MB or 40GiB"
         " (default: this machine)",
     )
+    parser.add_argument(
+        "--explain-step",
+        action="store_true",
+        help="print what each kernel of a decode step on a GPU must move and how long that takes,"
+        " for each --batch-size and --input-len, and run nothing",
+    )
+    parser.add_argument(
+        "--bandwidth-gb-s",
+        type=_bandwidth,
+        metavar="GB/S",
+        help="for --explain-step: what a card reads that need not be there (default: as measured"
+        " on the CUDA device)",
+    )
     return parser
 
 
@@ -235,12 +256,20 @@ def _steps(text: str) -> int:
 
 
 def _milliseconds(text: str) -> float:
+    return _positive_float(text, "milliseconds")
+
+
+def _bandwidth(text: str) -> float:
+    return _positive_float(text, "gigabytes per second")
+
+
+def _positive_float(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of milliseconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
     return value
 
 

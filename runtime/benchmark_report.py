@@ -8,9 +8,17 @@ from typing import Any
 from rich.table import Table
 
 from ..cache.benchmark import OperationCost
+from ..profiling.kernel_costs import KernelCost
 from .host_benchmark import HostCost
 
-__all__ = ["cache_table", "describe_start", "host_table", "markdown_table", "rich_table"]
+__all__ = [
+    "cache_table",
+    "describe_start",
+    "host_table",
+    "markdown_table",
+    "rich_table",
+    "step_table",
+]
 
 COLUMNS = (
     "model",
@@ -164,6 +172,27 @@ def host_table(costs: Sequence[HostCost]) -> str:
     ]
     unit = f"microseconds of a step, outputs included, n = {costs[0].host_us.n}"
     return "\n".join([*_aligned(head, cells, 0), "", unit])
+
+
+def step_table(costs: Sequence[KernelCost], bandwidth: float) -> str:
+    """Return the kernels of a step, as Markdown: what one launch of each moves, and how long.
+
+    Microseconds are those of the bytes at `bandwidth`, in bytes per second.
+    """
+    head = ["kernel", "launches", "weights MB", "cache MB", "other MB", "µs", "µs a step", "share"]
+    step_bytes = sum(cost.launches * cost.bytes for cost in costs)
+    cells = [
+        [
+            cost.name if cost.window is None else f"{cost.name}, window {cost.window:,}",
+            str(cost.launches),
+            *(f"{n / 1e6:.2f}" for n in (cost.weight_bytes, cost.cache_bytes, cost.other_bytes)),
+            f"{cost.seconds(bandwidth) * 1e6:.2f}",
+            f"{cost.launches * cost.seconds(bandwidth) * 1e6:.1f}",
+            f"{cost.launches * cost.bytes / step_bytes:.1%}",
+        ]
+        for cost in costs
+    ]
+    return "\n".join(_aligned(head, cells, 1))
 
 
 def _aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:

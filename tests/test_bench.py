@@ -126,6 +126,10 @@ def test_bytes_of_a_step(document):
         ("--scenario churn --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
         ("--scenario churn --max-itl-ms soon", "'soon' is not a positive number of milliseconds"),
         ("--scenario cache --kv-dtype int8 --dtype auto", "--dtype, --kv-dtype: no effect"),
+        ("--explain-step --mode graph", "--mode: no effect together with --explain-step"),
+        ("--explain-step --explain-memory", "--explain-step: no effect together with --explain-m"),
+        ("--bandwidth-gb-s 4300", "--bandwidth-gb-s has no effect without --explain-step"),
+        ("--explain-step --bandwidth-gb-s 0", "'0' is not a positive number of gigabytes per sec"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, message):
@@ -147,6 +151,8 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",
         "--scenario churn --max-itl-ms 20 --output-len 9 --mode eager --kv-dtype int8 --device cpu",
         "--scenario start --prefill-chunk 64",
+        "--explain-step --bandwidth-gb-s 4300 --model demo --weight-dtype fp8 --batch-size 1"
+        " --input-len 8 --device cuda",
     ],
 )
 def test_flags_that_go_together(bench, arguments):

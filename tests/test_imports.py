@@ -53,6 +53,7 @@ WITHOUT_TORCH = (
     "graphs/buckets.py",
     "profiling/stats.py",
     "profiling/roofline.py",
+    "profiling/kernel_costs.py",
     "profiling/timeline.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""

@@ -33,6 +33,7 @@ from .weight_storage import (
     quantise_weight,
     quantised_dtype,
     scale_bytes,
+    stored_bytes,
 )
 
 Mode = Literal["eager", "compile", "graph"]
@@ -67,11 +68,10 @@ class Kernels:
 
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
-        stored = quantised_dtype(self.weights) or dtype
-        scales = scale_bytes(self.weights, n, k)
         if self.pack is None:
-            return n * k * stored.itemsize + scales
-        return packed_bytes(n, k, stored) + scales
+            return stored_bytes(self.weights, n, k, dtype)
+        packed = packed_bytes(n, k, quantised_dtype(self.weights) or dtype)
+        return packed + scale_bytes(self.weights, n, k)
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
@@ -150,6 +150,7 @@ __all__ = [
     "can_pack",
     "quantise_weight",
     "dequantise_weight",
+    "stored_bytes",
     "KernelBuildError",
     "build_cpu_ops",
     "have_compiler",

@@ -44,6 +44,11 @@ def scale_bytes(storage: WeightStorage, n: int, k: int) -> int:
     return SCALE_BYTES * n * {"model": 0, "int8": 1, "fp8": -(-k // FP8_BLOCK)}[storage]
 
 
+def stored_bytes(storage: WeightStorage, n: int, k: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a `[n, k]` weight of a model in `dtype`, scales included."""
+    return n * k * (quantised_dtype(storage) or dtype).itemsize + scale_bytes(storage, n, k)
+
+
 def quantise_weight(weight_NK: Tensor, storage: WeightStorage = "int8") -> tuple[Tensor, Tensor]:
     """Return the 8-bit numbers `[N, K]` of a weight and their float32 scales.
 

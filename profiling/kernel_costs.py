@@ -1,0 +1,228 @@
+"""What each kernel of a decode step on a GPU must move, and how long that takes at least.
+
+A decode step is `begin`, five kernels a layer (`LAYER_KERNELS`), `head` and `greedy`. Each reads
+its weights once and its share of the cache, like the floor of the step (`roofline.py`); and beside
+those it reads and writes what the floor leaves out: activations, partial results of attention, the
+keys and values of the new tokens. All of that is counted as if it came from memory, though what one
+kernel leaves to the next mostly stays in the L2 cache. A prediction is bytes over bandwidth, and
+for each kernel an edge: what passes between the end of one and the first loads of the next.
+
+Plain numbers in, plain numbers out; standard library only.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .roofline import floor_seconds
+
+__all__ = [
+    "DEPENDENT_EDGE_SECONDS",
+    "EDGE_SECONDS",
+    "LAYER_KERNELS",
+    "DecoderShape",
+    "KernelCost",
+    "floor_bytes",
+    "kernel_costs",
+    "predicted_seconds",
+]
+
+EDGE_SECONDS = 1.3e-6
+"""Between two kernels of a CUDA graph on an H100 or H200: an assumption, nothing measured here."""
+
+DEPENDENT_EDGE_SECONDS = 0.35e-6
+"""The same with programmatic dependent launch (CUDA Programming Guide), where the next kernel is
+set up and may load its weights before the one before it has ended."""
+
+LAYER_KERNELS = ("norm_linear", "decode_attention", "combine_output", "gate_up", "down")
+
+VOCABULARY_CHUNK = 128
+"""Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from."""
+
+_FLOAT32 = 4
+_INT32 = 4
+_INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What a decoder is made of, as far as its bytes depend on it.
+
+    Whether the embedding is tied to the head makes no difference to a step: it reads all of the
+    head, and one row of the embedding for each row that decodes.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    """Of each layer: the tokens that it attends to at most; None: all of them."""
+    matrix_bytes: Callable[[int, int], int]
+    """(output features, input features) -> bytes of the weight of a linear layer, or of so many
+    rows of the embedding, as stored: scales included."""
+    element_bytes: int
+    """Of an activation, of the weight of a norm and of a bias."""
+    kv_vector_bytes: int
+    """Of a key or a value of one head as the cache stores it, scale included."""
+    rope_kinds: int = 1
+    qk_norm: bool = False
+    output_norms: bool = False
+    """Whether what attention and MLP return is normed before it is added."""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def linear_bytes(self, n: int, k: int, *, bias: bool = False) -> int:
+        """Bytes of a linear layer of `n` output and `k` input features."""
+        return self.matrix_bytes(n, k) + (n * self.element_bytes if bias else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one launch of a kernel moves, in bytes."""
+
+    name: str
+    launches: int
+    """In a step."""
+    weight_bytes: int
+    cache_bytes: int
+    """Keys and values that rows attend to."""
+    other_bytes: int
+    """What the floor of a step leaves out."""
+    window: int | None = None
+    """Tokens that the layers attend to at most; of attention."""
+
+    @property
+    def bytes(self) -> int:
+        """All that one launch moves."""
+        return self.weight_bytes + self.cache_bytes + self.other_bytes
+
+    def seconds(self, bandwidth_bytes_per_s: float) -> float:
+        """Return the seconds of one launch at the bandwidth, without an edge."""
+        return floor_seconds(self.bytes, bandwidth_bytes_per_s)
+
+
+def kernel_costs(
+    shape: DecoderShape, *, rows: int, context: int, splits: int
+) -> tuple[KernelCost, ...]:
+    """Return the kernels of a decode step in the order of their first launch.
+
+    Layers of different windows have an attention of their own each.
+
+    Args:
+        shape: the model.
+        rows: that decode, without padding.
+        context: tokens of each row, the newest included.
+        splits: parts that the positions of a row are attended to in.
+
+    Raises:
+        ValueError: one of these numbers is less than 1.
+    """
+    for name, value in (("rows", rows), ("context", context), ("splits", splits)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    size, hidden, inner = shape.element_bytes, shape.hidden_size, shape.intermediate_size
+    queries = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    layers = len(shape.windows)
+    x = rows * hidden * size
+    """Bytes of the hidden states."""
+    qkv = rows * (queries + 2 * keys) * size
+    rotations = rows * shape.head_dim * _FLOAT32  # half of them cosines, half of them sines
+    # Of each split a vector of sums, a maximum and a denominator.
+    partials = rows * shape.num_heads * splits * (shape.head_dim + 2) * _FLOAT32
+    position_bytes = 2 * shape.num_kv_heads * shape.kv_vector_bytes
+    norm = hidden * size
+    output_norm = norm if shape.output_norms else 0
+    maxima = rows * -(-shape.vocab_size // VOCABULARY_CHUNK)
+
+    attention = [
+        KernelCost(
+            "decode_attention",
+            launches,
+            weight_bytes=2 * shape.head_dim * size if shape.qk_norm else 0,
+            cache_bytes=rows * min(context, window or context) * position_bytes,
+            other_bytes=qkv + rotations + rows * position_bytes + partials,
+            window=window,
+        )
+        for window, launches in Counter(shape.windows).items()
+    ]
+    return (
+        KernelCost(
+            "begin",
+            1,
+            weight_bytes=0,
+            cache_bytes=0,
+            other_bytes=shape.matrix_bytes(rows, hidden) + x + shape.rope_kinds * rotations,
+        ),
+        KernelCost(
+            "norm_linear",
+            layers,
+            weight_bytes=norm
+            + shape.linear_bytes(queries + 2 * keys, hidden, bias=shape.attention_bias),
+            cache_bytes=0,
+            other_bytes=x + qkv,
+        ),
+        *attention,
+        KernelCost(
+            "combine_output",
+            layers,
+            weight_bytes=output_norm
+            + shape.linear_bytes(hidden, queries, bias=shape.attention_bias),
+            cache_bytes=0,
+            other_bytes=partials + 2 * x,
+        ),
+        KernelCost(
+            "gate_up",
+            layers,
+            weight_bytes=norm + shape.linear_bytes(2 * inner, hidden, bias=shape.mlp_bias),
+            cache_bytes=0,
+            other_bytes=x + rows * inner * size,
+        ),
+        KernelCost(
+            "down",
+            layers,
+            weight_bytes=output_norm + shape.linear_bytes(hidden, inner, bias=shape.mlp_bias),
+            cache_bytes=0,
+            other_bytes=rows * inner * size + 2 * x,
+        ),
+        KernelCost(
+            "head",
+            1,
+            weight_bytes=norm + shape.linear_bytes(shape.vocab_size, hidden),
+            cache_bytes=0,
+            other_bytes=x + rows * shape.vocab_size * size + maxima * (_FLOAT32 + _INT32),
+        ),
+        KernelCost(
+            "greedy",
+            1,
+            weight_bytes=0,
+            cache_bytes=0,
+            # The token, as the row's newest one and as the step's output, and its position.
+            other_bytes=maxima * _FLOAT32 + rows * 3 * _INT64,
+        ),
+    )
+
+
+def floor_bytes(costs: Sequence[KernelCost]) -> int:
+    """Return what the step's floor counts: the weights and the cache (`roofline.step_bytes`)."""
+    return sum(cost.launches * (cost.weight_bytes + cost.cache_bytes) for cost in costs)
+
+
+def predicted_seconds(
+    costs: Sequence[KernelCost],
+    bandwidth_bytes_per_s: float,
+    edge_seconds: float = DEPENDENT_EDGE_SECONDS,
+) -> float:
+    """Return the seconds of the step: all bytes at the bandwidth, and an edge before each kernel.
+
+    Raises:
+        ValueError: the bandwidth is not positive, or an edge takes less than no time.
+    """
+    if not edge_seconds >= 0:  # NaN fails too
+        raise ValueError(f"edge_seconds is {edge_seconds}; it must not be negative")
+    return sum(
+        cost.launches * (cost.seconds(bandwidth_bytes_per_s) + edge_seconds) for cost in costs
+    )

@@ -1,0 +1,121 @@
+"""What a decode step on a GPU is predicted to take, kernel by kernel, without loading the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ..profiling.kernel_costs import (
+    DEPENDENT_EDGE_SECONDS,
+    EDGE_SECONDS,
+    DecoderShape,
+    KernelCost,
+    floor_bytes,
+    kernel_costs,
+    predicted_seconds,
+)
+from ..profiling.roofline import floor_seconds
+from .benchmark_report import step_table
+from .config import EngineConfig, ResolvedConfig
+from .errors import ConfigError
+from .kernels import stored_bytes
+from .loading import resolve_source
+from .models.config import ModelConfig
+
+__all__ = ["decoder_shape", "explain_step"]
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM)."""
+
+MOST_SPLITS = 32
+
+
+def explain_step(
+    source: str | Path, config: EngineConfig, *, rows: int, context: int, bandwidth: float
+) -> str:
+    """Return the kernels of a greedy decode step as text: bytes, microseconds, and their sum.
+
+    Args:
+        source: as `Engine.from_pretrained`; only the configuration is read.
+        config: dtypes of the model, its weights and its cache; nothing else of it counts.
+        rows: that decode.
+        context: tokens of each.
+        bandwidth: bytes that the device reads in a second.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model, or the model has latent
+            attention, whose layers are made of other kernels.
+    """
+    model = resolve_source(source, config_only=True).config
+    # The device need not be there, and says nothing about dtypes.
+    resolved = ResolvedConfig.resolve(
+        dataclasses.replace(config, device="cpu", mode="eager"), model
+    )
+    if context > resolved.max_model_len:
+        raise ConfigError(
+            f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
+        )
+    splits = max(1, min(MULTIPROCESSORS // (rows * model.num_kv_heads), MOST_SPLITS))
+    costs = kernel_costs(decoder_shape(model, resolved), rows=rows, context=context, splits=splits)
+    return "\n".join(
+        [
+            f"{source} in {_dtypes(resolved)}, {rows} {'row' if rows == 1 else 'rows'} of"
+            f" {context:,} tokens at {bandwidth / 1e9:,.0f} GB/s",
+            "",
+            step_table(costs, bandwidth),
+            "",
+            _summary(costs, bandwidth),
+        ]
+    )
+
+
+def decoder_shape(model: ModelConfig, config: ResolvedConfig) -> DecoderShape:
+    """Return what the bytes of a decode step depend on.
+
+    Raises:
+        ConfigError: the model has latent attention.
+    """
+    if model.latent is not None:
+        raise ConfigError(
+            "the layers of a model with latent attention are not made of the kernels that are"
+            " counted here"
+        )
+    return DecoderShape(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        windows=tuple(model.window(layer) for layer in range(model.num_layers)),
+        matrix_bytes=lambda n, k: stored_bytes(config.weights, n, k, config.dtype),
+        element_bytes=config.dtype.itemsize,
+        kv_vector_bytes=model.head_dim * config.kv_element_bytes + config.kv_scale_bytes,
+        rope_kinds=len({model.rope(layer) for layer in range(model.num_layers)}),
+        qk_norm=model.family.qk_norm,
+        output_norms=model.family.output_norms,
+        attention_bias=model.attention_bias,
+        mlp_bias=model.mlp_bias,
+    )
+
+
+def _dtypes(config: ResolvedConfig) -> str:
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = "" if config.weights == "model" else f", weights in {config.weights}"
+    cache = "" if config.storage == "model" else f", cache in {config.storage}"
+    return dtype + weights + cache
+
+
+def _summary(costs: tuple[KernelCost, ...], bandwidth: float) -> str:
+    """The floor, and what is predicted, with and without dependent launch."""
+    floor = floor_seconds(floor_bytes(costs), bandwidth)
+    lines = [f"floor {floor * 1e6:,.0f} µs: {floor_bytes(costs) / 1e6:,.1f} MB"]
+    for edge, how in ((DEPENDENT_EDGE_SECONDS, "with"), (EDGE_SECONDS, "without")):
+        seconds = predicted_seconds(costs, bandwidth, edge)
+        lines.append(
+            f"predicted {seconds * 1e6:,.0f} µs {how} dependent launch ({edge * 1e6:g} µs for each"
+            f" of {sum(cost.launches for cost in costs)} edges, assumed):"
+            f" the floor is {floor / seconds:.0%} of it"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""The kernels of a decode step in plain numbers: together they are the step, and what it leaves out
+is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.profiling.kernel_costs import (
+    DEPENDENT_EDGE_SECONDS,
+    EDGE_SECONDS,
+    LAYER_KERNELS,
+    DecoderShape,
+    floor_bytes,
+    kernel_costs,
+    predicted_seconds,
+)
+from stepgraph.profiling.roofline import floor_seconds, step_bytes
+
+SMALL = DecoderShape(
+    hidden_size=12,
+    intermediate_size=20,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=300,
+    windows=(None, 5, None),
+    matrix_bytes=lambda n, k: 2 * n * k,
+    element_bytes=2,
+    kv_vector_bytes=8,
+)
+counts = st.integers(1, 50)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> DecoderShape:
+    number = draw(st.sampled_from([1, 2, 4]))
+    scales = draw(st.booleans())
+    return DecoderShape(
+        hidden_size=draw(counts),
+        intermediate_size=draw(counts),
+        num_heads=draw(counts),
+        num_kv_heads=draw(counts),
+        head_dim=2 * draw(counts),
+        vocab_size=draw(st.integers(1, 1000)),
+        windows=tuple(draw(st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=6))),
+        matrix_bytes=lambda n, k: n * k * number + (4 * n if scales else 0),
+        element_bytes=draw(st.sampled_from([2, 4])),
+        kv_vector_bytes=draw(counts),
+        rope_kinds=draw(st.integers(1, 2)),
+        qk_norm=draw(st.booleans()),
+        output_norms=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+    )
+
+
+def weights_of_a_step(shape: DecoderShape) -> int:
+    """Every parameter but an embedding that is not the head, counted one by one."""
+    hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.element_bytes
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = sum(
+        shape.matrix_bytes(n, k)
+        for n, k in (
+            (queries + 2 * keys, hidden),
+            (hidden, queries),
+            (2 * inner, hidden),
+            (hidden, inner),
+        )
+    )
+    vectors = 2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.output_norms * 2 * hidden
+    vectors += shape.attention_bias * (queries + 2 * keys + hidden)
+    vectors += shape.mlp_bias * (2 * inner + hidden)
+    head = shape.matrix_bytes(shape.vocab_size, hidden) + hidden * size
+    return len(shape.windows) * (layer + vectors * size) + head
+
+
+@given(shapes(), counts, counts, counts)
+def test_the_kernels_together_are_the_step(
+    shape: DecoderShape, rows: int, context: int, splits: int
+) -> None:
+    costs = kernel_costs(shape, rows=rows, context=context, splits=splits)
+    attended = sum(min(context, window or context) for window in shape.windows)
+    kv_bytes = attended * 2 * shape.num_kv_heads * shape.kv_vector_bytes
+    assert floor_bytes(costs) == step_bytes(weights_of_a_step(shape), rows, kv_bytes)
+    others = sum(cost.launches * cost.other_bytes for cost in costs)
+    everything = sum(cost.launches * cost.bytes for cost in costs)
+    assert everything == floor_bytes(costs) + others
+    assert all(cost.other_bytes > 0 for cost in costs)
+    assert sum(cost.launches for cost in costs) == 3 + 5 * len(shape.windows)
+    seconds = predicted_seconds(costs, 1e9, edge_seconds=1e-6)
+    assert seconds == pytest.approx(everything / 1e9 + 1e-6 * (3 + 5 * len(shape.windows)))
+
+
+def test_each_kernel_by_hand() -> None:
+    costs = kernel_costs(SMALL, rows=3, context=9, splits=2)
+    found = {(cost.name, cost.window): cost for cost in costs}
+    names = ["begin", "norm_linear", *["decode_attention"] * 2, *LAYER_KERNELS[2:]]
+    assert [cost.name for cost in costs] == [*names, "head", "greedy"]
+    x, qkv, partials = 3 * 12 * 2, 3 * 40 * 2, 3 * 6 * 2 * (4 + 2) * 4
+    new = 3 * 2 * 2 * 8  # keys and values of two heads
+    inner, maxima, rotations = 3 * 20 * 2, 3 * 3, 3 * 4 * 4
+    expected = {
+        ("begin", None): (1, 0, 0, x + x + rotations),
+        ("norm_linear", None): (3, 2 * (40 * 12 + 12), 0, x + qkv),
+        ("decode_attention", None): (2, 0, 9 * new, qkv + rotations + new + partials),
+        ("decode_attention", 5): (1, 0, 5 * new, qkv + rotations + new + partials),
+        ("combine_output", None): (3, 2 * 24 * 12, 0, partials + 2 * x),
+        ("gate_up", None): (3, 2 * (40 * 12 + 12), 0, x + inner),
+        ("down", None): (3, 2 * 20 * 12, 0, inner + 2 * x),
+        ("head", None): (1, 2 * (300 * 12 + 12), 0, x + 3 * 300 * 2 + maxima * 8),
+        ("greedy", None): (1, 0, 0, maxima * 4 + 3 * 24),
+    }
+    assert {
+        key: (cost.launches, cost.weight_bytes, cost.cache_bytes, cost.other_bytes)
+        for key, cost in found.items()
+    } == expected
+
+
+def test_time_is_bytes_and_edges() -> None:
+    costs = kernel_costs(SMALL, rows=1, context=4, splits=1)
+    assert costs[1].seconds(2e9) == costs[1].bytes / 2e9
+    seconds = [
+        predicted_seconds(costs, 1e12, edge) for edge in (0.0, DEPENDENT_EDGE_SECONDS, EDGE_SECONDS)
+    ]
+    assert seconds[1] == predicted_seconds(costs, 1e12)
+    assert seconds[1] - seconds[0] == pytest.approx(18 * 0.35e-6)
+    assert seconds[2] - seconds[0] == pytest.approx(18 * 1.3e-6)
+    assert seconds[0] >= floor_seconds(floor_bytes(costs), 1e12)
+
+
+def test_windows_and_weights_in_fewer_bytes_count_less() -> None:
+    def floor(**changes: object) -> int:
+        shape = dataclasses.replace(SMALL, **changes)
+        return floor_bytes(kernel_costs(shape, rows=2, context=30, splits=1))
+
+    assert floor(windows=(5, 5, 5)) < floor() < floor(windows=(None,) * 3)
+    assert floor(windows=(40,) * 3) == floor(windows=(None,) * 3)
+    assert floor(matrix_bytes=lambda n, k: n * k) < floor()
+
+
+@pytest.mark.parametrize("field", ["rows", "context", "splits"])
+def test_what_cannot_be_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is 0; it must be at least 1$"):
+        kernel_costs(SMALL, **({"rows": 1, "context": 1, "splits": 1} | {field: 0}))
+    costs = kernel_costs(SMALL, rows=1, context=1, splits=1)
+    with pytest.raises(ValueError, match="edge_seconds is nan; it must not be negative"):
+        predicted_seconds(costs, 1e9, math.nan)
+    with pytest.raises(ValueError, match=r"bandwidth_bytes_per_s is 0\.0; it must be positive"):
+        predicted_seconds(costs, 0.0)

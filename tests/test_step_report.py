@@ -1,0 +1,140 @@
+"""`bench.py --explain-step`: the kernels of any model's decode step, on any card."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, predicted_seconds
+from stepgraph.profiling.roofline import floor_seconds, step_bytes
+from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.step_report import decoder_shape, explain_step
+
+ROOT = Path(__file__).resolve().parent.parent
+BANDWIDTH = 4.3e12
+# Microseconds of a bf16 step at 4.3 TB/s: model, rows, context, floor.
+FLOORS = [
+    ("llama-3.2-1b", 1, 1024, 583),
+    ("qwen3-0.6b", 1, 1024, 305),
+    ("llama-3.1-8b", 1, 1024, 3522),
+    ("llama-3.2-1b", 32, 8192, 2573),
+    ("llama-3.1-8b", 32, 8192, 11481),
+]
+
+
+@pytest.mark.parametrize(("model", "rows", "context", "microseconds"), FLOORS)
+def test_floors_of_known_models(model: str, rows: int, context: int, microseconds: int) -> None:
+    config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="eager"), preset(model))
+    shape = decoder_shape(preset(model), config)
+    costs = kernel_costs(shape, rows=rows, context=context, splits=8)
+    floor = floor_seconds(floor_bytes(costs), BANDWIDTH) * 1e6
+    assert floor == pytest.approx(microseconds, abs=1)
+    predicted = predicted_seconds(costs, BANDWIDTH) * 1e6
+    assert 1.01 * floor < predicted < 1.25 * floor
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("variant", "kv_dtype"),
+    [("odd", "auto"), ("wide", "int8"), ("qwen3", "fp8"), ("gemma2", "auto"), ("gemma3", "int8")],
+)
+def test_the_kernels_read_what_an_engine_reads(
+    open_engine: Callable[..., Engine], variant: str, kv_dtype: str, weight_dtype: str
+) -> None:
+    engine = open_engine(variant, weight_dtype=weight_dtype, kv_dtype=kv_dtype, dtype="bfloat16")
+    assert engine.config.dtype == torch.bfloat16
+    shape = decoder_shape(engine.model_config, engine.config)
+    for rows, context in ((1, 1), (3, 200)):
+        costs = kernel_costs(shape, rows=rows, context=context, splits=4)
+        expected = step_bytes(engine.weight_bytes_per_step, rows, engine.kv_bytes_read(context))
+        assert floor_bytes(costs) == expected
+
+
+def explain(model: str, rows: int = 1, context: int = 1024, **config: str) -> str:
+    return explain_step(
+        model, EngineConfig(**config), rows=rows, context=context, bandwidth=BANDWIDTH
+    )
+
+
+def test_the_report_of_a_model() -> None:
+    text = explain("preset:llama-3.2-1b")
+    lines = text.splitlines()
+    assert lines[0] == "preset:llama-3.2-1b in bfloat16, 1 row of 1,024 tokens at 4,300 GB/s"
+    kernels = [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:]
+    layer = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
+    assert kernels == ["begin", *layer, "head", "greedy"]
+    assert "floor 583 µs: 2,505.2 MB" in lines
+    found = re.findall(r"predicted (\d+) µs (\w+) dependent launch .* of 83 edges", text)
+    assert [how for _, how in found] == ["with", "without"]
+    assert 583 < int(found[0][0]) < int(found[1][0]) < 720
+    shares = [float(line.split("|")[-2].strip(" %")) for line in lines if line.endswith("% |")]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_a_step_that_is_stored_in_fewer_bytes() -> None:
+    def floor(text: str) -> int:
+        found = re.search(r"^floor ([\d,]+) µs", text, re.MULTILINE)
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    plain = explain("preset:llama-3.1-8b", 32, 8192)
+    small = explain("preset:llama-3.1-8b", 32, 8192, weight_dtype="fp8", kv_dtype="int8")
+    named = "bfloat16, weights in fp8, cache in int8, 32 rows of 8,192 tokens at 4,300 GB/s"
+    assert small.startswith(f"preset:llama-3.1-8b in {named}\n")
+    assert 0.5 * floor(plain) < floor(small) < 0.53 * floor(plain)
+
+
+def test_windows_are_told_apart() -> None:
+    text = explain("preset:gemma-3-1b", 2)
+    assert re.search(r"^\| decode_attention, window 512 +\| +22 \|", text, re.MULTILINE)
+    assert re.search(r"^\| decode_attention +\| +4 \|", text, re.MULTILINE)
+
+
+def test_what_cannot_be_told() -> None:
+    with pytest.raises(ConfigError, match="latent attention"):
+        explain("preset:mla-small")
+    with pytest.raises(ConfigError, match="a context of 131073 exceeds the 131072 positions"):
+        explain("preset:llama-3.2-1b", context=131073)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "bench.py", "--explain-step", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_command_line() -> None:
+    points = ("--batch-size", "1", "8", "--input-len", "128", "1024", "--bandwidth-gb-s", "4300")
+    result = bench("--model", "demo", "preset:mla-small", *points)
+    assert result.returncode == 1
+    titles = re.findall(r"^demo in bfloat16, (.*) at 4,300 GB/s$", result.stdout, re.MULTILINE)
+    assert titles == [
+        f"{rows} of {context} tokens"
+        for context in ("128", "1,024")
+        for rows in ("1 row", "8 rows")
+    ]
+    (line, *others) = result.stderr.splitlines()
+    assert line.startswith("bench.py: error: preset:mla-small: the layers of a model with latent")
+    assert others == [line] * 3
+
+
+def test_command_line_without_a_card() -> None:
+    result = bench("--device", "cpu")
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line == (
+        "bench.py: error: --explain-step is about a GPU, and the device is 'cpu': give its"
+        " --bandwidth-gb-s"
+    )
