@@ -46,7 +46,13 @@ from .quantised_cache import fp8_is_native
 
 __all__ = ["launch_linear"]
 
-_STORAGES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+_STORAGES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
@@ -118,7 +124,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual_ptr, out_ptr, T, N, eps, post_eps,
     K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+    WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +145,9 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     # What stands behind the last feature is the last one once more, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     k = tl.arange(0, BLOCK_K // V)[:, None] * V + tl.arange(0, V)[None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k[:, None, :]
-    w = load_weights(w_rows, k[:, None, :] < K, EVEN)
+    word = tl.arange(0, BLOCK_K // V)[:, None] * (V // WORD) + tl.arange(0, V // WORD)[None, :]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word[:, None, :]
+    w = load_weights(w_rows, word[:, None, :] < K // WORD, EVEN)
     norm = 0.0
     if NORM:
         norm = load_tile(norm_ptr + k, k < K, EVEN).to(tl.float32)
@@ -175,7 +182,8 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
 
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
-        w_after = load_weights(w_rows + after, (after + k)[:, None, :] < K, EVEN)
+        word_after = after // WORD + word[:, None, :]
+        w_after = load_weights(w_rows + after // WORD, word_after < K // WORD, EVEN)
         norm_after = 0.0
         if NORM:
             norm_after = load_tile(norm_ptr + after + k, after + k < K, EVEN).to(tl.float32)
@@ -183,6 +191,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         if SCALE_BLOCKS:
             block = after + tl.arange(0, BLOCK_K // V) * V
             scales_after = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
+        tl.debug_barrier()
         numbers = as_numbers(w, STORAGE, NATIVE_FP8)
         grown = ()
         for row in tl.static_range(ROWS):
@@ -320,7 +329,7 @@ def _multiplied(  # type: ignore[no-untyped-def]
     SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
-    if STORAGE != "model":
+    if STORAGE == "int8" or STORAGE == "fp8":
         w = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
     if SCALE_BLOCKS:
         sums += tl.dot(w, x, input_precision="ieee") * scales[:, :, None]
@@ -368,7 +377,7 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
-    storage = _STORAGES.get(linear.weight.dtype, "model")
+    storage = _STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
         config = default_config(
@@ -402,7 +411,6 @@ def launch_linear(
         None if norm is None else norm.weight,
     )
     outputs = (
-        weight,
         linear.scales,
         linear.bias,
         residual_TN,
@@ -420,7 +428,7 @@ def launch_linear(
         if blocks:
             parts = max(parts, config.block_k // SCALE_BLOCK)
         launch(
-            linear_of_rows, grid, *inputs, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
+            linear_of_rows, grid, *inputs, weight, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
         )
         return
     if row_count > FEW_ROWS:
@@ -430,16 +438,23 @@ def launch_linear(
     if splits is not None:
         head_dim = x.shape[3]
         vector = math.gcd(vector, head_dim)
+    word = 4 // weight.element_size()
+    if k % word or vector % word:
+        word = 1  # a row begins within a word, or a head does
+    else:
+        weight = weight.view(torch.int32)
     launch(
         linear_of_few_rows,
         grid,
         *inputs,
         *(splits or (None, None)),
+        weight,
         *outputs,
         num_warps=config.num_warps,
         E=head_dim,
         SPLITS=1 if splits is None else splits[0].shape[2],
         V=vector,
+        WORD=word,
         **sizes,
     )
 

@@ -35,15 +35,51 @@ def load_weights(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stored weights in float32, without their scales."""
-    if STORAGE == "fp8":
-        numbers = decode_fp8(tile, NATIVE_FP8)
-    elif STORAGE == "int8":
-        # Processors convert few integers a cycle. 2**23 + 128 + i has i + 128 as its lowest bits.
-        bits = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.int32) | 0x4B000000
-        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    """Stored weights in float32, without their scales: of words, all that they hold.
+
+    Words are int32 and hold the elements that stand in them in memory, the lowest bits first; a
+    tile `[..., W]` makes `[..., W * elements of a word]`. As a loop carries a tile from one pass to
+    the next, each element of a tile of smaller elements would take a register of its own, and
+    putting them there would wait for them.
+    """
+    if tile.dtype == tl.int32:
+        if STORAGE == "float32":
+            numbers = tile.to(tl.float32, bitcast=True)
+        elif STORAGE == "bfloat16":
+            low = (tile << 16).to(tl.float32, bitcast=True)
+            numbers = _interleaved(low, (tile & -65536).to(tl.float32, bitcast=True))
+        elif STORAGE == "float16":
+            low = tile.to(tl.int16).to(tl.float16, bitcast=True)
+            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            numbers = _interleaved(low, high).to(tl.float32)
+        else:
+            even = _interleaved(tile, tile >> 16)
+            numbers = _byte_numbers(
+                _interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8
+            )
+    elif STORAGE == "fp8" or STORAGE == "int8":
+        numbers = _byte_numbers(tile.to(tl.uint8, bitcast=True), STORAGE, NATIVE_FP8)
     else:
         numbers = tile.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _interleaved(first, second):  # type: ignore[no-untyped-def]
+    """`[A, B, C]` twice as `[A, B, 2 * C]`, an element of each in turn."""
+    pairs = tl.join(first, second)
+    return tl.reshape(pairs, [first.shape[0], first.shape[1], first.shape[2] * 2])
+
+
+@triton.jit
+def _byte_numbers(byte, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of bits (uint8) in float32."""
+    if STORAGE == "fp8":
+        numbers = decode_fp8(byte, NATIVE_FP8)
+    else:
+        # Processors convert few integers a cycle. 2**23 + 128 + i has i + 128 as its lowest bits.
+        bits = (byte ^ 0x80).to(tl.int32) | 0x4B000000
+        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
     return numbers
 
 
