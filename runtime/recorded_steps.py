@@ -16,8 +16,10 @@ import torch
 from ..cache.arena import Arena
 from .batch import StepInputs
 from .config import EngineConfig, max_prefill_rows
+from .kernel_cases import decode_cases
 from .kernels import select_kernels
 from .kernels.gpu.launch import KernelLaunch, record_launches
+from .kernels.gpu.linear import ROW_CLASSES
 from .loading import resolve_source
 from .memory_report import resolve_absent
 from .models.decoder import Decoder
@@ -26,7 +28,7 @@ from .rows import RowState
 from .startup import layer_groups
 from .step_functions import StepFunctions, StepKey
 
-__all__ = ["RecordedStep", "record_steps"]
+__all__ = ["RecordedStep", "record_kernels", "record_steps"]
 
 _META = torch.device("meta")
 _BLOCKS = 2
@@ -37,14 +39,9 @@ _BLOCKS = 2
 class RecordedStep:
     """One step and what it launches, in order."""
 
-    key: StepKey
+    name: str
+    """Its phase, size and sampler, as `decode 8 greedy`."""
     launches: list[KernelLaunch]
-
-    @property
-    def name(self) -> str:
-        """Its phase, size and sampler, as `decode 8 greedy`."""
-        sampler = "sampled" if self.key.full_sampler else "greedy"
-        return f"{self.key.phase} {self.key.size} {sampler}"
 
 
 def record_steps(
@@ -102,5 +99,34 @@ def record_steps(
     for key in keys:
         with record_launches() as launches:
             functions.bind(key)()
-        steps.append(RecordedStep(key, launches))
+        sampler = "sampled" if key.full_sampler else "greedy"
+        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}", launches))
+    return steps
+
+
+def record_kernels(
+    source: str | Path, config: EngineConfig, *, rows: Sequence[int]
+) -> list[RecordedStep]:
+    """Record the kernels of one layer that decodes, as `kernel_cases.py` launches them.
+
+    Args:
+        source: as for `record_steps`.
+        config: likewise.
+        rows: sizes of decode steps; those that are too many for these kernels are left out.
+
+    Raises as `record_steps`.
+    """
+    model = resolve_source(source, config_only=True).config
+    if model.latent is not None:
+        return []
+    resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
+    steps: list[RecordedStep] = []
+    for size in rows:
+        if size > ROW_CLASSES[-1]:
+            continue
+        cases = decode_cases(model, resolved, _META, rows=size, context=resolved.max_model_len)
+        with record_launches() as launches:
+            for case in cases:
+                case.run(0)
+        steps.append(RecordedStep(f"kernels {size}", launches))
     return steps

@@ -130,21 +130,28 @@ def check(triton_cache: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]
         assert kernel["shared"] <= SHARED_MEMORY_LIMIT[kernel["capability"]], kernel
         if "PDL" in kernel["constants"]:
             assert kernel["waits"] == (kernel["capability"] == 90), kernel
+        if kernel["capability"] == 90 and kernel["name"] == "linear_of_few_rows":
+            assert "w_ptr" in kernel["early_loads"], kernel
         assert kernel["faults"] == [], kernel
     return document
 
 
 def test_the_steps_of_the_demo_model(triton_cache: Path, tmp_path: Path) -> None:
     document = check(
-        triton_cache, tmp_path, "--model", "demo", "--rows", "1", "8", "--tokens", "64"
+        triton_cache, tmp_path, "--model", "demo", "--rows", "1", "4", "--tokens", "64"
     )
     assert [step["name"] for step in document["steps"]] == [
         "decode 1 greedy",
         "decode 1 sampled",
-        "decode 8 greedy",
-        "decode 8 sampled",
+        "decode 4 greedy",
+        "decode 4 sampled",
         "prefill 64 greedy",
+        "kernels 1",
+        "kernels 4",
     ]
+    assert document["faults"] == []
+    names = {kernel["constants"].get("NAME", kernel["name"]) for kernel in document["kernels"]}
+    assert {"norm_linear", "gate_up", "residual_linear", "combine_output"} <= names
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ compiles what the decode and prefill steps of a model launch, and prints a table
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -98,20 +99,28 @@ class CompiledKernel:
         }
 
     @property
+    def title(self) -> str:
+        """Its name, or that of the operation that it is launched as."""
+        return str(self.constants.get("NAME", self.name.strip("_")))
+
+    @property
     def choices(self) -> str:
         """The constants that tell this kernel from others of its name, as text."""
         constants = [
             f"{name}={value}"
             for name, value in self.constants.items()
-            if name != "PDL" and not (value is None or name.islower())
+            if value and not name.islower() and name not in ("NAME", "PDL")
         ]
         return " ".join([*constants, f"warps={self.num_warps}", f"stages={self.num_stages}"])
 
     @property
     def loads(self) -> str:
-        """Bytes of the widest load of a thread from each tensor, as text."""
-        widths = sorted(self.order.loads.items())
-        return " ".join(f"{self.parameters[index]}:{width}" for index, width in widths if width)
+        """Bytes of the widest load of a thread from each tensor, as text; * if before the wait."""
+        return " ".join(
+            f"{self.parameters[index]}:{width}{'*' * (index in self.order.early_loads)}"
+            for index, width in sorted(self.order.loads.items())
+            if width
+        )
 
     @property
     def faults(self) -> list[str]:
@@ -145,22 +154,19 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
 
     Raises as `compile_launch`.
     """
-    if INTERPRETED:
-        raise CompileAheadError(
-            "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
-        )
-    if capability not in SHARED_MEMORY_LIMIT:
-        known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
-        raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
+    _check(capability)
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     compiled: dict[str, CompiledKernel] = {}
     for launch in launches:
         constants = dict(launch.constants)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        # What a launch asks the device for.
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
             options["launch_pdl"] = constants["PDL"]
+        if "NATIVE_FP8" in constants:
+            constants["NATIVE_FP8"] = capability >= 89
         # These two are what Triton's launcher does between a call and its cache of kernels.
         bind = create_function_from_signature(
             launch.kernel.signature, launch.kernel.params, backend
@@ -218,6 +224,17 @@ def early_reads(launches: Sequence[KernelLaunch], kernels: Sequence[CompiledKern
     return list(dict.fromkeys(found))
 
 
+def _check(capability: int) -> None:
+    """Raise CompileAheadError where nothing can be compiled for this capability."""
+    if INTERPRETED:
+        raise CompileAheadError(
+            "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
+        )
+    if capability not in SHARED_MEMORY_LIMIT:
+        known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
+        raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
@@ -252,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the command needs models, which are made of kernels.
     from ...config import EngineConfig
     from ...errors import StepgraphError
-    from ...recorded_steps import record_steps
+    from ...recorded_steps import record_kernels, record_steps
 
     config = EngineConfig(
         dtype=options.dtype,
@@ -264,14 +281,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels: dict[CompiledKernel, list[str]] = {}
     faults: list[str] = []
     try:
+        for capability in options.capability:
+            _check(capability)
         steps = record_steps(options.model, config, rows=options.rows, tokens=options.tokens)
+        steps += record_kernels(options.model, config, rows=options.rows)
         for step in steps:
             counts = Counter(launch.name for launch in step.launches)
             document["steps"].append({"name": step.name, "launches": dict(counts)})
             print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
         for capability in options.capability:
+            launches = itertools.chain.from_iterable(step.launches for step in steps)
+            compiled = compile_launches(launches, capability)
             for step in steps:
-                made = list(compile_launches(step.launches, capability))
+                made = list(itertools.islice(compiled, len(step.launches)))
                 for kernel in made:
                     kernels.setdefault(kernel, []).append(step.name)
                 faults += [f"{step.name}: {text}" for text in early_reads(step.launches, made)]
@@ -279,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compile_ahead: error: {error}", file=sys.stderr)
         return 1
     for kernel in kernels:
-        faults += [f"{kernel.name} sm_{kernel.capability}: {text}" for text in kernel.faults]
+        faults += [f"{kernel.title} sm_{kernel.capability}: {text}" for text in kernel.faults]
     document["kernels"] = [
         kernel.to_json() | {"steps": list(dict.fromkeys(names))}
         for kernel, names in kernels.items()
@@ -297,7 +319,7 @@ def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
     head = ("kernel", "sm", "constants", "registers", "shared", "stack", "local", "loads", "s")
     rows = [
         (
-            kernel.name,
+            kernel.title,
             str(kernel.capability),
             kernel.choices,
             str(kernel.registers),
