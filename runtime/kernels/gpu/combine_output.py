@@ -11,14 +11,43 @@ pass; Dao et al. 2023).
 
 from __future__ import annotations
 
+import math
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .linear import GpuLinear, LinearConfig
+from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .linear import FEW_ROWS, GpuLinear, LinearConfig, default_config
 from .linear_kernels import launch_linear
-from .residual_linear import reference_residual_linear
+from .linear_tiles import combined_slice
+from .residual_linear import reference_residual_linear, residual_linear
 
 __all__ = ["combine", "combine_output", "reference_combine", "reference_combine_output"]
+
+_SPLITS_TRAFFIC = 0.5
+"""Bytes of splits that the programs of a product may read together, in those of its weight.
+
+They come out of the L2 cache, which reads more than twice as fast as the memory, but are read only
+after the wait, when weights are on their way already.
+"""
+
+
+@triton.jit
+def combine_splits(  # type: ignore[no-untyped-def]
+    acc_ptr, max_ptr, sum_ptr, out_ptr, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program combines `GROUPS * V` features of one row."""
+    let_dependents_start(PDL)
+    row = tl.program_id(0)
+    first = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]) * V
+    k = first + tl.arange(0, V)[None, :]
+    wait_for_inputs(PDL)
+    EVEN: tl.constexpr = K % (GROUPS * V) == 0
+    out = combined_slice(acc_ptr, max_ptr, sum_ptr, row, first, k, K, E, SPLITS, EVEN)
+    tl.store(out_ptr + row * K + k, out.to(out_ptr.dtype.element_ty), mask=k < K)
 
 
 def combine(acc_THSE: Tensor, max_THS: Tensor, sum_THS: Tensor, out_TK: Tensor) -> None:
@@ -27,7 +56,23 @@ def combine(acc_THSE: Tensor, max_THS: Tensor, sum_THS: Tensor, out_TK: Tensor) 
     All float32 but `out_TK`, contiguous. Of a split without positions the maximum is -inf, the sum
     0 and `acc_THSE` anything; at least one split of each row and head has positions.
     """
-    out_TK.copy_(reference_combine(acc_THSE, max_THS, sum_THS))
+    rows, heads, splits, head_dim = acc_THSE.shape
+    features = heads * head_dim
+    vector = math.gcd(4, head_dim)  # 16 bytes
+    block = 128 * vector
+    launch(
+        combine_splits,
+        (rows, -(-features // block)),
+        acc_THSE,
+        max_THS,
+        sum_THS,
+        out_TK,
+        K=features,
+        E=head_dim,
+        SPLITS=splits,
+        GROUPS=128,
+        V=vector,
+    )
 
 
 def combine_output(
@@ -42,9 +87,22 @@ def combine_output(
 ) -> None:
     """`out = residual + linear(combined)`, rounded as `residual_linear` does, or the product alone.
 
-    `attended_TK` is work space in the model's dtype: where each program of the product would read
-    too much of the splits, a kernel of its own combines them into it.
+    `attended_TK` is work space in the model's dtype: where the programs of the product would read
+    too much of the splits, or rows are more than four, a kernel of its own combines them into it.
+    With a `config`, whose `parts` are 0, the product's programs do.
     """
+    rows, n = out_TN.shape
+    weight = linear.weight
+    if config is None and rows <= FEW_ROWS:
+        multiprocessors = num_multiprocessors(weight.device)
+        sizes = (*weight.shape, weight.element_size(), multiprocessors)
+        config = default_config("combine_output", rows, *sizes)
+        if -(-n // config.block_n) * acc_THSE.nbytes > _SPLITS_TRAFFIC * weight.nbytes:
+            config = None
+    if config is None:
+        combine(acc_THSE, max_THS, sum_THS, attended_TK)
+        residual_linear(attended_TK, linear, residual_TN, out_TN)
+        return
     launch_linear(
         "combine_output",
         acc_THSE,

@@ -6,8 +6,8 @@ Shapes: T rows, K input features (hidden_size), F features of gate and of up.
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from .activation import reference_activate_rows
 from .linear import GpuLinear, LinearConfig, Norm, Pending
 from .linear_kernels import launch_linear
 from .norm_linear import reference_norm_linear
@@ -52,5 +52,5 @@ def reference_gate_up(
     pending: Pending | None = None,
 ) -> Tensor:
     """What `gate_up` does, in plain torch."""
-    gate_TF, up_TF = reference_norm_linear(x_TK, norm, linear, pending).chunk(2, dim=-1)
-    return (F.gelu(gate_TF, approximate="tanh") if gelu else F.silu(gate_TF)) * up_TF
+    product_TF = reference_norm_linear(x_TK, norm, linear, pending)
+    return reference_activate_rows(product_TF, gelu=gelu)

@@ -37,6 +37,7 @@ from .linear import (
 from .linear_tiles import (
     activate,
     as_numbers,
+    combined_slice,
     input_tile,
     load_tile,
     load_weights,
@@ -65,40 +66,6 @@ def _name(specialization: Any) -> str:
 
 
 @triton.jit
-def _combined_slice(  # type: ignore[no-untyped-def]
-    acc_ptr, max_ptr, sum_ptr, row, first, k, K: tl.constexpr, E: tl.constexpr,
-    SPLITS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Features `k` [G, V] of what the splits make; those of a group, from `first` [G], share a head.
-
-    All maxima and sums are loaded at once, then all of the splits that have positions.
-    """
-    cell = (row * (K // E) + first // E) * SPLITS
-    inside = first < K
-    maxima = ()
-    sums = ()
-    for split in tl.static_range(SPLITS):
-        maxima = maxima + (tl.load(max_ptr + cell + split, mask=inside, other=float("-inf")),)
-        sums = sums + (tl.load(sum_ptr + cell + split, mask=inside, other=0.0),)
-    largest = maxima[0]
-    for split in tl.static_range(1, SPLITS):
-        largest = tl.maximum(largest, maxima[split])
-    total = tl.zeros(first.shape, tl.float32)
-    out = tl.zeros(k.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        used = inside & (sums[split] > 0)
-        weight = tl.where(used, tl.exp2(maxima[split] - largest), 0.0)
-        total += weight * sums[split]
-        pointers = acc_ptr + (cell + split)[:, None] * E + k % E
-        acc = tl.load(pointers, mask=used[:, None], other=0.0)
-        out += weight[:, None] * acc
-    out = out / total[:, None]
-    if not EVEN:
-        out = tl.where(inside[:, None], out, 0.0)
-    return out
-
-
-@triton.jit
 def _row_tile(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, row, start, k, reciprocal, post_reciprocal,
     norm, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr,
@@ -107,8 +74,8 @@ def _row_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Input features from `start` on of one row: `[BLOCK_K / V, V]` in float32."""
     if max_ptr is not None:
-        first = start + tl.arange(0, k.shape[0]) * V
-        x = _combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
+        first = start + tl.arange(0, k.shape[0])[:, None] * V
+        x = combined_slice(x_ptr, max_ptr, sum_ptr, row, first, start + k, K, E, SPLITS, EVEN)
         x = x.to(dtype).to(tl.float32)
     else:
         x = input_tile(
@@ -165,20 +132,21 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
     reciprocals, post_reciprocals = row_statistics(
-        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
-        K, STATISTICS, NORM, POST_OFFSET, dtype,
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T,
+        tl.program_id(0) == 0, eps, post_eps, K, STATISTICS, NORM, POST_OFFSET, dtype,
     )  # fmt: skip
     reciprocal = ()
     post_reciprocal = ()
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
-        post_reciprocal = post_reciprocal + (tl.sum(tl.where(t == row, post_reciprocals, 0.0)),)
-        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)
+        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)  # noqa: RUF005
+        post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
+        post_reciprocal = post_reciprocal + (post,)  # noqa: RUF005
+        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)  # noqa: RUF005
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = residual + (tl.load(pointers).to(tl.float32),)
+            residual = residual + (tl.load(pointers).to(tl.float32),)  # noqa: RUF005
 
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
@@ -203,7 +171,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             product = tl.sum(numbers * x[:, None, :], axis=2)
             if SCALE_BLOCKS:
                 product = product * scales
-            grown = grown + (sums[row] + product,)
+            grown = grown + (sums[row] + product,)  # noqa: RUF005
         sums = grown
         w = w_after
         norm = norm_after
@@ -276,8 +244,8 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
     reciprocals, post_reciprocals = row_statistics(
-        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T, eps, post_eps,
-        K, STATISTICS, NORM, POST_OFFSET, dtype,
+        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T,
+        tl.program_id(0) == 0, eps, post_eps, K, STATISTICS, NORM, POST_OFFSET, dtype,
     )  # fmt: skip
     rows = t[None, None, :]
     reciprocal = reciprocals[None, None, :]
@@ -356,12 +324,13 @@ def launch_linear(
 
     Args:
         name: of the operation.
-        x: `[T, K]`; with `splits`, maxima and sums `[T, H, S]`, what they belong to `[T, H, S, E]`.
+        x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
         config: None for the default.
         norm: of the input.
         pending: added before.
+        splits: maxima and sums `[T, H, S]` of attention's splits.
         residual_TN: what the product is added to.
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
@@ -377,6 +346,8 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
+    if linear.weight.dtype not in _STORAGES:
+        raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
     storage = _STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
@@ -388,21 +359,21 @@ def launch_linear(
     if linear.scales is not None and linear.scales.dim() == 2:
         blocks = -(-k // SCALE_BLOCK)
     post = None if pending is None else pending.norm
-    sizes: dict[str, Any] = dict(
-        K=k,
-        ROWS=row_count,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        STATISTICS=min(_power_of_two(k), _STATISTICS // row_count),
-        STORAGE=storage,
-        NATIVE_FP8=fp8_is_native(x.device),
-        SCALE_BLOCKS=blocks,
-        OFFSET=norm is not None and norm.offset,
-        POST_OFFSET=post is not None and post.offset,
-        GATED=gated,
-        GELU=gelu,
-        NAME=name,
-    )
+    sizes: dict[str, Any] = {
+        "K": k,
+        "ROWS": row_count,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STATISTICS": min(_power_of_two(k), _STATISTICS // row_count),
+        "STORAGE": storage,
+        "NATIVE_FP8": fp8_is_native(x.device),
+        "SCALE_BLOCKS": blocks,
+        "OFFSET": norm is not None and norm.offset,
+        "POST_OFFSET": post is not None and post.offset,
+        "GATED": gated,
+        "GELU": gelu,
+        "NAME": name,
+    }
     inputs = (
         x,
         None if pending is None else pending.delta,
@@ -428,7 +399,14 @@ def launch_linear(
         if blocks:
             parts = max(parts, config.block_k // SCALE_BLOCK)
         launch(
-            linear_of_rows, grid, *inputs, weight, *outputs, num_warps=config.num_warps, PARTS=parts, **sizes
+            linear_of_rows,
+            grid,
+            *inputs,
+            weight,
+            *outputs,
+            num_warps=config.num_warps,
+            PARTS=parts,
+            **sizes,
         )
         return
     if row_count > FEW_ROWS:

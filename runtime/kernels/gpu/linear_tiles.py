@@ -10,17 +10,22 @@ import triton.language as tl
 
 from .quantised_cache import decode_fp8
 
-__all__ = ["activate", "as_numbers", "input_tile", "load_tile", "row_statistics"]
+__all__ = [
+    "activate",
+    "as_numbers",
+    "combined_slice",
+    "input_tile",
+    "load_tile",
+    "load_weights",
+    "pending_tile",
+    "row_statistics",
+]
 
 
 @triton.jit
 def load_tile(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """What stands there; 0 where masked, whatever the memory holds."""
-    if EVEN:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=mask, other=0)
-    return tile
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
@@ -54,9 +59,7 @@ def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: 
             numbers = _interleaved(low, high).to(tl.float32)
         else:
             even = _interleaved(tile, tile >> 16)
-            numbers = _byte_numbers(
-                _interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8
-            )
+            numbers = _byte_numbers(_interleaved(even, even >> 8).to(tl.uint8), STORAGE, NATIVE_FP8)
     elif STORAGE == "fp8" or STORAGE == "int8":
         numbers = _byte_numbers(tile.to(tl.uint8, bitcast=True), STORAGE, NATIVE_FP8)
     else:
@@ -87,10 +90,7 @@ def _byte_numbers(byte, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # typ
 def normed(x, reciprocal, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """`models.modules.RMSNorm` of float32 `x`, rounded to `dtype`, in float32."""
     x = x * reciprocal
-    if OFFSET:
-        out = x * (1.0 + weight)
-    else:
-        out = x.to(dtype).to(tl.float32) * weight
+    out = x * (1.0 + weight) if OFFSET else x.to(dtype).to(tl.float32) * weight
     return out.to(dtype).to(tl.float32)
 
 
@@ -126,14 +126,14 @@ def input_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_statistics(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, post_ptr, sum_ptr, rows, valid, eps, post_eps,
+    x_ptr, delta_ptr, post_ptr, sum_ptr, rows, valid, writes, eps, post_eps,
     K: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_OFFSET: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """Reciprocals of the root mean squares of `rows` [R] and of what is pending for them.
 
-    The first program writes the sums of both to `sum_ptr` where rows are `valid`. Rows that are
-    not are rows of the input too, so that they need no mask.
+    A program that `writes` stores the sums of both in `sum_ptr` where rows are `valid`. Rows that
+    are not are rows of the input too, so that they need no mask.
     """
     EVEN: tl.constexpr = K % BLOCK == 0
     reciprocal = tl.zeros(rows.shape, tl.float32)
@@ -155,20 +155,48 @@ def row_statistics(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             squares += x * x
             if delta_ptr is not None:
-                mask = (k < K) & valid[:, None] & (tl.program_id(0) == 0)
+                mask = (k < K) & valid[:, None] & writes
                 tl.store(sum_ptr + rows[:, None] * K + k, x.to(dtype), mask=mask)
         reciprocal = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
     return reciprocal, post_reciprocal
 
 
 @triton.jit
+def combined_slice(  # type: ignore[no-untyped-def]
+    acc_ptr, max_ptr, sum_ptr, row, first, k, K: tl.constexpr, E: tl.constexpr,
+    SPLITS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Features `k` [G, V] of what the splits make; a group, from `first` [G, 1], is of one head.
+
+    All maxima and sums are loaded at once, then all of the splits that have positions.
+    """
+    cell = (row * (K // E) + first // E) * SPLITS
+    inside = first < K
+    maxima = ()
+    sums = ()
+    for split in tl.static_range(SPLITS):
+        maxima = maxima + (load_tile(max_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
+        sums = sums + (load_tile(sum_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
+    largest = maxima[0]
+    for split in tl.static_range(1, SPLITS):
+        largest = tl.maximum(largest, maxima[split])
+    total = tl.zeros(first.shape, tl.float32)
+    out = tl.zeros(k.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        used = sums[split] > 0
+        weight = tl.where(used, tl.exp2(maxima[split] - largest), 0.0)
+        total += weight * sums[split]
+        pointers = acc_ptr + (cell + split) * E + k % E
+        acc = tl.load(pointers, mask=used & (k < K), other=0.0)
+        out += weight * acc
+    return out / tl.where(inside, total, 1.0)
+
+
+@triton.jit
 def activate(gate, up, GELU: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32."""
     gate = gate.to(dtype).to(tl.float32)
-    if GELU:
-        # (1 + tanh(u)) / 2 is the logistic function of 2 u, with u = sqrt(2 / pi) (x + ...).
-        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        logit = gate
+    # (1 + tanh(u)) / 2 is the logistic function of 2 u, with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     active = gate / (1.0 + tl.exp(-logit))
     return active.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)

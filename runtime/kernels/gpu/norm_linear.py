@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear, reference_norm
 from .linear_kernels import launch_linear
+from .norm import reference_norm_rows
 
 __all__ = ["norm_linear", "reference_norm_linear"]
 
@@ -33,7 +34,9 @@ def reference_norm_linear(
     x_TK: Tensor, norm: Norm | None, linear: GpuLinear, pending: Pending | None = None
 ) -> Tensor:
     """What `norm_linear` does, in plain torch."""
-    if pending is not None:
+    if norm is not None:
+        x_TK = reference_norm_rows(x_TK, norm, pending)
+    elif pending is not None:
         x_TK = x_TK + reference_norm(pending.delta, pending.norm)
         pending.out.copy_(x_TK)
-    return reference_linear(reference_norm(x_TK, norm), linear)
+    return reference_linear(x_TK, linear)

@@ -1,0 +1,77 @@
+"""act(gate) * up over normed rows, in both kernels, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from stepgraph.runtime.kernels.gpu.activation import activate_rows, reference_activate_rows
+from stepgraph.runtime.kernels.gpu.gate_up import gate_up, reference_gate_up
+from stepgraph.runtime.kernels.gpu.linear import LinearConfig, Pending
+
+from .gpu_linear_rig import (
+    DTYPES,
+    STORAGES,
+    error,
+    poisoned,
+    random_linear,
+    random_norm,
+    rows,
+    tolerance,
+)
+
+K, F = 21, 37
+
+
+def config_for(count: int) -> LinearConfig:
+    return LinearConfig(8, 64) if count <= 4 else LinearConfig(16, 64, parts=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 4, 6, 33])
+def test_odd_shapes(count: int, gelu: bool, dtype: torch.dtype) -> None:
+    x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)
+    linear = random_linear(2 * F, K, dtype, bias=True)
+    out_TF = poisoned(count, F, dtype=dtype)
+    gate_up(x_TK, norm, linear, out_TF, gelu=gelu, config=config_for(count))
+    expected = reference_gate_up(x_TK, norm, linear, gelu=gelu)
+    assert error(out_TF, expected) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("count", [1, 5])
+def test_weights_of_8_bits(count: int, storage: str) -> None:
+    x_TK, norm = rows(count, 256, torch.bfloat16), random_norm(256, torch.bfloat16)
+    linear = random_linear(2 * F, 256, torch.bfloat16, storage)
+    out_TF = poisoned(count, F, dtype=torch.bfloat16)
+    config = LinearConfig(16, 128) if count == 1 else LinearConfig(16, 128, parts=1)
+    gate_up(x_TK, norm, linear, out_TF, gelu=False, config=config)
+    assert error(out_TF, reference_gate_up(x_TK, norm, linear, gelu=False)) < 1e-2
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_is_pending_is_added_and_kept(count: int) -> None:
+    dtype = torch.bfloat16
+    x_TK, delta_TK = rows(count, K, dtype), rows(count, K, dtype)
+    norm, post = random_norm(K, dtype, offset=True), random_norm(K, dtype, offset=True)
+    linear = random_linear(2 * F, K, dtype)
+    out_TF, sum_TK = poisoned(count, F, dtype=dtype), poisoned(count, K, dtype=dtype)
+    pending = Pending(delta_TK, post, sum_TK)
+    gate_up(x_TK, norm, linear, out_TF, gelu=True, pending=pending, config=config_for(count))
+    expected = torch.empty_like(sum_TK)
+    pending = Pending(delta_TK, post, expected)
+    reference_TF = reference_gate_up(x_TK, norm, linear, gelu=True, pending=pending)
+    assert error(out_TF, reference_TF) < 1e-2
+    torch.testing.assert_close(sum_TK, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_activation_by_itself(gelu: bool, dtype: torch.dtype) -> None:
+    x_TF = rows(3, 2 * 1029, dtype) * 10
+    out_TF = poisoned(3, 1029, dtype=dtype)
+    activate_rows(x_TF, out_TF, gelu=gelu)
+    assert error(out_TF, reference_activate_rows(x_TF, gelu=gelu)) < tolerance(dtype)
