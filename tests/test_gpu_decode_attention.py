@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
 from stepgraph.runtime.kernels.gpu import decode_attention as da
 from stepgraph.runtime.kernels.gpu.launch import record_launches
+from stepgraph.runtime.kernels.gpu.split_attention import MOST_SPLITS
 from stepgraph.runtime.kernels.kv_storage import write_blocks
 from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
@@ -349,7 +350,7 @@ def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None
 )
 def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, processors: int) -> None:
     splits = da.choose_splits(rows, kv_heads, positions, processors)
-    assert 1 <= splits <= min(-(-positions // 64), da.MOST_SPLITS)
+    assert 1 <= splits <= min(-(-positions // 64), MOST_SPLITS)
     assert splits == 1 or rows * kv_heads * splits <= 2 * processors
     assert splits >= da.choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
 
@@ -358,9 +359,11 @@ def test_known_choices() -> None:
     assert da.choose_splits(1, 8, 131072, 132) == 16
     assert da.choose_splits(32, 8, 131072, 132) == 1
     assert da.choose_splits(1, 8, 100, 132) == 2
-    assert da.choose_tile(4, 64, 64, 2) == da.Tile(16, 64, 4, 3)
-    assert da.choose_tile(4, 128, 128, 2) == da.Tile(16, 32, 4, 3)
-    assert da.choose_tile(128, 576, 512, 2).heads == 64
+    assert da.choose_tile(4, 64, 64, 2) == da.Tile(16, 64, 4, 4)
+    assert da.choose_tile(4, 128, 128, 2) == da.Tile(16, 32, 4, 4)
+    assert da.choose_tile(4, 128, 128, 1) == da.Tile(16, 64, 8, 4)
+    assert da.choose_tile(128, 576, 512, 2) == da.Tile(32, 32, 8, 2)
+    assert da.choose_tile(128, 576, 512, 1).heads == 16
 
 
 def test_nothing_but_hints_comes_before_the_wait() -> None:

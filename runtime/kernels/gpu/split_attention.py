@@ -1,0 +1,269 @@
+"""What kernels of split attention share: the loop over a run of positions, and how runs are joined.
+
+Shapes: T rows of the step, H query heads, G kv heads, V value_dim (head_dim, or the latent part of
+a key), D the width of a key (V, or latent and rotated part), S splits.
+
+A program computes one kv head of one row over one of S runs of its positions ("flash decoding",
+Dao et al. 2023; the running softmax is that of Milakov and Gimelshein 2018). The heads of a group
+share the keys that it loads. S is fixed when a step is captured, the length of a run is that of
+the row when the step runs: the tiles of the positions that the row sees (of its window, if it has
+one) are dealt in equal runs, so short rows leave the last splits empty. What the splits found is
+put together by `combine_splits`, or by the kernel that projects it (see `Partials`).
+
+Positions that a row does not see are masked when they are loaded: what stands there is never part
+of a product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .quantised_cache import load_numbers, load_scales, scale_offset, vector_offset
+
+__all__ = [
+    "NO_WINDOW",
+    "Partials",
+    "Tile",
+    "attend_run",
+    "choose_splits",
+    "choose_tile",
+    "combine_splits",
+    "in_log2",
+    "new_partials",
+    "padded",
+    "reference_combine_splits",
+    "split_tiles",
+    "store_partials",
+    "table_entries",
+]
+
+MOST_SPLITS = 32
+
+NO_WINDOW = 1 << 30
+"""Tokens of the window of a layer that has none."""
+
+
+class Partials(NamedTuple):
+    """What the splits of a row found: workspace, float32.
+
+    The result is `sum_s 2^(m_s - M) acc_s / sum_s 2^(m_s - M) l_s` with M the maximum of m.
+    """
+
+    acc: Tensor
+    """`[T, H, S, V]`: sums of values weighed by 2^(score - m). Anything where l = 0."""
+    m: Tensor
+    """`[T, H, S]`: the maximum of the scores, in units of log 2; -inf for a split without any.
+    These come last."""
+    l: Tensor  # noqa: E741  (the name in the literature)
+    """`[T, H, S]`: sums of 2^(score - m); 0 for a split without positions."""
+
+
+def new_partials(
+    tokens: int, heads: int, splits: int, value_dim: int, device: torch.device
+) -> Partials:
+    """Workspace for `tokens` rows, uninitialised."""
+    shape = (tokens, heads, splits)
+    acc, m, denominator = (
+        torch.empty(shape_, dtype=torch.float32, device=device)
+        for shape_ in ((*shape, value_dim), shape, shape)
+    )
+    return Partials(acc, m, denominator)
+
+
+class Tile(NamedTuple):
+    """How a program works through its run."""
+
+    heads: int
+    """Query heads of a program, a power of two of at least 16 (a matrix product's smallest)."""
+    positions: int
+    """Loaded and multiplied at a time."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight, of keys and of values."""
+
+
+def choose_tile(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tile:
+    """Sizes for a group of query heads over keys `[head_dim]` of so many bytes an element.
+
+    One of 132 processors that share 4.3 TB/s reads a tile of keys and values of 16 KiB in half a
+    microsecond, which is about what the tile's arithmetic takes; two more tiles in flight hide the
+    latency. Larger tiles of queries or keys than these spill registers (ptxas 12.8).
+    """
+    heads = max(16, triton.next_power_of_2(group))
+    if head_dim != value_dim:  # latent: one wide side, which is kept once for both products
+        quantised = element_bytes == 1
+        positions = 32 if element_bytes < 4 else 16
+        return Tile(16 if quantised else min(heads, 32), positions, 8, 2 if heads > 16 else 3)
+    width = triton.next_power_of_2(head_dim)
+    positions = max(16, min(64, 8192 // (width * element_bytes)))
+    return Tile(heads, positions, 8 if element_bytes == 1 and width > 64 else 4, 4)
+
+
+def choose_splits(
+    rows: int, kv_heads: int, most_positions: int, multiprocessors: int, tile_positions: int = 64
+) -> int:
+    """How many splits a captured step of `rows` rows gets.
+
+    As many programs as processors for few rows, where each split costs the kernel that combines
+    them more than a second program on a processor brings; twice as many for more rows. No more
+    than there can be tiles.
+    """
+    programs = multiprocessors * (1 if rows <= 2 else 2)
+    tiles = -(-most_positions // tile_positions)
+    return max(1, min(programs // (rows * kv_heads), tiles, MOST_SPLITS))
+
+
+def padded(size: int) -> int:
+    """A power of two that matrix products take."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@triton.jit
+def in_log2(scores, scale, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products of queries and keys as scores in units of log 2."""
+    if SOFTCAP > 0.0:
+        # tanh x = 1 - 2 / (1 + e^2x), which neither overflow nor underflow of the power harms.
+        power = tl.exp2(scores * (scale * (2.0 * 1.4426950408889634 / SOFTCAP)))
+        scores = (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + power))
+    else:
+        scores = scores * (scale * 1.4426950408889634)
+    return scores
+
+
+@triton.jit
+def split_tiles(first, end, split, splits, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The run of a split over the tiles of the positions first ... end - 1: its first tile, the
+    one behind its last, and the first split without tiles (or the last one)."""
+    first_tile = first // TILE
+    tiles = tl.where(end > first, tl.cdiv(end, TILE) - first_tile, 0)
+    each = tl.cdiv(tiles, splits)
+    begin = first_tile + tl.minimum(split * each, tiles)
+    behind = first_tile + tl.minimum((split + 1) * each, tiles)
+    return begin, behind, tl.minimum(tl.cdiv(tiles, tl.maximum(each, 1)), splits - 1)
+
+
+@triton.jit
+def table_entries(  # type: ignore[no-untyped-def]
+    table_ptr, first, end, tile, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The blocks in which the positions of a tile stand, of those among first ... end - 1."""
+    n = tile * TILE + tl.arange(0, TILE)
+    return tl.load(table_ptr + n // BLOCK_SIZE, mask=(n >= first) & (n < end), other=0)
+
+
+@triton.jit
+def attend_run(  # type: ignore[no-untyped-def]
+    q, q_rest, m, total, acc,
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, head,
+    first, end, begin, behind, scale,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Go on with the softmax (m, total, acc) over the tiles begin ... behind - 1.
+
+    `block` are the `table_entries` of the first tile: they are asked for early, because keys wait
+    for them.
+    Without `values_ptr` the first V elements of the keys are the values, and `q_rest` meets the
+    rest of them.
+    """
+    dtype: tl.constexpr = q.dtype
+    # The scale of a value goes to its weight; of the 16-bit types bfloat16 has room for that.
+    narrow: tl.constexpr = STORAGE != "model" and dtype == tl.float16
+    weight_dtype: tl.constexpr = tl.bfloat16 if narrow else dtype
+    i = tl.arange(0, BLOCK_V)
+    rest = tl.arange(0, BLOCK_REST)
+    for tile in range(begin, behind):
+        n = tile * TILE + tl.arange(0, TILE)
+        seen = (n >= first) & (n < end)
+        at = vector_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE, STORAGE)
+        scale_at = scale_offset(block, head, n % BLOCK_SIZE, G, D, BLOCK_SIZE)
+        mask = seen[:, None] if V == BLOCK_V else seen[:, None] & (i < V)[None, :]
+        here = at[:, None] + i[None, :]
+        keys = load_numbers(keys_ptr, here, mask, dtype, STORAGE, NATIVE_FP8)
+        # Of the next tile, so that keys in flight wait for no table.
+        block = table_entries(table_ptr, first, end, tile + 1, BLOCK_SIZE, TILE)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if values_ptr is None:
+            inside = seen[:, None] & (V + rest < D)[None, :]
+            there = at[:, None] + V + rest[None, :]
+            keys_rest = load_numbers(keys_ptr, there, inside, dtype, STORAGE, NATIVE_FP8)
+            scores = tl.dot(q_rest, tl.trans(keys_rest), scores, input_precision="ieee")
+            values = keys.to(weight_dtype)
+        else:
+            values = load_numbers(values_ptr, here, mask, weight_dtype, STORAGE, NATIVE_FP8)
+        if STORAGE != "model":
+            key_scales = load_scales(key_scales_ptr, scale_at, seen)
+            scores *= key_scales[None, :]
+        scores = tl.where(seen[None, :], in_log2(scores, scale, SOFTCAP), float("-inf"))
+        # Every tile of a run has a position that is seen: the maximum is a number.
+        top = tl.maximum(m, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - top[:, None])
+        shrink = tl.exp2(m - top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        if STORAGE != "model":
+            if values_ptr is None:
+                weights *= key_scales[None, :]
+            else:
+                weights *= load_scales(value_scales_ptr, scale_at, seen)[None, :]
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(weight_dtype), values, acc, input_precision="ieee")
+        m = top
+    return m, total, acc
+
+
+@triton.jit
+def store_partials(  # type: ignore[no-untyped-def]
+    acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, V: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Store what a split found of the heads whose places are `at`."""
+    i = tl.arange(0, BLOCK_V)
+    tl.store(m_ptr + at, m, mask=inside)
+    tl.store(l_ptr + at, total, mask=inside)
+    mask = inside[:, None] & (i < V)[None, :]
+    tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _combine_splits(  # type: ignore[no-untyped-def]
+    acc_ptr, m_ptr, l_ptr, out_ptr, splits, H: tl.constexpr, V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (h, t, part): elements of one head of row t."""
+    head = tl.program_id(1).to(tl.int64) * H + tl.program_id(0)
+    s = tl.arange(0, BLOCK_S)
+    i = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    m = tl.load(m_ptr + head * splits + s, mask=s < splits, other=float("-inf"))
+    total = tl.load(l_ptr + head * splits + s, mask=s < splits, other=0.0)
+    used = (total != 0.0)[:, None] & (i < V)[None, :]
+    acc = tl.load(acc_ptr + (head * splits + s)[:, None] * V + i[None, :], mask=used, other=0.0)
+    weight = tl.exp2(m - tl.max(m, axis=0))
+    out = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    tl.store(out_ptr + head * V + i, out.to(out_ptr.dtype.element_ty), mask=i < V)
+
+
+def combine_splits(partials: Partials, out_TN: Tensor) -> None:
+    """Put the splits together: `out_TN` `[T, H * V]`, contiguous, in the model's dtype."""
+    tokens, heads, splits, value_dim = partials.acc.shape
+    block = min(padded(value_dim), 128)
+    launch(
+        _combine_splits, (heads, tokens, triton.cdiv(value_dim, block)), *partials, out_TN, splits,
+        H=heads, V=value_dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_V=block,
+    )  # fmt: skip
+
+
+def reference_combine_splits(partials: Partials, out_TN: Tensor) -> None:
+    """`combine_splits` in plain torch."""
+    acc, m, total = partials
+    weight = torch.where(total == 0, 0.0, torch.exp2(m - m.amax(-1, keepdim=True)))
+    values = torch.where((total == 0)[..., None], 0.0, acc)
+    out = (values * weight[..., None]).sum(2) / (total * weight).sum(2, keepdim=True)
+    out_TN.copy_(out.flatten(1))

@@ -1,0 +1,97 @@
+"""Paged attention as kernels, write and all: decode and prefill against float64, over poison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import reference_paged_attention
+from stepgraph.runtime.kernels.gpu.launch import record_launches
+from stepgraph.runtime.kernels.gpu.paged_attention import register, triton_paged_attention
+
+from .attention_cases import check, make_case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DECODE = [(0, 1), (16, 1), (70, 1)]
+PREFILL = [(0, 19), (37, 6)]
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 13},
+    "softcap": {"softcap": 2.0},
+    "int8": {"storage": "int8"},
+    "fp8": {"storage": "fp8"},
+    "latent": {"latent": True, "value_dim": 32},
+    "all": {"latent": True, "value_dim": 20, "window": 40, "softcap": 3.0, "storage": "fp8"},
+}
+
+
+@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_in_every_dtype(
+    chunks: list[tuple[int, int]], dtype: torch.dtype, form: dict[str, Any]
+) -> None:
+    heads = (6, 1, 34) if "latent" in form else (6, 2, 34)
+    case = make_case(chunks, heads, 16, dtype, 2, **form)
+    check(case.to(DEVICE), triton_paged_attention, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("heads", "block_size"), [((5, 1, 80), 5), ((2, 2, 10), 1), ((7, 1, 7), 64), ((3, 1, 128), 16)]
+)
+def test_odd_shapes(
+    chunks: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int
+) -> None:
+    case = make_case(chunks, heads, block_size, padding=1)
+    check(case.to(DEVICE), triton_paged_attention, 1e-5)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
+    padding=st.integers(0, 5),
+    window=st.sampled_from([0, 1, 9, 50]),
+    block_size=st.integers(1, 20),
+)
+def test_any_chunks_are_what_the_reference_makes_of_them(
+    chunks: list[tuple[int, int]], padding: int, window: int, block_size: int
+) -> None:
+    case = make_case(chunks, (4, 2, 16), block_size, padding=padding, window=window).to(DEVICE)
+    check(case, triton_paged_attention, 1e-5)
+    expected, _ = case.run(reference_paged_attention)
+    out, _ = case.run(triton_paged_attention)
+    n = case.valid_tokens
+    torch.testing.assert_close(out[:n], expected[:n], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_the_host_reads_no_tensor(chunks: list[tuple[int, int]]) -> None:
+    """Nothing that is launched depends on what tensors hold: here they hold nothing."""
+    case = make_case(chunks).to("meta")
+    with record_launches() as launches:
+        out, _ = case.run(triton_paged_attention, read_blocks=8)
+    assert out.shape == (*case.q.shape[:2], case.form.value_dim)
+    attention = "_decode_ready_attention" if chunks is DECODE else "_attention_kernel"
+    assert launches[0].name == "_store_kernel"
+    assert attention in [launch.name for launch in launches]
+
+
+def test_the_operation_on_cuda_becomes_the_kernels() -> None:
+    register()
+    register()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("stepgraph::paged_attention", "CUDA")
+    if DEVICE == "cuda":
+        case = make_case(PREFILL).to(DEVICE)
+
+        def operation(*args: Any) -> torch.Tensor:
+            return torch.ops.stepgraph.paged_attention(*args[:-1], *args[-1])
+
+        assert torch.equal(case.run(operation)[0], case.run(triton_paged_attention)[0])

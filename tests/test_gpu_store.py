@@ -1,0 +1,151 @@
+"""Keys and values go to their slots, plain or normed and rotated on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels.gpu.store import (
+    reference_rotate_and_store,
+    reference_store,
+    rotate_and_store,
+    store_keys_and_values,
+)
+from stepgraph.runtime.kernels.kv_storage import read_blocks
+from stepgraph.runtime.models.modules import RMSNorm
+from stepgraph.runtime.models.rope import rotate
+
+from .attention_cases import poisoned_arena
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+STORAGES = ["model", "int8", "fp8"]
+LAYER = 1
+
+
+def new_arena(
+    sides: int, blocks: int, g: int, block_size: int, e: int, dtype: torch.dtype, storage: str
+) -> Tensor:
+    return poisoned_arena((2, sides, blocks, g, block_size, e), dtype, storage).to(DEVICE)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Also of NaN, outside of the null block."""
+    return torch.equal(a[:, :, 1:].view(torch.uint8), b[:, :, 1:].view(torch.uint8))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 16, 4), (3, 10, 5), (1, 34, 1), (9, 128, 16)])
+def test_store_is_bitwise_the_reference(
+    storage: str, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    g, e, block_size = shape
+    fused = torch.randn(6, 2 * g * e, device=DEVICE).to(dtype)
+    k, v = (side.view(6, g, e) for side in fused.split(g * e, dim=1))
+    slots = torch.randperm(8 * block_size)[:6].to(DEVICE) + block_size
+    slots[5] = 0  # padding
+    form = AttentionForm(block_size, 1.0, storage=storage, value_dim=e)
+    arena = new_arena(2, 9, g, block_size, e, dtype, storage)
+    expected = arena.clone()
+    store_keys_and_values(k, v, arena, LAYER, slots, form)
+    reference_store(k, v, expected, LAYER, slots, form)
+    assert same_bytes(arena, expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_one_side(storage: str) -> None:
+    k = torch.randn(3, 1, 576, device=DEVICE).bfloat16()
+    slots = torch.tensor([7, 4, 9], device=DEVICE)
+    form = AttentionForm(4, 1.0, storage=storage, value_dim=512)
+    arena = new_arena(1, 4, 1, 4, 576, torch.bfloat16, storage)
+    expected = arena.clone()
+    store_keys_and_values(k, None, arena, LAYER, slots, form)
+    reference_store(k, None, expected, LAYER, slots, form)
+    assert same_bytes(arena, expected)
+
+
+def stored(arena: Tensor, slots: Tensor, form: AttentionForm) -> Tensor:
+    """What stands at the slots: `[sides, T, G, E]` in float32."""
+    every = torch.arange(arena.shape[2], device=arena.device)
+    sides = [read_blocks(side, every, form.block_size, form.storage) for side in arena[LAYER]]
+    return torch.stack([side[:, slots].transpose(0, 1).float() for side in sides])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["none", "plain", "offset"])
+@pytest.mark.parametrize("heads", [(6, 2, 16), (3, 1, 10), (5, 5, 128)])
+def test_rotate_and_store(
+    storage: str, dtype: torch.dtype, norm: str, heads: tuple[int, int, int]
+) -> None:
+    (h, g, e), tokens = heads, 4
+    qkv = torch.randn(tokens, (h + 2 * g) * e, device=DEVICE).to(dtype)
+    angles = 100 * torch.rand(tokens, e // 2, device=DEVICE)
+    weights = [torch.randn(e, device=DEVICE).to(dtype) for _ in "qk"]
+    q_norm, k_norm = (None, None) if norm == "none" else weights
+    slots = torch.tensor([5, 6, 12, 0], device=DEVICE)
+    form = AttentionForm(4, 1.0, storage=storage, value_dim=e)
+    arena = new_arena(2, 4, g, 4, e, dtype, storage)
+    other = arena.clone()
+    arguments = q_norm, k_norm, 1e-5, norm == "offset", angles.cos(), angles.sin(), slots, form
+    out = torch.full((tokens, h, e), torch.nan, dtype=dtype, device=DEVICE)
+    assert rotate_and_store(qkv, arena, LAYER, *arguments, out=out) is out
+    expected = reference_rotate_and_store(qkv, other, LAYER, *arguments)
+    # Of a step of the dtype, where sums of another order were rounded to another number.
+    close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(out, expected, atol=close, rtol=close)
+    there, wanted = stored(arena, slots[:3], form), stored(other, slots[:3], form)
+    coarse = {"model": close, "int8": 0.02, "fp8": 0.15}[storage]
+    torch.testing.assert_close(there[0], wanted[0], atol=coarse * 3, rtol=coarse)
+    assert torch.equal(there[1], wanted[1])
+    untouched = torch.ones(arena.shape[2] * 4, dtype=torch.bool)
+    untouched[slots.cpu()] = False
+    assert torch.isnan(stored(arena, untouched.nonzero()[:, 0].to(DEVICE), form)).all()
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_the_reference_is_what_models_do(offset: bool) -> None:
+    tokens, h, g, e = 3, 4, 2, 14
+    qkv = torch.randn(tokens, (h + 2 * g) * e).bfloat16()
+    angles = torch.randn(tokens, e // 2)
+    norms = [RMSNorm(1e-5, offset=offset) for _ in "qk"]
+    for norm in norms:
+        norm.weight = torch.nn.Parameter(torch.randn(e).bfloat16(), requires_grad=False)
+    form = AttentionForm(4, 1.0, value_dim=e)
+    arena = poisoned_arena((2, 2, 3, g, 4, e), torch.bfloat16, "model")
+    slots = torch.tensor([4, 5, 11])
+    out = reference_rotate_and_store(
+        qkv, arena, LAYER, norms[0].weight, norms[1].weight, 1e-5, offset,
+        angles.cos(), angles.sin(), slots, form,
+    )  # fmt: skip
+    q, k, v = qkv.view(tokens, -1, e).split((h, g, g), dim=1)
+    assert torch.equal(out, rotate(norms[0](q), angles.cos(), angles.sin()))
+    expected = torch.stack([rotate(norms[1](k), angles.cos(), angles.sin()), v]).float()
+    assert torch.equal(stored(arena, slots, form), expected)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    g=st.integers(1, 4),
+    e=st.integers(1, 40).map(lambda half: 2 * half),
+    block_size=st.integers(1, 20),
+    storage=st.sampled_from(STORAGES),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_is_stored(g: int, e: int, block_size: int, storage: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 3, g, e, generator=generator).bfloat16().to(DEVICE)
+    slots = torch.randperm(5 * block_size, generator=generator)[:3].to(DEVICE) + block_size
+    form = AttentionForm(block_size, 1.0, storage=storage, value_dim=e)
+    arena = new_arena(2, 6, g, block_size, e, torch.bfloat16, storage)
+    expected = arena.clone()
+    store_keys_and_values(k, v, arena, LAYER, slots[: len(k)], form)
+    reference_store(k, v, expected, LAYER, slots[: len(k)], form)
+    assert same_bytes(arena, expected)
