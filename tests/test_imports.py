@@ -194,6 +194,11 @@ def test_host_logic_reaches_no_torch(file: str) -> None:
     assert way is None, " → ".join((*way, "torch"))
 
 
+def test_the_tuning_command_can_say_that_there_is_no_device() -> None:
+    way = reached_at_import("runtime/kernels/gpu/tune.py").get("triton")
+    assert way is None, " → ".join((*way, "triton"))
+
+
 BLOCK_TORCH = """
 import importlib.util, sys
 

@@ -96,7 +96,8 @@ def _run(command: Sequence[str], purpose: str) -> str:
     return result.stdout
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Return where this machine keeps what is built or tuned once; it need not exist."""
     if inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(inductor) / "stepgraph"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgraph"
@@ -128,7 +129,7 @@ def _build(portable: bool) -> KernelLibrary:
     key = hashlib.sha256("\0".join([torch.__version__, *flags, macros]).encode())
     for name in (*_UNITS, *_HEADERS):
         key.update((_HERE / name).read_bytes())
-    library = _cache_directory() / f"cpu_ops-{key.hexdigest()[:32]}.so"
+    library = cache_directory() / f"cpu_ops-{key.hexdigest()[:32]}.so"
     if library.exists():
         return KernelLibrary(library, built=False)
 

@@ -1,0 +1,148 @@
+"""Tune the linear kernels of models for the CUDA device of this machine, once.
+
+python -m stepgraph.runtime.kernels.gpu.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
+
+What is found lies in the user's cache, where engines that start later look it up (`tuning.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...config import EngineConfig, ResolvedConfig
+from ...errors import ConfigError, StepgraphError
+from ...loading import resolve_source
+from ...models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from .linear_timing import LinearProblem, Timer
+    from .tuning import Tuned
+
+__all__ = ["main"]
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    timer: Timer | None = None,
+    device: torch.device | None = None,
+) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        arguments: None: those of the process.
+        timer: times kernels in the place of the device.
+        device: what `timer` times; None: the current CUDA device.
+    """
+    options = _parser().parse_args(arguments)
+    if timer is None:
+        if not torch.cuda.is_available():
+            return _error("tuning times kernels on a CUDA device, and torch sees none")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return _error("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
+        device = torch.device("cuda", torch.cuda.current_device())
+    assert device is not None
+    # After the checks: where there is no device there need not be a Triton.
+    from .launch import num_multiprocessors
+    from .linear import ROW_CLASSES
+    from .linear_timing import problems_of, time_on_device, tune
+    from .tuning import store, tuning_file
+
+    if max(options.rows) > ROW_CLASSES[-1]:
+        return _error(
+            f"--rows {max(options.rows)}: these kernels take at most {ROW_CLASSES[-1]} rows"
+        )
+    timer = timer or partial(time_on_device, device=device)
+    multiprocessors = num_multiprocessors(device)
+    done = set()
+    for source in options.model:
+        for weight_dtype in options.weight_dtype:
+            try:
+                model, config = _resolve(source, options.dtype, weight_dtype)
+            except StepgraphError as error:
+                return _error(f"{source}: {error}")
+            for problem in problems_of(
+                model, config.dtype, config.weights, options.rows, multiprocessors
+            ):
+                key = problem.key(device)
+                if key in done:  # models share shapes
+                    continue
+                done.add(key)
+                tuned = tune(problem, timer, multiprocessors)
+                if tuned is None:
+                    return _error(f"{problem} runs with none of its configurations")
+                store({key: tuned})  # at once: an interrupted run keeps what it found
+                print(_line(problem, tuned), flush=True)
+    print(f"{len(done)} choices are in {tuning_file()}")
+    return 0
+
+
+def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, ResolvedConfig]:
+    """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
+    model = resolve_source(source, config_only=True).config
+    config = EngineConfig(device="cpu", mode="eager", dtype=dtype, weight_dtype=weight_dtype)
+    if model.latent is not None:
+        raise ConfigError("layers with latent attention are not made of the kernels tuned here")
+    return model, ResolvedConfig.resolve(config, model)
+
+
+def _line(problem: LinearProblem, tuned: Tuned) -> str:
+    config = tuned.config
+    dtype = str(problem.weight_dtype).removeprefix("torch.")
+    return (
+        f"{problem.kernel:15} {problem.rows:2} rows, {problem.n} x {problem.k} {dtype}:"
+        f" {tuned.microseconds:.2f} µs, {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
+        f" (default {tuned.default_microseconds:.2f} µs): {config.block_n} x {config.block_k},"
+        f" {config.num_warps} warps, {config.parts} parts"
+    )
+
+
+def _error(message: str) -> int:
+    print(f"tune: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m stepgraph.runtime.kernels.gpu.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", nargs="+", required=True, help="checkpoint directory, hub id or preset:NAME"
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=_positive,
+        default=[1, 2, 4, 8, 16, 32],
+        help="of decode steps (default: 1 2 4 8 16 32)",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    parser.add_argument(
+        "--weight-dtype", nargs="+", default=["auto"], choices=("auto", "int8", "fp8")
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

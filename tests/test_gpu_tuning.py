@@ -1,0 +1,363 @@
+"""What linear kernels are tuned to: the file, who reads and writes it, and what is timed.
+
+Everything but the time itself runs without a device: a timer that looks it up in a table decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels import WeightStorage
+from stepgraph.runtime.kernels.gpu import linear_timing, tune, tuning
+from stepgraph.runtime.kernels.gpu.linear import (
+    LinearConfig,
+    candidate_configs,
+    default_config,
+)
+from stepgraph.runtime.kernels.gpu.linear_timing import LinearProblem, Operands
+from stepgraph.runtime.kernels.gpu.tuning import Tuned, TuningKey
+from stepgraph.runtime.models.presets import preset
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU_FOLDER = Path(tuning.__file__).parent
+KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
+TUNED = Tuned(LinearConfig(8, 512, 4, 0), 15.6, 17.25)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def new_process() -> None:
+    tuning._known.cache_clear()
+
+
+def test_what_is_stored_is_found_by_later_processes() -> None:
+    assert tuning.lookup(KEY) is None
+    path = tuning.store({KEY: TUNED})
+    assert path == tuning.tuning_file()
+    assert path.parent.name == "stepgraph"
+    assert tuning.lookup(KEY) is None, "the file was read before: an engine's choices stay"
+    new_process()
+    assert tuning.lookup(KEY) == TUNED.config
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert entry["kernel"] == "gate_up"
+    assert entry["config"] == {"block_n": 8, "block_k": 512, "num_warps": 4, "parts": 0}
+    assert (entry["microseconds"], entry["default_microseconds"]) == (15.6, 17.25)
+
+
+def test_the_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.store({KEY: TUNED})
+    new_process()
+    tuning.lookup(KEY)
+    monkeypatch.setattr(tuning, "_read", None)
+    assert tuning.lookup(KEY) == TUNED.config
+    with pytest.raises(TypeError):
+        tuning._known(tuning.tuning_file())[KEY] = TUNED  # type: ignore[index]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningKey)])
+def test_another_key_is_another_entry(field: str) -> None:
+    value = getattr(KEY, field)
+    other = dataclasses.replace(KEY, **{field: value + ("x" if isinstance(value, str) else 1)})
+    tuning.store({KEY: TUNED})
+    new_process()
+    assert tuning.lookup(other) is None
+    better = dataclasses.replace(TUNED, config=LinearConfig(16, 256, 8, 2))
+    tuning.store({other: better})
+    new_process()
+    assert tuning.lookup(KEY) == TUNED.config
+    assert tuning.lookup(other) == better.config
+    tuning.store({other: TUNED})
+    new_process()
+    assert tuning.lookup(other) == TUNED.config
+
+
+def changed(**changes: Any) -> str:
+    entry = {**dataclasses.asdict(KEY), **dataclasses.asdict(TUNED), **changes}
+    return json.dumps({"version": tuning.VERSION, "entries": [entry]})
+
+
+FOREIGN = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '"text"',
+    '{"version": 99, "entries": []}',
+    '{"entries": []}',
+    '{"version": 1, "entries": 5}',
+    '{"version": 1, "entries": [5]}',
+    '{"version": 1, "entries": [{}]}',
+    changed(rows="4"),
+    changed(n=8192.5),
+    changed(kernel=None),
+    changed(microseconds="fast"),
+    changed(microseconds=float("nan")),
+    changed(config=5),
+    changed(config={"block_n": 8}),
+    changed(config={"block_n": 8, "block_k": 500, "num_warps": 4, "parts": 0}),
+    changed(config={"block_n": 8, "block_k": 512, "num_warps": True, "parts": 0}),
+    changed(config={"block_n": 0, "block_k": 512, "num_warps": 4, "parts": 0}),
+    changed(config={"block_n": 8, "block_k": 512, "num_warps": 4, "parts": -1}),
+    b"\xff\xfe\x00",
+]
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=range(len(FOREIGN)))
+def test_a_file_that_is_not_understood(
+    content: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tuning.tuning_file()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    new_process()
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+        for _ in range(3):
+            assert tuning.lookup(KEY) is None
+    (record,) = caplog.records
+    assert f"{path} is ignored, kernels run with their defaults" in record.getMessage()
+    tuning.store({KEY: TUNED})
+    new_process()
+    assert tuning.lookup(KEY) == TUNED.config
+
+
+def test_an_unreadable_file(caplog: pytest.LogCaptureFixture) -> None:
+    tuning.tuning_file().mkdir(parents=True)
+    assert tuning.lookup(KEY) is None
+    assert "IsADirectoryError" in caplog.text
+
+
+def test_writers_at_the_same_time_lose_nothing() -> None:
+    """Locks of files hold between threads too: each opens the file for itself."""
+    keys = [dataclasses.replace(KEY, n=n) for n in range(1, 41)]
+
+    def write(part: Sequence[TuningKey]) -> None:
+        for key in part:
+            tuning.store({key: TUNED})
+
+    threads = [threading.Thread(target=write, args=(keys[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(tuning.lookup(key) == TUNED.config for key in keys)
+    left = {path.name for path in tuning.tuning_file().parent.iterdir()}
+    assert left == {"tuned_linear.json", "tuned_linear.lock"}
+
+
+def test_an_interrupted_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuning.store({KEY: TUNED})
+    before = path.read_bytes()
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning.json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.store({dataclasses.replace(KEY, n=3): TUNED})
+    assert path.read_bytes() == before
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "tuned_linear.lock"}
+
+
+def test_the_key_of_a_kernel_here() -> None:
+    key = tuning.tuning_key("norm_linear", 3, 96, 64, torch.float16, torch.float8_e4m3fn, CPU)
+    assert (key.rows, key.dtype, key.weight_dtype) == (4, "float16", "float8_e4m3fn")
+    assert (key.device, key.triton) == ("cpu", sys.modules["triton"].__version__)
+    assert len(key.source) == 16
+    with pytest.raises(ValueError, match="at most 64 rows, got 65"):
+        tuning.tuning_key("norm_linear", 65, 96, 64, torch.float16, torch.float16, CPU)
+
+
+def test_the_source_is_all_that_kernels_are_made_of() -> None:
+    """The file of the kernels, and the files with device functions that it imports."""
+
+    def has_kernels(name: str) -> bool:
+        return "@triton.jit" in (GPU_FOLDER / name).read_text()
+
+    found, queue = {"linear_kernels.py"}, ["linear_kernels.py"]
+    for name in queue:
+        for node in ast.walk(ast.parse((GPU_FOLDER / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                imported = f"{node.module}.py"
+                if imported not in found and has_kernels(imported):
+                    found.add(imported)
+                    queue.append(imported)
+    assert found - {"launch.py"} == set(tuning.SOURCES)
+
+
+def test_the_best_is_what_was_tuned_or_the_default() -> None:
+    shape = ("residual_linear", 2, 96, 64, torch.bfloat16, torch.int8, CPU)
+    default = default_config("residual_linear", 2, 96, 64, 1, 132)
+    assert tuning.best_config(*shape) == default
+    tuning.store({tuning.tuning_key(*shape): TUNED})
+    new_process()
+    assert TUNED.config != default
+    assert tuning.best_config(*shape) == TUNED.config
+
+
+def problem_of(kernel: str, weights: WeightStorage = "model", **more: Any) -> LinearProblem:
+    sizes = {"rows": 2, "n": 20, "k": 32, "dtype": torch.bfloat16, "weights": weights}
+    return LinearProblem(kernel, **(sizes | more))
+
+
+def test_the_fastest_that_runs_is_kept() -> None:
+    problem = problem_of("gate_up", n=8192, k=2048)
+    configs = candidate_configs("gate_up", 2, 8192, 2048, 2, 132)
+    assert len(configs) > 4
+
+    def table(times: dict[int, float | None]) -> linear_timing.Timer:
+        def timer(asked: LinearProblem, given: Sequence[LinearConfig]) -> list[float | None]:
+            assert (asked, list(given)) == (problem, configs)
+            return [times.get(i, 20e-6) for i in range(len(given))]
+
+        return timer
+
+    tuned = linear_timing.tune(problem, table({3: 11e-6, 2: None}), 132)
+    assert tuned == Tuned(configs[3], pytest.approx(11.0), pytest.approx(20.0))
+    tuned = linear_timing.tune(problem, table({0: None, 1: 9e-6}), 132)
+    assert tuned == Tuned(configs[1], pytest.approx(9.0), pytest.approx(9.0))
+    assert linear_timing.tune(problem, table({}), 132).config == configs[0]
+    nothing = dict.fromkeys(range(len(configs)))
+    assert linear_timing.tune(problem, table(nothing), 132) is None
+
+
+def test_the_kernels_of_a_model() -> None:
+    def problems(name: str, *rows: int) -> list[LinearProblem]:
+        return list(
+            linear_timing.problems_of(
+                preset(name), torch.bfloat16, "fp8", rows, multiprocessors=132
+            )
+        )
+
+    found = problems("llama-3.2-1b", 1, 8, 16, 2)
+    assert [problem.rows for problem in found] == [1] * 4 + [2] * 4 + [16] * 4
+    assert [(problem.kernel, problem.n, problem.k) for problem in found[:4]] == [
+        ("norm_linear", 3072, 2048),
+        ("combine_output", 2048, 2048),
+        ("gate_up", 8192, 2048),
+        ("residual_linear", 2048, 8192),
+    ]
+    assert {problem.weight_dtype for problem in found} == {torch.float8_e4m3fn}
+    assert found[2].weight_bytes == 2 * 8192 * 2048
+    assert not any(problem.pending or problem.gelu for problem in found)
+    one, _, many = [problem for problem in found if problem.kernel == "combine_output"]
+    assert one.heads == 32
+    assert one.splits > many.splits >= 1
+    gemma = problems("gemma-2-2b", 4)
+    assert [problem.pending for problem in gemma] == [True, False, True, False]
+    assert all(problem.gelu for problem in gemma)
+
+
+@pytest.mark.parametrize("weights", ["model", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problem_of("norm_linear"),
+        problem_of("norm_linear", pending=True, dtype=torch.float32),
+        problem_of("gate_up", gelu=True),
+        problem_of("residual_linear"),
+        problem_of("combine_output", heads=2, splits=3),
+    ],
+    ids=lambda problem: problem.kernel,
+)
+def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) -> None:
+    problem = dataclasses.replace(problem, weights=weights)
+    operands = Operands(problem, DEVICE, copies=3)
+    assert len({linear.weight.data_ptr() for linear in operands.linears}) == 3
+    assert not operands.error() <= 1, "there is no result yet"
+    config = LinearConfig(16, 32, num_warps=4)
+    for number in (0, 4):
+        operands.out_TN.fill_(torch.nan)
+        operands.run(number, config)
+        assert operands.error() <= linear_timing.TOLERANCE[problem.dtype]
+    operands.out_TN += 0.1 * operands.out_TN.abs().max()
+    assert operands.error() > linear_timing.TOLERANCE[problem.dtype]
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def timer(problem: LinearProblem, configs: Sequence[LinearConfig]) -> list[float]:
+        asked.append(problem)
+        return [2e-5 - i * 1e-7 for i in range(len(configs))]
+
+    arguments = (
+        "--model preset:llama-3.2-1b preset:llama-3.2-1b --rows 1 2 --weight-dtype auto int8"
+    )
+    assert tune.main(arguments.split(), timer=timer, device=CPU) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(asked) == 16, "a shape is tuned once"
+    assert last == f"16 choices are in {tuning.tuning_file()}"
+    assert lines[2].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
+    assert "(default 20.00 µs)" in lines[2]
+    for problem in asked:
+        *_, slowest = candidate_configs(
+            problem.kernel, problem.rows, problem.n, problem.k, problem.weight_dtype.itemsize, 132
+        )
+        assert tuning.lookup(problem.key(CPU)) == slowest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model preset:llama-3.2-1b --rows 1 65", "--rows 65: these kernels take at most 64"),
+        ("--model preset:none", "preset:none: no preset is called 'none'"),
+        ("--model preset:mla-small", "preset:mla-small: layers with latent attention"),
+        ("--model preset:qwen3-0.6b --rows 1", "runs with none of its configurations"),
+    ],
+)
+def test_what_cannot_be_tuned(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timer(problem: LinearProblem, configs: Sequence[LinearConfig]) -> list[None]:
+        return [None] * len(configs)
+
+    assert tune.main(arguments.split(), timer=timer, device=CPU) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tune: error: ")
+    assert message in line
+    assert not tuning.tuning_file().exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_there_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("launch", "linear", "linear_timing", "tuning"):  # as where there is no Triton
+        monkeypatch.setitem(sys.modules, f"stepgraph.runtime.kernels.gpu.{name}", None)
+    assert tune.main(["--model", "preset:llama-3.2-1b"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line == "tune: error: tuning times kernels on a CUDA device, and torch sees none"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 16])
+def test_times_on_a_device(rows: int) -> None:
+    """The bytes of the weight say how fast it may be; what cannot run is left out."""
+    problem = LinearProblem("gate_up", rows, 8192, 2048, torch.bfloat16, "model")
+    configs = candidate_configs("gate_up", rows, 8192, 2048, 2, 132)[:3]
+    too_large = LinearConfig(512, 4096, 4, configs[0].parts)
+    *times, none = linear_timing.time_on_device(problem, [*configs, too_large], DEVICE)
+    assert none is None
+    for seconds in times:
+        assert seconds is not None
+        assert problem.weight_bytes / 8e12 < seconds < 1e-3
