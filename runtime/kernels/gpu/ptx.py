@@ -28,6 +28,9 @@ _REGISTER = re.compile(r"%[\w$]+")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[a-z]+(\d+)$")
 
+_EFFECTS = ("ld.", "st.", "cp.", "red.", "atom.", "bra")
+"""What does more than compute a register from others."""
+
 WAIT = "griddepcontrol.wait"
 LAUNCH_DEPENDENTS = "griddepcontrol.launch_dependents"
 
@@ -39,7 +42,8 @@ class PtxSummary:
     loads: dict[int, int]
     """Parameter -> bytes of the widest load of a thread from it."""
     early_loads: frozenset[int]
-    """Parameters that are loaded from before the wait; without a wait, none."""
+    """Parameters that are loaded from before the wait, but for what only prefetches use: a hint
+    may be out of date. Without a wait, none."""
     stores: frozenset[int]
     """Parameters that are written to."""
     waits: int
@@ -51,7 +55,8 @@ class PtxSummary:
 class _Statement(NamedTuple):
     opcode: str
     operands: str
-    guarded: bool
+    guard: str
+    """The register that decides whether it is carried out; empty: it always is."""
 
 
 def summarize_ptx(ptx: str) -> PtxSummary:
@@ -65,6 +70,7 @@ def summarize_ptx(ptx: str) -> PtxSummary:
 
     waits = [i for i, s in enumerate(statements) if s.opcode == WAIT]
     first_wait = waits[0] if waits else 0
+    used = _used_early(statements, first_wait)
     loads: dict[int, int] = defaultdict(int)
     early, stores = set[int](), set[int]()
     early_store = False
@@ -72,7 +78,7 @@ def summarize_ptx(ptx: str) -> PtxSummary:
         address, width = _loaded(statement)
         for parameter in _sources_of(address, sources):
             loads[parameter] = max(loads[parameter], width)
-            if i < first_wait:
+            if i in used:
                 early.add(parameter)
         address = _stored(statement)
         if address is not None:
@@ -99,7 +105,7 @@ def _order_faults(
         faults.append(f"waits in {len(waits)} places")
     if early_store:
         faults.append("writes before it waits")
-    if statements[wait].guarded or any(s.opcode in ("ret", "exit") for s in statements[:wait]):
+    if statements[wait].guard or any(s.opcode in ("ret", "exit") for s in statements[:wait]):
         faults.append("may end without having waited")
     for i, statement in enumerate(statements):
         target = labels.get(statement.operands.strip()) if "bra" in statement.opcode else None
@@ -123,7 +129,7 @@ def _statements(body: str) -> tuple[list[_Statement], dict[str, int]]:
             rest = rest[label.end() :].lstrip(_SCOPE)
         parsed = _STATEMENT.match(rest)
         if parsed is not None:
-            statements.append(_Statement(parsed.group(2), parsed.group(3), bool(parsed.group(1))))
+            statements.append(_Statement(parsed.group(2), parsed.group(3), parsed.group(1) or ""))
     return statements, labels
 
 
@@ -138,7 +144,7 @@ def _pointer_sources(
     shared: set[int] = set()  # of all that is passed on through shared memory
     size = -1
     while size != (size := len(shared) + sum(map(len, sources.values()))):
-        for opcode, operands, _ in statements:
+        for opcode, operands, _guard in statements:
             if opcode.startswith("ld.param"):
                 target, name = operands.split(",", 1)
                 found = {pointers[n] for n in re.findall(r"[\w$]+", name) if n in pointers}
@@ -147,15 +153,48 @@ def _pointer_sources(
                 continue
             elif opcode.startswith("ld.shared"):
                 target, found = operands.partition("[")[0], shared
-            elif opcode.startswith(("ld.", "st.", "cp.", "red.", "atom.", "bra", "prefetch")):
+            elif opcode.startswith((*_EFFECTS, "prefetch")):
                 continue
             else:
-                target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
+                target, rest = _target(operands)
                 found = _sources_of(rest, sources)
             if found:
                 for register in _REGISTER.findall(target):
                     sources[register] |= found
     return sources
+
+
+def _used_early(statements: list[_Statement], wait: int) -> set[int]:
+    """Return the loads before the wait whose values are used for more than prefetches."""
+    values: dict[str, set[int]] = defaultdict(set)  # register -> loads that it may come from
+    used: set[int] = set()
+    size = -1
+    while size != (size := len(used) + sum(map(len, values.values()))):
+        for i, statement in enumerate(statements):
+            opcode, operands, guard = statement
+            if opcode.startswith("prefetch"):
+                continue
+            address, _ = _loaded(statement)
+            if address is not None and not opcode.startswith("ld."):
+                used |= _sources_of(operands + guard, values) | ({i} if i < wait else set())
+            elif address is not None and i < wait:
+                found = {i} | _sources_of(address + guard, values)
+                for register in _REGISTER.findall(operands.partition("[")[0]):
+                    values[register] |= found
+            elif opcode.startswith(_EFFECTS):
+                used |= _sources_of(operands + guard, values)
+            else:
+                target, rest = _target(operands)
+                if found := _sources_of(rest + guard, values):
+                    for register in _REGISTER.findall(target):
+                        values[register] |= found
+    return used
+
+
+def _target(operands: str) -> tuple[str, str]:
+    """Split operands into what is written and what is read."""
+    target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
+    return target, rest
 
 
 def _sources_of(text: str | None, sources: dict[str, set[int]]) -> set[int]:
