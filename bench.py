@@ -2,6 +2,7 @@
 
 python bench.py                                       the demo model, every mode the device has
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
+python bench.py --baseline transformers               beside continuous batching of transformers
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
@@ -19,6 +20,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,11 +36,13 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
+from stepgraph.runtime.baseline import BaselineCase, TransformersBaseline
 from stepgraph.runtime.benchmark import (
     BenchmarkCase,
     Measurement,
     longest_sequence,
     measure,
+    random_prompts,
     to_json,
 )
 from stepgraph.runtime.benchmark_options import MODES, parse_arguments
@@ -49,10 +53,11 @@ from stepgraph.runtime.benchmark_report import (
     markdown_table,
     rich_table,
 )
-from stepgraph.runtime.config import resolve_device
+from stepgraph.runtime.config import DTYPES, resolve_device
 from stepgraph.runtime.environment import describe_environment
 from stepgraph.runtime.host_benchmark import HostCost, measure_host
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.loading import resolve_source
 from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.scenarios import (
     ChurnCase,
@@ -69,6 +74,8 @@ SCHEMA_VERSION = 1
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
 Dtypes = tuple[str, str, str]
 """Of the model, its weights and its cache, as flags name them."""
+SHARED_MEMORY_FRACTION = 0.5
+"""Of the memory that is free, for an engine beside which another runtime needs some."""
 AUTOMATIC_BUDGET = 8.0
 """Decode steps that fit the budget which interference is measured with when none is given."""
 
@@ -110,26 +117,45 @@ class Bench:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            kinds = list(
-                itertools.product(
-                    options.model, options.dtype, options.weight_dtype, options.kv_dtype
-                )
-            )
-            engines = len(kinds) * len(self.modes)
+            models = list(itertools.product(options.model, options.dtype))
+            stored = list(itertools.product(options.weight_dtype, options.kv_dtype))
+            engines = len(models) * len(stored) * len(self.modes)
             task = progress.add_task("starting", total=engines * len(self.grid))
-            for kind in kinds:
-                eager: dict[BenchmarkCase, Measurement] = {}
-                for mode in self.modes:
-                    for case, measured, document in self.run_engine(*kind, mode, eager):
-                        if mode == "eager":
-                            eager[case] = measured
-                        cases.append(document)
-                        progress.update(task, advance=1, description=" ".join((*kind, mode)))
+            for model, dtype in models:
+                with self.baseline(model, dtype) as baseline:
+                    for weight_dtype, kv_dtype in stored:
+                        kind = (model, dtype, weight_dtype, kv_dtype)
+                        eager: dict[BenchmarkCase, Measurement] = {}
+                        for mode in self.modes:
+                            run = self.run_engine(*kind, mode, eager, baseline)
+                            for case, measured, document in run:
+                                if mode == "eager":
+                                    eager[case] = measured
+                                cases.append(document)
+                                name = " ".join((*kind, mode))
+                                progress.update(task, advance=1, description=name)
         return {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(self.device, self.bandwidth),
             "cases": cases,
         }
+
+    @contextmanager
+    def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:
+        """Load the model in the runtime to compare with, if there is one."""
+        if self.options.baseline is None:
+            yield None
+            return
+        self.say(f"loading {model} in transformers")
+        source = resolve_source(model)
+        with TransformersBaseline(
+            source.config,
+            source.directory,
+            dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
+            device=self.device,
+            seed=self.options.seed,
+        ) as baseline:
+            yield baseline
 
     def run_engine(
         self,
@@ -139,6 +165,7 @@ class Bench:
         kv_dtype: str,
         mode: str,
         eager: Mapping[BenchmarkCase, Measurement],
+        baseline: TransformersBaseline | None,
     ) -> Iterator[tuple[BenchmarkCase, Measurement, dict[str, Any]]]:
         """Start an engine and yield each of its cases as it is measured."""
         options = self.options
@@ -149,6 +176,8 @@ class Bench:
             kv_dtype=kv_dtype,
             mode=mode,
             prefix_cache=False,  # every repetition prefills its prompts
+            # The other runtime's cache is on the device as well.
+            memory_fraction=None if baseline is None else SHARED_MEMORY_FRACTION,
             max_rows=max(options.batch_size),
             buckets=tuple(options.batch_size),
             prefill_chunk=options.prefill_chunk,
@@ -164,19 +193,30 @@ class Bench:
             )
             self.say(describe_start(engine.stats()))
             for case in cases:
+                turns: BaselineCase | None = None
+                if baseline is not None:
+                    self.say(f"{case.batch_size} rows after {case.input_len} in transformers")
+                    prompts = random_prompts(
+                        engine.model_config, case.batch_size, case.input_len, options.seed
+                    )
+                    turns = baseline.prepare(prompts, case.output_len - 1, config.prefill_chunk)
                 measured = measure(
                     engine,
                     case,
                     num_warmup=options.num_warmup,
                     num_iters=options.num_iters,
                     seed=options.seed,
+                    after_each=None if turns is None else turns.run,
                 )
                 reference = measured if mode == "eager" else eager.get(case)
-                yield (
-                    case,
+                document = to_json(
+                    engine,
                     measured,
-                    to_json(engine, measured, bandwidth=self.bandwidth, eager=reference),
+                    bandwidth=self.bandwidth,
+                    eager=reference,
+                    baseline=None if turns is None else turns.to_json(measured.step_ms),
                 )
+                yield case, measured, document
 
 
 def run_explain_memory(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ prefilled first decode alone for a while; that time is in nobody's figures.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,17 @@ def longest_sequence(case: BenchmarkCase, prefill_chunk: int) -> int:
 
 
 def measure(
-    engine: Engine, case: BenchmarkCase, *, num_warmup: int, num_iters: int, seed: int
+    engine: Engine,
+    case: BenchmarkCase,
+    *,
+    num_warmup: int,
+    num_iters: int,
+    seed: int,
+    after_each: Callable[[], None] | None = None,
 ) -> Measurement:
     """Run a case on an idle engine with at least `batch_size` rows.
+
+    `after_each` is called after each run that counts: what is compared with takes turns.
 
     Raises:
         RequestError: the prompts and their output do not fit the engine.
@@ -116,6 +124,8 @@ def measure(
                 host_us.append(record.host_ns / 1e3)
                 lanes, used = lanes + record.bucket, used + record.rows
         token_ids = token_ids or [output.token_ids[: case.output_len] for output in outputs]
+        if after_each is not None:
+            after_each()
     scored = prompts[0][:SCORED_TOKENS]
     return Measurement(
         case=case,
@@ -174,6 +184,7 @@ def to_json(
     *,
     bandwidth: float,
     eager: Measurement | None,
+    baseline: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
 
@@ -182,6 +193,7 @@ def to_json(
         measurement: the observations.
         bandwidth: bytes per second that the device reads.
         eager: the same case in eager mode, to judge the tokens and logits by.
+        baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
     """
     case, config = measurement.case, engine.model_config
     stats = engine.stats()
@@ -229,6 +241,7 @@ def to_json(
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
         },
+        "baseline": baseline,
         "samples": {"step_ms": measurement.step_ms},
     }
 

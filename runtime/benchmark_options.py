@@ -25,7 +25,7 @@ FLAGS_OF_EXPLAIN_STEP = (
 FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters"),
+        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -191,6 +191,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         metavar="MS",
         help="time budgets of a step that prefills beside rows that decode; interference runs"
         " without one first (default: then with eight times its decode step; churn: none)",
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=("transformers",),
+        help="run the same cases in turn with continuous batching of transformers, and say how many"
+        " times faster a step is (needs the extra `baseline`)",
     )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")

@@ -42,6 +42,7 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
+BASELINE_COLUMNS = ("transformers step ms p50 (n)", "times faster")
 INTERFERENCE_COLUMNS = (
     "model",
     "dtype",
@@ -226,7 +227,9 @@ def columns(document: dict[str, Any]) -> tuple[str, ...]:
         return INTERFERENCE_COLUMNS
     if "start" in document:
         return START_COLUMNS
-    return CHURN_COLUMNS if "churn" in document else COLUMNS
+    if "churn" in document:
+        return CHURN_COLUMNS
+    return (*COLUMNS, *BASELINE_COLUMNS) if _compares(document) else COLUMNS
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -237,7 +240,21 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
         return [_start_row(entry) for entry in document["start"]]
     if "churn" in document:
         return [_churn_row(entry) for entry in document["churn"]]
-    return [_row(case) for case in document["cases"]]
+    compares = _compares(document)
+    return [
+        (*_row(case), *_baseline_cells(case)) if compares else _row(case)
+        for case in document["cases"]
+    ]
+
+
+def _compares(document: dict[str, Any]) -> bool:
+    return any(case.get("baseline") is not None for case in document["cases"])
+
+
+def _baseline_cells(case: dict[str, Any]) -> tuple[str, str]:
+    baseline = case["baseline"]
+    step = baseline["step_ms"]
+    return f"{step['p50']:.2f} ({step['n']})", f"{baseline['speedup']:.2f}"
 
 
 def _row(case: dict[str, Any]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from .loading import resolve_source
 from .models.config import ModelConfig
 from .startup import RESERVE_BYTES, layer_groups, plan_engine
 
-__all__ = ["explain_memory", "parse_bytes"]
+__all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
 
 _UNITS = {
     unit + suffix: base**power
@@ -70,7 +70,7 @@ def explain_memory(
         memory = DeviceMemory.of(resolved.device)
         place = f"{resolved.device}, {format_bytes(memory.available)} free"
     else:
-        resolved = _resolve_absent(config, model)
+        resolved = resolve_absent(config, model)
         host = DeviceMemory.of(torch.device("cpu")).host_available
         shared = resolved.device.type == "cpu"
         memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
@@ -96,7 +96,7 @@ def explain_memory(
     )
 
 
-def _resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     """Make the choices of `ResolvedConfig.resolve` without asking for the device."""
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
         return ResolvedConfig.resolve(config, model)

@@ -4,7 +4,12 @@ import re
 from pathlib import Path
 
 from stepgraph.profiling.ranges import RANGES
-from stepgraph.runtime.benchmark_report import CHURN_COLUMNS, COLUMNS, INTERFERENCE_COLUMNS
+from stepgraph.runtime.benchmark_report import (
+    BASELINE_COLUMNS,
+    CHURN_COLUMNS,
+    COLUMNS,
+    INTERFERENCE_COLUMNS,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +24,7 @@ def test_the_dictionary_of_ranges_is_the_code_s_own():
 
 def test_every_column_of_the_benchmark_is_explained():
     page = (ROOT / "docs" / "benchmarking.md").read_text()
-    for column in (*COLUMNS[7:], *INTERFERENCE_COLUMNS[7:], *CHURN_COLUMNS[8:]):
+    for column in (*COLUMNS[7:], *BASELINE_COLUMNS, *INTERFERENCE_COLUMNS[7:], *CHURN_COLUMNS[8:]):
         assert re.split(r" ms| µs|/s", column)[0] in page, column
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import (
     FEW_ROWS,
     SCALE_BLOCK,
@@ -32,7 +32,6 @@ from .linear import (
     LinearConfig,
     Norm,
     Pending,
-    default_config,
     row_class,
 )
 from .linear_tiles import (
@@ -47,6 +46,7 @@ from .linear_tiles import (
     row_statistics,
 )
 from .quantised_cache import fp8_is_native
+from .tuning import best_config
 
 __all__ = ["launch_linear"]
 
@@ -135,13 +135,13 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)  # noqa: RUF005
+        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
         post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
-        post_reciprocal = post_reciprocal + (post,)  # noqa: RUF005
-        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)  # noqa: RUF005
+        post_reciprocal = post_reciprocal + (post,)
+        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = residual + (tl.load(pointers).to(tl.float32),)  # noqa: RUF005
+            residual = residual + (tl.load(pointers).to(tl.float32),)
 
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
@@ -166,7 +166,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             product = tl.sum(numbers * x[:, None, :], axis=2)
             if SCALE_BLOCKS:
                 product = product * scales
-            grown = grown + (sums[row] + product,)  # noqa: RUF005
+            grown = grown + (sums[row] + product,)
         sums = grown
         w = w_after
         norm = norm_after
@@ -338,7 +338,7 @@ def launch_linear(
         x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
-        config: None for the default.
+        config: None for what was tuned, or the default.
         norm: of the input.
         pending: added before.
         splits: maxima and sums `[T, H, S]` of attention's splits.
@@ -365,9 +365,8 @@ def launch_linear(
     storage = STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
-        config = default_config(
-            name, rows, n, k, weight.element_size(), num_multiprocessors(x.device)
-        )
+        config = best_config(name, rows, n, k, out_TN.dtype, linear.weight.dtype, x.device)
+        assert config is not None, "only combine_output chooses by itself"
     row_count = row_class(rows)
     blocks = 0
     if linear.scales is not None and linear.scales.dim() == 2:

@@ -175,8 +175,8 @@ def combined_slice(  # type: ignore[no-untyped-def]
     maxima = ()
     sums = ()
     for split in tl.static_range(SPLITS):
-        maxima = maxima + (load_tile(max_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
-        sums = sums + (load_tile(sum_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
+        maxima = maxima + (load_tile(max_ptr + cell + split, inside, EVEN),)
+        sums = sums + (load_tile(sum_ptr + cell + split, inside, EVEN),)
     largest = maxima[0]
     for split in tl.static_range(1, SPLITS):
         largest = tl.maximum(largest, maxima[split])

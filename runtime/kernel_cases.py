@@ -1,0 +1,234 @@
+"""The kernels of a decoder layer, one by one, each over tensors of a model's shapes.
+
+For compiling them ahead of time, where the tensors have no memory (device "meta"), and for timing
+them: then there are several copies of weights and cache, so that each launch reads what no cache
+holds any more. The tensors are shared as a step shares them: what one kernel writes the next reads.
+Needs triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..cache.arena import Arena
+from .config import ResolvedConfig
+from .kernels import AttentionForm, quantise_weight
+from .kernels.gpu.combine_output import combine_output
+from .kernels.gpu.decode_attention import (
+    choose_splits,
+    choose_tile,
+    decode_attention,
+    new_partials,
+)
+from .kernels.gpu.gate_up import gate_up
+from .kernels.gpu.launch import num_multiprocessors
+from .kernels.gpu.linear import SCALE_BLOCK, GpuLinear, Norm, Pending
+from .kernels.gpu.norm_linear import norm_linear
+from .kernels.gpu.residual_linear import residual_linear
+from .kernels.gpu.store import store_keys_and_values
+from .models.config import ModelConfig
+from .startup import layer_groups
+
+__all__ = ["KernelCase", "decode_cases"]
+
+_STANDARD_DEVIATION = 0.02
+"""Of weights; what they multiply has one of about 1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel, as often as a layer has it: once."""
+
+    name: str
+    """As in `profiling/kernel_costs.py`."""
+    run: Callable[[int], None]
+    """Launches it over copy number `i` (modulo their number) of what it reads."""
+
+
+def decode_cases(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    context: int,
+    copies: int = 1,
+) -> list[KernelCase]:
+    """Return the five kernels of a layer that decodes, and the projection to the vocabulary.
+
+    Args:
+        model: shapes; without latent attention.
+        config: dtype, storage of weights and cache, block size.
+        device: where the tensors are; "meta" for none.
+        rows: that decode, at most 64.
+        context: tokens of each row, the newest included.
+        copies: of weights and cache.
+    """
+    assert model.latent is None
+    shapes = _Tensors(model, config, device)
+    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
+    kv_heads, size = model.num_kv_heads, model.head_dim
+    family, gelu = model.family, model.hidden_act != "silu"
+    window = model.window(0) or 0
+    form = AttentionForm(
+        config.user.block_size,
+        model.score_scale,
+        window,
+        model.attn_logit_softcapping or 0.0,
+        config.storage,
+        size,
+    )
+    width = (heads + 2 * kv_heads) * size
+    biased, mlp_biased = model.attention_bias, model.mlp_bias
+    norms = [shapes.norm() for _ in range(copies)]
+    qkv = [shapes.linear(width, hidden, biased) for _ in range(copies)]
+    output = [shapes.linear(hidden, heads * size, biased) for _ in range(copies)]
+    gates = [shapes.linear(2 * inner, hidden, mlp_biased) for _ in range(copies)]
+    down = [shapes.linear(hidden, inner, mlp_biased) for _ in range(copies)]
+    head = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
+    q_norm, k_norm = (shapes.ones(size) if family.qk_norm else None for _ in range(2))
+
+    cache = _Cache(model, config, device, form, rows, context, copies)
+    tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
+    splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
+    partials = new_partials(rows, heads, splits, size, device)
+    x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
+    qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
+    attended_TK = shapes.activations(rows, heads * size)
+    logits_TV = shapes.activations(rows, model.vocab_size)
+    angles = torch.rand(rows, size // 2, device=device)
+    cos_TE, sin_TE = angles.cos(), angles.sin()
+
+    # Families that norm what attention and MLP return leave it to the next kernel to add that.
+    def pending() -> Pending | None:
+        return Pending(delta, norms[0], x_next) if family.output_norms else None
+
+    residual, target = (None, delta) if family.output_norms else (x, x)
+
+    def attend(i: int) -> None:
+        decode_attention(
+            qkv_TN,
+            cache.arena,
+            i % copies,
+            q_norm,
+            k_norm,
+            model.rms_norm_eps,
+            family.offset_norms,
+            cos_TE,
+            sin_TE,
+            cache.slots_T,
+            cache.block_tables,
+            cache.token_rows_T,
+            cache.positions_T,
+            form,
+            partials,
+            next_weight=output[i % copies].weight,
+        )
+
+    def combine(i: int) -> None:
+        acc, m, total = partials
+        combine_output(acc, m, total, output[i % copies], residual, target, attended_TK)
+
+    return [
+        KernelCase(
+            "norm_linear",
+            lambda i: norm_linear(x, norms[i % copies], qkv[i % copies], qkv_TN, pending()),
+        ),
+        KernelCase("decode_attention", attend),
+        KernelCase("combine_output", combine),
+        KernelCase(
+            "gate_up",
+            lambda i: gate_up(
+                x, norms[i % copies], gates[i % copies], gated_TF, gelu=gelu, pending=pending()
+            ),
+        ),
+        KernelCase("down", lambda i: residual_linear(gated_TF, down[i % copies], residual, target)),
+        KernelCase(
+            "head", lambda i: norm_linear(x, norms[i % copies], head[i % len(head)], logits_TV)
+        ),
+    ]
+
+
+class _Tensors:
+    """Makes random tensors; on "meta" they only have shapes."""
+
+    def __init__(self, model: ModelConfig, config: ResolvedConfig, device: torch.device) -> None:
+        self.model, self.config, self.device = model, config, device
+
+    def activations(self, rows: int, features: int) -> torch.Tensor:
+        """`[rows, features]` in the model's dtype."""
+        return torch.randn(rows, features, device=self.device, dtype=self.config.dtype)
+
+    def ones(self, size: int) -> torch.Tensor:
+        """The weight of a norm, near 1."""
+        return torch.ones(size, device=self.device, dtype=self.config.dtype)
+
+    def norm(self) -> Norm:
+        """Of hidden states."""
+        model = self.model
+        return Norm(self.ones(model.hidden_size), model.rms_norm_eps, model.family.offset_norms)
+
+    def linear(self, n: int, k: int, bias: bool) -> GpuLinear:
+        """A layer with its weight as stored."""
+        config, device = self.config, self.device
+        weight = torch.randn(n, k, device=device, dtype=config.dtype).mul_(_STANDARD_DEVIATION)
+        bias_N = torch.randn(n, device=device, dtype=config.dtype) if bias else None
+        if config.weights == "model":
+            return GpuLinear(weight, None, bias_N)
+        if device.type == "meta":  # quantising looks for NaN, which shapes cannot tell
+            dtype = torch.int8 if config.weights == "int8" else torch.float8_e4m3fn
+            blocks = () if config.weights == "int8" else (math.ceil(k / SCALE_BLOCK),)
+            scales = torch.empty(n, *blocks, device=device)
+            return GpuLinear(torch.empty(n, k, device=device, dtype=dtype), scales, bias_N)
+        data, scales = quantise_weight(weight, config.weights)
+        return GpuLinear(data, scales, bias_N)
+
+
+class _Cache:
+    """A cache in which all rows have their context, in blocks in no order."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        device: torch.device,
+        form: AttentionForm,
+        rows: int,
+        context: int,
+        copies: int,
+    ) -> None:
+        blocks = -(-context // form.block_size)
+        (group, *_) = layer_groups(model, config)
+        group = dataclasses.replace(group, layers=tuple(range(copies)))
+        size = form.block_size
+        arena = Arena([group], rows * blocks + 1, size, config.dtype, device, config.storage)
+        self.arena = arena.tensor
+        order = torch.randperm(rows * blocks, device=device).to(torch.int32) + 1
+        self.block_tables = order.view(rows, blocks)
+        self.token_rows_T = torch.arange(rows, device=device)
+        self.positions_T = torch.full((rows,), context - 1, device=device)
+        last = self.block_tables[:, -1].to(torch.int64) * form.block_size
+        self.slots_T = last + (context - 1) % form.block_size
+        if device.type != "meta":
+            self._fill(model, config, device, form, copies)
+
+    def _fill(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        device: torch.device,
+        form: AttentionForm,
+        copies: int,
+    ) -> None:
+        """Write random keys and values to all slots, as many at a time as a prompt has."""
+        slots = self.arena.shape[2] * form.block_size
+        for layer in range(copies):
+            for start in range(0, slots, 8192):
+                slots_T = torch.arange(start, min(start + 8192, slots), device=device)
+                shape = (2, len(slots_T), model.num_kv_heads, model.head_dim)
+                k, v = torch.randn(shape, device=device, dtype=config.dtype)
+                store_keys_and_values(k, v, self.arena, layer, slots_T, form)

@@ -1,0 +1,132 @@
+"""What the steps of a model would launch on a GPU, without a GPU and without weights.
+
+The model, its cache and its buffers are made of tensors that have a shape and no memory (device
+"meta"), and the steps run in `record_launches`: what is launched is written down, and everything
+else computes nothing. Needs triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..cache.arena import Arena
+from .batch import StepInputs
+from .config import EngineConfig, max_prefill_rows
+from .kernel_cases import decode_cases
+from .kernels import select_kernels
+from .kernels.gpu.launch import KernelLaunch, record_launches
+from .kernels.gpu.linear import ROW_CLASSES
+from .loading import resolve_source
+from .memory_report import resolve_absent
+from .models.decoder import Decoder
+from .models.layout import fused_layout
+from .rows import RowState
+from .startup import layer_groups
+from .step_functions import StepFunctions, StepKey
+
+__all__ = ["RecordedStep", "record_kernels", "record_steps"]
+
+_META = torch.device("meta")
+_BLOCKS = 2
+"""Of the cache: no kernel depends on how many there are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step and what it launches, in order."""
+
+    name: str
+    """Its phase, size and sampler, as `decode 8 greedy`."""
+    launches: list[KernelLaunch]
+
+
+def record_steps(
+    source: str | Path, config: EngineConfig, *, rows: Sequence[int], tokens: Sequence[int]
+) -> list[RecordedStep]:
+    """Record the steps of an engine.
+
+    Args:
+        source: as `Engine.from_pretrained`; only the configuration is read.
+        config: of the engine; its device and mode are those of a CUDA device that captures graphs.
+        rows: sizes of decode steps.
+        tokens: sizes of prefill steps.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model.
+    """
+    model = resolve_source(source, config_only=True).config
+    config = dataclasses.replace(config, device="cuda", mode="graph")
+    resolved = resolve_absent(config, model)
+    groups = layer_groups(model, resolved)
+    kernels = select_kernels("cuda", resolved.mode, resolved.dtype, resolved.weights)
+    arena = Arena(groups, _BLOCKS, config.block_size, resolved.dtype, _META, resolved.storage)
+    decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)
+    decoder.store(
+        (name, torch.empty(fused.shape, dtype=resolved.dtype, device=_META))
+        for name, fused in fused_layout(model).items()
+    )
+    layout = StepInputs.layout(
+        max_rows=max(rows),
+        prefill_tokens=max(tokens, default=1),
+        prefill_rows=max_prefill_rows(max(rows)),
+        table_updates=1,
+    )
+    read_blocks = -(-resolved.max_model_len // config.block_size)
+    functions = StepFunctions(
+        decoder,
+        arena.tensor,
+        config.block_size,
+        RowState.allocate(max(rows), len(groups), read_blocks, model.vocab_size, _META),
+        StepInputs(
+            **{
+                name: torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+                for name, spec in layout.items()
+            }
+        ),
+        None,
+        compiled=False,
+    )
+    keys = [
+        *(StepKey("decode", size, read_blocks, full) for size in rows for full in (False, True)),
+        *(StepKey("prefill", size, read_blocks, False) for size in tokens),
+    ]
+    steps: list[RecordedStep] = []
+    for key in keys:
+        with record_launches() as launches:
+            functions.bind(key)()
+        sampler = "sampled" if key.full_sampler else "greedy"
+        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}", launches))
+    return steps
+
+
+def record_kernels(
+    source: str | Path, config: EngineConfig, *, rows: Sequence[int]
+) -> list[RecordedStep]:
+    """Record the kernels of one layer that decodes, as `kernel_cases.py` launches them.
+
+    Args:
+        source: as for `record_steps`.
+        config: likewise.
+        rows: sizes of decode steps; those that are too many for these kernels are left out.
+
+    Raises as `record_steps`.
+    """
+    model = resolve_source(source, config_only=True).config
+    if model.latent is not None:
+        return []
+    resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
+    steps: list[RecordedStep] = []
+    for size in rows:
+        if size > ROW_CLASSES[-1]:
+            continue
+        cases = decode_cases(model, resolved, _META, rows=size, context=resolved.max_model_len)
+        with record_launches() as launches:
+            for case in cases:
+                case.run(0)
+        steps.append(RecordedStep(f"kernels {size}", launches))
+    return steps

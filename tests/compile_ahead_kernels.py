@@ -1,0 +1,108 @@
+"""Compiles small kernels, right and wrong ones, and prints what is said of them as JSON.
+
+Run by `test_gpu_compile_ahead.py` in a process that does not interpret kernels.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import triton
+import triton.language as tl
+from stepgraph.runtime.kernels.gpu.compile_ahead import compile_launches, early_reads
+from stepgraph.runtime.kernels.gpu.launch import (
+    launch,
+    let_dependents_start,
+    record_launches,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def right(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + tl.program_id(0) * K + k).to(tl.float32)
+    let_dependents_start(PDL)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + k).to(tl.float32)
+    tl.store(out_ptr + tl.program_id(0) * N, tl.sum(w * x))
+
+
+@triton.jit
+def waits_in_a_loop(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        wait_for_inputs(PDL)
+        w = tl.load(w_ptr + tl.program_id(0) * K + k).to(tl.float32)
+        sums += w * tl.load(x_ptr + k).to(tl.float32)
+    tl.store(out_ptr + tl.program_id(0) * N, tl.sum(sums))
+
+
+@triton.jit
+def writes_early(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + N, 1.0)
+    wait_for_inputs(PDL)
+    product = tl.load(w_ptr + k).to(tl.float32) * tl.load(x_ptr + k + K).to(tl.float32)
+    tl.store(out_ptr, tl.sum(product))
+
+
+@triton.jit
+def may_not_wait(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    if tl.program_id(0) < N:
+        wait_for_inputs(PDL)
+        product = tl.load(w_ptr + k).to(tl.float32) * tl.load(x_ptr + k + K).to(tl.float32)
+        tl.store(out_ptr, tl.sum(product))
+
+
+@triton.jit
+def never_waits(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    let_dependents_start(PDL)
+    product = tl.load(w_ptr + k).to(tl.float32) * tl.load(x_ptr + k + K).to(tl.float32)
+    tl.store(out_ptr + N, tl.sum(product))
+
+
+@triton.jit
+def spills(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + k).to(tl.float32)
+    total = tl.sum(w)
+    largest = tl.max(w * total)
+    x = tl.load(x_ptr + k).to(tl.float32) * largest
+    tl.store(out_ptr + k * N + K, w * tl.sum(x) + x)
+
+
+KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
+
+
+def main() -> None:
+    """Print the JSON."""
+    w_NK = torch.empty(64, 1024, dtype=torch.bfloat16, device="meta")
+    x_K = torch.empty(2048, dtype=torch.bfloat16, device="meta")
+    out_N = torch.empty(65536, device="meta")
+    with record_launches() as launches:
+        for kernel in (*KERNELS, right):
+            launch(kernel, (64,), w_NK, x_K, out_N, 1, 1024, BLOCK=1024)
+        launch(spills, (1,), w_NK, x_K, out_N, 1, 1024, num_warps=1, BLOCK=8192)
+        # What a kernel writes is another's weight: loaded too early.
+        launch(right, (64,), out_N, x_K, out_N, 1, 1024, BLOCK=1024)
+        # Not aligned, and no tensor that 16 divides: narrow loads.
+        launch(right, (64,), w_NK.flatten()[1:], x_K[3:], out_N, 7, 1023, BLOCK=1024)
+    document = {}
+    for capability in (90, 80):
+        kernels = list(compile_launches(launches, capability))
+        document[str(capability)] = {
+            "kernels": [kernel.to_json() for kernel in kernels],
+            "same": kernels[0] is kernels[len(KERNELS)],
+            "early_reads": early_reads(launches, kernels),
+            "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
+        }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Every kernel compiles for GPUs that are not here, fits them, and keeps the order rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu.compile_ahead import (
+    SHARED_MEMORY_LIMIT,
+    CompileAheadError,
+    compile_launches,
+)
+from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
+from stepgraph.runtime.kernels.gpu.ptx import PtxSummary, summarize_ptx
+
+COMMAND = ("-m", "stepgraph.runtime.kernels.gpu.compile_ahead")
+
+
+def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on the arguments, with kernels compiled and Triton's cache in `cache`."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.fixture(scope="session")
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where everything here keeps its compiled kernels."""
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def examples(triton_cache: Path) -> dict[str, Any]:
+    """What is said of the kernels in `compile_ahead_kernels.py`, by capability."""
+    done = run(triton_cache, str(Path(__file__).parent / "compile_ahead_kernels.py"))
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def kernels(examples: dict[str, Any], capability: str, name: str) -> list[dict[str, Any]]:
+    """Return the launches of a kernel, in order."""
+    return [k for k in examples[capability]["kernels"] if k["name"] == name]
+
+
+def test_a_right_kernel_has_no_faults(examples: dict[str, Any]) -> None:
+    hopper = kernels(examples, "90", "right")[0]
+    assert hopper["faults"] == []
+    assert (hopper["waits"], hopper["lets_dependents_start"]) == (1, True)
+    assert hopper["early_loads"] == ["w_ptr"]
+    assert hopper["stores"] == ["out_ptr"]
+    assert hopper["stack"] == hopper["local"] == 0
+    assert 8 <= hopper["registers"] <= 64
+    assert examples["90"]["machine_code"]
+
+
+def test_older_devices_get_no_dependent_launch(examples: dict[str, Any]) -> None:
+    for kernel in examples["80"]["kernels"]:
+        assert kernel["waits"] == 0
+        assert kernel["constants"].get("PDL") in (None, False)
+        assert kernel["faults"] == [] or kernel["name"] == "spills"
+
+
+def test_arguments_are_specialised_as_by_a_launch(examples: dict[str, Any]) -> None:
+    aligned, *_, narrow = kernels(examples, "90", "right")
+    assert aligned["constants"] == {"N": 1, "BLOCK": 1024, "PDL": True}
+    assert aligned["load_bytes"] == {"w_ptr": 16, "x_ptr": 16}
+    assert narrow["constants"] == {"BLOCK": 1024, "PDL": True}
+    assert narrow["load_bytes"] == {"w_ptr": 2, "x_ptr": 2}
+
+
+def test_equal_launches_are_compiled_once(examples: dict[str, Any]) -> None:
+    assert examples["90"]["same"]
+    assert examples["80"]["same"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("waits_in_a_loop", "waits in a loop"),
+        ("writes_early", "writes before it waits"),
+        ("may_not_wait", "may skip the wait"),
+        ("never_waits", "never waits"),
+        ("spills", "spills"),
+    ],
+)
+def test_wrong_kernels_are_found(examples: dict[str, Any], name: str, fault: str) -> None:
+    (kernel,) = kernels(examples, "90", name)
+    assert any(fault in text for text in kernel["faults"])
+
+
+def test_inputs_loaded_before_the_wait_are_found(examples: dict[str, Any]) -> None:
+    found = "right loads w_ptr, which right writes, before it waits"
+    assert found in examples["90"]["early_reads"]
+    assert examples["80"]["early_reads"] == []
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this process")
+def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CompileAheadError, match="TRITON_INTERPRET=1"):
+        list(compile_launches([], 90))
+
+
+def test_unknown_capabilities_are_one_clear_error(triton_cache: Path) -> None:
+    done = run(triton_cache, *COMMAND, "--model", "demo", "--capability", "70")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "compile_ahead: error: unknown compute capability 70: one of 80, 86, 89, 90"
+    )
+
+
+def check(triton_cache: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """Compile the steps of a model for both devices; every kernel is without fault."""
+    file = tmp_path / "kernels.json"
+    done = run(triton_cache, *COMMAND, "--capability", "90", "80", "--json", str(file), *arguments)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document: dict[str, Any] = json.loads(file.read_text())
+    for kernel in document["kernels"]:
+        assert kernel["stack"] == kernel["local"] == 0, kernel
+        assert kernel["shared"] <= SHARED_MEMORY_LIMIT[kernel["capability"]], kernel
+        if "PDL" in kernel["constants"]:
+            assert kernel["waits"] == (kernel["capability"] == 90), kernel
+        if kernel["waits"] and "w_ptr" in kernel["load_bytes"]:
+            assert "w_ptr" in kernel["early_loads"], kernel
+        assert kernel["faults"] == [], kernel
+    return document
+
+
+def test_the_steps_of_the_demo_model(triton_cache: Path, tmp_path: Path) -> None:
+    document = check(
+        triton_cache, tmp_path, "--model", "demo", "--rows", "1", "8", "--tokens", "64"
+    )
+    assert [step["name"] for step in document["steps"]] == [
+        "decode 1 greedy",
+        "decode 1 sampled",
+        "decode 8 greedy",
+        "decode 8 sampled",
+        "prefill 64 greedy",
+        "kernels 1",
+        "kernels 8",
+    ]
+    assert document["faults"] == []
+    names = {kernel["constants"].get("NAME", kernel["name"]) for kernel in document["kernels"]}
+    assert {"norm_linear", "gate_up", "residual_linear"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_the_steps_of_presets(triton_cache: Path, tmp_path: Path, model: str, weights: str) -> None:
+    rows = [str(1 << power) for power in range(9)]
+    check(
+        triton_cache,
+        tmp_path,
+        *("--model", f"preset:{model}", "--weight-dtype", weights),
+        *("--rows", *rows, "--tokens", "16", "512", "2048"),
+    )
+
+
+PTX = """
+.version 8.7
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .u32 kernel_param_1,
+	.param .u64 .ptr .global .align 1 kernel_param_2
+)
+.reqntid 128
+{
+	.reg .pred 	%p<2>;
+	.loc	1 3 0
+$L__func_begin0:
+	ld.param.b64 	%rd1, [kernel_param_0]; // a comment; with a semicolon
+	ld.param.b64 	%rd2, [kernel_param_2];
+	ld.param.b32 	%r1, [kernel_param_1];
+	setp.lt.s32 	%p1, %r1, 1;
+	{STEPS}
+$L__BB0_4:
+	ret;
+}
+"""
+WAIT = "griddepcontrol.wait;"
+STORE = "@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r1, %r1, %r1 };"
+ASYNC = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 64 ], 0x10, %r1;"
+
+
+def summarize(steps: list[str]) -> PtxSummary:
+    """Return the summary of a kernel of two pointers, %rd1 and %rd2, that does these steps."""
+    return summarize_ptx(PTX.replace("{STEPS}", "\n\t".join(steps)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "faults"),
+    [
+        ([WAIT, STORE], ()),
+        ([STORE, WAIT], ("writes before it waits",)),
+        ([WAIT, WAIT], ("waits in 2 places",)),
+        (["@%p1 bra $L__BB0_4;", WAIT], ("may skip the wait",)),
+        (["@%p1 ret;", WAIT], ("may end without having waited",)),
+        (["$L__BB0_2:", WAIT, "@%p1 bra $L__BB0_2;"], ("waits in a loop",)),
+        (["$L__BB0_2:", ASYNC, "@%p1 bra $L__BB0_2;", WAIT, STORE], ()),
+        (["red.global.add.f32 [%rd2], %r1;", WAIT], ("writes before it waits",)),
+    ],
+)
+def test_order_of_instructions(steps: list[str], faults: tuple[str, ...]) -> None:
+    assert summarize(steps).faults == faults
+
+
+def test_addresses_are_followed_to_their_parameters() -> None:
+    steps = [
+        ASYNC,
+        "mad.wide.s32 %rd5, %r1, 2, %rd1;",
+        "{\n.reg .b64 %rd9;\nst.shared.b64 [%r9], %rd5;\n}",
+        WAIT,
+        "ld.shared.b64 %rd6, [%r9];",
+        "@%p1 ld.global.v2.b32 { %r3, %r4 }, [ %rd6 + 16 ];",
+        "add.s64 %rd7, %rd2, %r3;",  # an index from memory is not an address
+        "atom.global.gpu.acq_rel.add.f32 %r7, [ %rd7 + 0 ], %r3;",
+    ]
+    summary = summarize(steps)
+    assert summary.loads == {0: 16, 2: 0}
+    assert summary.early_loads == {0}
+    assert summary.stores == {2}
+    assert not summary.lets_dependents_start
+
+
+def test_what_only_prefetches_use_is_no_early_load() -> None:
+    hint = [
+        "ld.global.b32 %r3, [ %rd1 + 0 ];",
+        "mad.wide.s32 %rd5, %r3, 64, %rd2;",
+        "@%p1 ld.global.b32 %r4, [ %rd5 + 0 ];",
+        "mad.wide.s32 %rd6, %r4, 64, %rd2;",
+        "prefetch.global.L2 [%rd6];",
+        WAIT,
+    ]
+    assert summarize(hint).early_loads == set()
+    assert summarize(hint).loads == {0: 4, 2: 4}
+    assert summarize([*hint, "st.global.b32 [ %rd2 + 0 ], %r3;"]).early_loads == {0}
+    assert summarize([*hint, "st.global.b32 [ %rd2 + 0 ], %r4;"]).early_loads == {0, 2}
+    assert summarize([*hint, "ld.global.b32 %r5, [ %rd5 + 0 ];"]).early_loads == {0}
+    assert summarize([*hint, "setp.lt.s32 %p2, %r4, 1;", "@%p2 bra $L__BB0_4;"]).early_loads
+
+
+def test_ptx_without_a_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        summarize_ptx("// nothing")
