@@ -9,11 +9,11 @@ go back into the state.
 
 A step is two parts, the forward pass with the head, and the sampler. A part that kernels do as a
 whole is called as it is: there is nothing left that a compiler could join, and calling compiled
-code costs the checks of its guards. The others are compiled. Decode and prefill share them, so all buckets run the
-same two pieces of code: compiled once for any number of tokens, and once more for a single one,
-which torch specialises. For that, what they get must differ in nothing but its length: inputs are
-small copies, since torch compiles anew for a view of another buffer, and for two arguments that are
-the same tensor.
+code costs the checks of its guards. The others are compiled. Decode and prefill share them, so all
+buckets run the same two pieces of code: compiled once for any number of tokens, and once more for
+a single one, which torch specialises. For that, what they get must differ in nothing but its
+length: inputs are small copies, since torch compiles anew for a view of another buffer, and for two
+arguments that are the same tensor.
 """
 
 from __future__ import annotations

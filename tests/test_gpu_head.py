@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.gpu.head import head, reference_head
-from stepgraph.runtime.kernels.gpu.linear import GpuLinear, LinearConfig
-from stepgraph.runtime.kernels.gpu.norm_linear import Norm, Pending
+from stepgraph.runtime.kernels.gpu.linear import GpuLinear, LinearConfig, Norm, Pending
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, parts=2)

@@ -94,9 +94,16 @@ def combine_output(
     """
     rows, n = out_TN.shape
     weight = linear.weight
-    dtypes = out_TN.dtype, weight.dtype
     if config is None and rows <= FEW_ROWS:
-        config = best_config("combine_output", rows, *weight.shape, *dtypes, weight.device)
+        config = best_config(
+            "combine_output",
+            rows,
+            n,
+            weight.shape[1],
+            out_TN.dtype,
+            weight.dtype,
+            weight.device,
+        )
     if config is None and rows <= FEW_ROWS:
         multiprocessors = num_multiprocessors(weight.device)
         sizes = (*weight.shape, weight.element_size(), multiprocessors)

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 
 from .launch import num_multiprocessors
-from .linear import GpuLinear, LinearConfig, default_config
+from .linear import GpuLinear, LinearConfig, Norm, Pending, default_config
 from .linear_kernels import launch_linear
-from .norm_linear import Norm, Pending, reference_norm_linear
+from .norm_linear import reference_norm_linear
 
 __all__ = ["head", "reference_head"]
 
@@ -57,8 +57,8 @@ def head(
 
 def _config(linear: GpuLinear, tokens: int, multiprocessors: int) -> LinearConfig:
     """The default, with fewer features a program: finding the best takes registers."""
-    sizes = *linear.weight.shape, linear.weight.element_size()
-    config = default_config("head", tokens, *sizes, multiprocessors)
+    n, k = linear.weight.shape
+    config = default_config("head", tokens, n, k, linear.weight.element_size(), multiprocessors)
     return replace(config, block_n=min(config.block_n, MOST_FEATURES)) if config.parts else config
 
 

@@ -37,10 +37,10 @@ from .decode_attention import (
 )
 from .gate_up import gate_up
 from .launch import num_multiprocessors
-from .linear import ROW_CLASSES, GpuLinear
+from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
 from .matmul import library_linear
 from .norm import norm_rows
-from .norm_linear import Norm, Pending, norm_linear
+from .norm_linear import norm_linear
 from .prefill_attention import PrefillTiling, prefill_attention, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
 from .store import rotate_and_store
@@ -183,7 +183,8 @@ class GpuStack:
 
 def gpu_linear(linear: StackLinear) -> GpuLinear:
     """A linear layer as the kernels take it."""
-    return GpuLinear(*(None if part is None else part.detach() for part in linear))
+    scales, bias = (None if part is None else part.detach() for part in linear[1:])
+    return GpuLinear(linear.weight.detach(), scales, bias)
 
 
 def product(x_TK: Tensor, linear: GpuLinear) -> Tensor:
