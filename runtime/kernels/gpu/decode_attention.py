@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..attention import AttentionForm, reference_paged_attention
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .quantised_cache import cache_views, fp8_is_native, store_vectors, vector_offset
+from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .ready_attention import decode_ready_attention
 from .split_attention import (
     NO_WINDOW,
@@ -85,7 +85,7 @@ def _bring_weight(  # type: ignore[no-untyped-def]
 @triton.jit
 def _bring_tile(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
-    table_rows, table_stride, num_blocks, window,
+    table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
     G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
     TILE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +107,10 @@ def _bring_tile(  # type: ignore[no-untyped-def]
     for line in tl.static_range(0, E * width, LINE):
         _bring_line(keys_ptr, at + line)
         _bring_line(values_ptr, at + line)
+    if STORAGE != "model":
+        scale_at = scale_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE) * 2
+        _bring_line(key_scales_ptr, scale_at)
+        _bring_line(value_scales_ptr, scale_at)
 
 
 @triton.jit
@@ -148,7 +152,7 @@ def _normed_and_turned(  # type: ignore[no-untyped-def]
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
+    acc_ptr, m_ptr, l_ptr, out_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
     eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -174,8 +178,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if BRING_TILE:
             _bring_tile(
                 keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
-                splits, table_rows, table_stride, num_blocks, window, G, E, BLOCK_SIZE, STORAGE,
-                TILE, LINE,
+                splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
+                value_scales_ptr, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
             )  # fmt: skip
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
@@ -226,7 +230,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
             STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
         )  # fmt: skip
-        store_partials(acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
 
 
 def decode_attention(
@@ -246,13 +250,18 @@ def decode_attention(
     form: AttentionForm,
     partials: Partials,
     *,
+    attended_TN: Tensor | None = None,
     next_weight: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write the step's keys and values and find the partials of its attention.
 
+    The tokens of the step are of different rows (but for padding): none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
+        attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
+            None: the kernel that comes next combines the partials. A single split writes the result
+            instead of partials.
         next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be
             brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
@@ -269,10 +278,11 @@ def decode_attention(
     if next_weight is not None:
         lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
         lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
+    only = attended_TN if splits == 1 else None
     launch(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
-        positions_T, *partials, next_weight, *block_tables.shape, kv.shape[1],
+        positions_T, *partials, only, next_weight, *block_tables.shape, kv.shape[1],
         form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
@@ -280,6 +290,8 @@ def decode_attention(
         BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
         TILE=tile.positions, LANES=32 * tile.num_warps, LINE=LINE_BYTES, BRING_TILE=splits > 1,
     )  # fmt: skip
+    if attended_TN is not None and only is None:
+        combine_splits(partials, attended_TN)
 
 
 def reference_decode_attention(
