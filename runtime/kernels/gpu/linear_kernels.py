@@ -38,6 +38,7 @@ from .linear import (
 from .linear_tiles import (
     activate,
     as_numbers,
+    as_operand,
     combined_slice,
     input_tile,
     load_tile,
@@ -199,7 +200,7 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
     residual_ptr, out_ptr, T, N, eps, post_eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, STATISTICS: tl.constexpr, STORAGE: tl.constexpr,
+    PARTS: tl.constexpr, STATISTICS: tl.constexpr, WORD: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
     POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, NAME: tl.constexpr,
     PDL: tl.constexpr,
@@ -216,10 +217,11 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
 
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
-    k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    word = tl.arange(0, C // WORD)[None, None, :]
+    word += tl.arange(0, PARTS)[:, None, None] * (C // WORD)
     x_k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, :, None]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k
-    w = load_weights(w_rows, k < K, EVEN)
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
+    w = load_weights(w_rows, word < K // WORD, EVEN)
     norm = 0.0
     if NORM:
         norm = load_tile(norm_ptr + x_k, x_k < K, EVEN).to(tl.float32)
@@ -246,7 +248,8 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     sums = tl.zeros([PARTS, R, ROWS], tl.float32)
     for start in range(0, LAST, BLOCK_K):
         after = start + BLOCK_K
-        w_after = load_weights(w_rows + after, after + k < K, EVEN)
+        word_after = after // WORD + word
+        w_after = load_weights(w_rows + after // WORD, word_after < K // WORD, EVEN)
         norm_after = 0.0
         if NORM:
             norm_after = load_tile(norm_ptr + after + x_k, after + x_k < K, EVEN).to(tl.float32)
@@ -290,8 +293,7 @@ def _multiplied(  # type: ignore[no-untyped-def]
     SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
-    if STORAGE == "int8" or STORAGE == "fp8":
-        w = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
+    w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
     if SCALE_BLOCKS:
         sums += tl.dot(w, x, input_precision="ieee") * scales[:, :, None]
     else:
@@ -385,6 +387,16 @@ def launch_linear(
         0.0 if post is None else post.eps,
     )
     grid = (-(-n // config.block_n),)
+    vector = min(16 // weight.element_size(), config.block_k)
+    head_dim = 1
+    if splits is not None:
+        head_dim = x.shape[3]
+        vector = math.gcd(vector, head_dim)
+    sizes["WORD"] = word = 4 // weight.element_size()
+    if k % word or vector % word:
+        sizes["WORD"] = 1  # a row begins within a word, or a head does
+    else:
+        weight = weight.view(torch.int32)
     if config.parts:
         if splits is not None:
             raise ValueError(f"{name}: splits are combined by the kernel without tensor cores")
@@ -404,16 +416,6 @@ def launch_linear(
         return
     if row_count > FEW_ROWS:
         raise ValueError(f"{name}: {rows} rows need tensor cores (parts of at least 1)")
-    vector = min(16 // weight.element_size(), config.block_k)
-    head_dim = 1
-    if splits is not None:
-        head_dim = x.shape[3]
-        vector = math.gcd(vector, head_dim)
-    word = 4 // weight.element_size()
-    if k % word or vector % word:
-        word = 1  # a row begins within a word, or a head does
-    else:
-        weight = weight.view(torch.int32)
     launch(
         linear_of_few_rows,
         grid,
@@ -425,7 +427,6 @@ def launch_linear(
         E=head_dim,
         SPLITS=1 if splits is None else splits[0].shape[2],
         V=vector,
-        WORD=word,
         **sizes,
     )
 
