@@ -16,9 +16,7 @@ __all__ = [
     "as_operand",
     "combined_slice",
     "input_tile",
-    "load_tile",
-    "load_weights",
-    "pending_tile",
+    "load_stage",
     "row_statistics",
 ]
 
@@ -37,6 +35,25 @@ def load_weights(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped
     else:
         tile = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
     return tile
+
+
+@triton.jit
+def load_stage(  # type: ignore[no-untyped-def]
+    w_rows, word, norm_ptr, k, scale_rows, block, start, K: tl.constexpr, WORD: tl.constexpr,
+    EVEN: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Weights from feature `start` on, and the norm's weights and scales of blocks that go along.
+
+    `word` are words of a row, `k` features and `block` the first features of groups, from 0 on.
+    """
+    w = load_weights(w_rows + start // WORD, start // WORD + word < K // WORD, EVEN)
+    norm = 0.0
+    if norm_ptr is not None:
+        norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
+    return w, norm, scales
 
 
 @triton.jit
@@ -136,7 +153,7 @@ def input_tile(  # type: ignore[no-untyped-def]
         x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal, K, EVEN, POST_OFFSET, dtype
     )  # fmt: skip
     if NORM:
-        x = normed(x, reciprocal, weight, dtype, OFFSET)
+        x = normed(x, reciprocal, weight.to(tl.float32), dtype, OFFSET)
     return x
 
 
