@@ -27,7 +27,7 @@ from .tuning import best_config
 
 __all__ = ["combine", "combine_output", "reference_combine", "reference_combine_output"]
 
-_SPLITS_TRAFFIC = 0.5
+_SPLITS_TRAFFIC = 1.0
 """Bytes of splits that the programs of a product may read together, in those of its weight.
 
 They come out of the L2 cache, which reads more than twice as fast as the memory, but are read only

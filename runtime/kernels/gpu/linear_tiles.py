@@ -13,11 +13,10 @@ from .quantised_cache import decode_fp8
 __all__ = [
     "activate",
     "as_numbers",
+    "as_operand",
     "combined_slice",
     "input_tile",
-    "load_tile",
-    "load_weights",
-    "pending_tile",
+    "load_stage",
     "row_statistics",
 ]
 
@@ -36,6 +35,25 @@ def load_weights(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped
     else:
         tile = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
     return tile
+
+
+@triton.jit
+def load_stage(  # type: ignore[no-untyped-def]
+    w_rows, word, norm_ptr, k, scale_rows, block, start, K: tl.constexpr, WORD: tl.constexpr,
+    EVEN: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Weights from feature `start` on, and the norm's weights and scales of blocks that go along.
+
+    `word` are words of a row, `k` features and `block` the first features of groups, from 0 on.
+    """
+    w = load_weights(w_rows + start // WORD, start // WORD + word < K // WORD, EVEN)
+    norm = 0.0
+    if norm_ptr is not None:
+        norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
+    return w, norm, scales
 
 
 @triton.jit
@@ -65,6 +83,21 @@ def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: 
     else:
         numbers = tile.to(tl.float32)
     return numbers
+
+
+@triton.jit
+def as_operand(  # type: ignore[no-untyped-def]
+    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, dtype: tl.constexpr
+):
+    """As `as_numbers`, in the model's dtype, in which numbers of 8 bits are exact."""
+    if (STORAGE == "bfloat16" or STORAGE == "float16") and tile.dtype == tl.int32:
+        low = tile.to(tl.int16).to(dtype, bitcast=True)
+        operand = _interleaved(low, (tile >> 16).to(tl.int16).to(dtype, bitcast=True))
+    elif STORAGE == "int8" or STORAGE == "fp8":
+        operand = as_numbers(tile, STORAGE, NATIVE_FP8).to(dtype)
+    else:
+        operand = tile.to(dtype, bitcast=True)
+    return operand
 
 
 @triton.jit
@@ -120,7 +153,7 @@ def input_tile(  # type: ignore[no-untyped-def]
         x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal, K, EVEN, POST_OFFSET, dtype
     )  # fmt: skip
     if NORM:
-        x = normed(x, reciprocal, weight, dtype, OFFSET)
+        x = normed(x, reciprocal, weight.to(tl.float32), dtype, OFFSET)
     return x
 
 
