@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionForm
-from .decode_attention import (
-    choose_splits,
-    choose_tile,
-    combine_splits,
-    decode_ready_attention,
-    new_partials,
-)
 from .launch import num_multiprocessors
 from .prefill_attention import prefill_attention, prefill_tiles, prefill_tiling
+from .ready_attention import decode_ready_attention
+from .split_attention import choose_splits, choose_tile, combine_splits, new_partials
 from .store import store_keys_and_values
 
 __all__ = ["register", "triton_paged_attention"]

@@ -20,7 +20,6 @@ token of a tile sees is not read; scores that a token does not see are selected 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from .quantised_cache import (
     scale_offset,
     vector_offset,
 )
+from .split_attention import in_log2, padded
 
 __all__ = [
     "PrefillTiling",
@@ -84,17 +84,17 @@ def prefill_tiling(
 
     Heads of usual width get 128 queries, two warp groups of Hopper, where that makes a program for
     every multiprocessor, else 64, the least that a warp group multiplies. Of the stages one is for
-    the block table, the others hold keys and values. All of these fit the registers on compute
-    capability 8.0 and 9.0 (but for 16-bit latent attention, which needs 9.0).
+    the block table, the others hold keys and values. None of these spills registers.
     """
     if dtype == torch.float32:  # multiplied by the ordinary units: as small as products can be
-        return PrefillTiling(16, 32 if head_dim <= 64 else 16, 4, 1)
+        return PrefillTiling(16, 32 if head_dim <= 64 else 16, 8 if head_dim > 128 else 4, 1)
     quantised = storage != "model"
     if head_dim > 128:
-        return PrefillTiling(32 if quantised else 64, 32, 8, 3)
+        tight = head_dim > 256 and not _has_warp_groups(device)
+        return PrefillTiling(32 if quantised else 64, 16 if tight else 32, 8, 3)
     narrow = head_dim <= 64
     if quantised:
-        large, small = PrefillTiling(128, 32, 8, 3), PrefillTiling(64, 32, 4 if narrow else 8, 3)
+        large, small = PrefillTiling(128, 32, 8, 3), PrefillTiling(64, 32, 8, 3)
     else:
         large = PrefillTiling(128, 128 if narrow else 64, 8, 3)
         small = PrefillTiling(64, 64 if narrow else 32, 4, 3)
@@ -103,9 +103,15 @@ def prefill_tiling(
     return large if programs >= num_multiprocessors(device) else small
 
 
+def _has_warp_groups(device: torch.device) -> bool:
+    """Whether products read both operands from shared memory: compute capability 9.0, which is
+    what sizes are chosen for where there is no device."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def num_prefill_tiles(tokens: int, rows: int, tokens_of_tile: int) -> int:
     """Tiles that are enough for any partition of `tokens` into `rows` rows and padding."""
-    return triton.cdiv(tokens, tokens_of_tile) + rows
+    return -(-tokens // tokens_of_tile) + rows
 
 
 def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
@@ -201,7 +207,6 @@ def prefill_attention(
         tiles,
         out,
         form.scale,
-        form.softcap,
         q_THD.stride(0),
         q_THD.stride(1),
         block_tables.stride(0),
@@ -214,10 +219,10 @@ def prefill_attention(
         BLOCK_N=tiling.block_n,
         BLOCK_D=block_d,
         BLOCK_REST=block_rest,
-        BLOCK_E=max(16, triton.next_power_of_2(e)),
+        BLOCK_E=padded(e),
         BLOCK_SIZE=form.block_size,
         WINDOW=form.window,
-        SOFTCAP=form.softcap != 0,
+        SOFTCAP=form.softcap,
         STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(q_THD.device),
         LATENT=latent,
@@ -232,12 +237,8 @@ def _pieces(width: int) -> tuple[int, int]:
 
     576 are 512 + 64, 80 are 64 + 16, 64 are 64 + 0, 120 are 128 + 0.
     """
-    whole: int = max(16, triton.next_power_of_2(width))
-    rest: int = max(16, triton.next_power_of_2(width - whole // 2))
+    whole, rest = padded(width), padded(width - padded(width) // 2)
     return (whole // 2, rest) if 32 <= whole // 2 < width and rest < whole // 2 else (whole, 0)
-
-
-LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -267,7 +268,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
     block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    scale, softcap, q_token_stride, q_head_stride, table_stride,
+    scale, q_token_stride, q_head_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -311,8 +312,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     QUANTISED: tl.constexpr = STORAGE != "model"
     WIDE: tl.constexpr = QUANTISED and dtype == tl.float16
     weight_dtype: tl.constexpr = tl.bfloat16 if WIDE else dtype
-    PLAIN: tl.constexpr = not SOFTCAP and not QUANTISED
-    unit = scale * LOG2_E if PLAIN else 1.0
+    PLAIN: tl.constexpr = SOFTCAP == 0.0 and not QUANTISED
+    unit = scale * 1.4426950408889634 if PLAIN else 1.0
     largest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -364,12 +365,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 scales_at = scale_offset(block, kv_head, place, G, D, BLOCK_SIZE)
                 key_scale = load_scales(key_scales_ptr, scales_at, stored)
                 scores *= key_scale[None, :]
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (1 + e^2x), also where that is infinite.
-                grown = tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E))
-                scores = (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
-            elif QUANTISED:
-                scores *= scale * LOG2_E
+            if not PLAIN:
+                scores = in_log2(scores, scale, SOFTCAP)
             if MASKED:
                 seen = n[None, :] <= position[:, None]
                 if WINDOW:
