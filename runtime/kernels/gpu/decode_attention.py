@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..attention import AttentionForm, reference_paged_attention
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .quantised_cache import cache_views, fp8_is_native, store_vectors, vector_offset
+from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .ready_attention import decode_ready_attention
 from .split_attention import (
     NO_WINDOW,
@@ -85,7 +85,7 @@ def _bring_weight(  # type: ignore[no-untyped-def]
 @triton.jit
 def _bring_tile(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
-    table_rows, table_stride, num_blocks, window,
+    table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
     G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
     TILE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +107,10 @@ def _bring_tile(  # type: ignore[no-untyped-def]
     for line in tl.static_range(0, E * width, LINE):
         _bring_line(keys_ptr, at + line)
         _bring_line(values_ptr, at + line)
+    if STORAGE != "model":
+        scale_at = scale_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE) * 2
+        _bring_line(key_scales_ptr, scale_at)
+        _bring_line(value_scales_ptr, scale_at)
 
 
 @triton.jit
@@ -174,8 +178,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if BRING_TILE:
             _bring_tile(
                 keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
-                splits, table_rows, table_stride, num_blocks, window, G, E, BLOCK_SIZE, STORAGE,
-                TILE, LINE,
+                splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
+                value_scales_ptr, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
             )  # fmt: skip
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
@@ -251,6 +255,7 @@ def decode_attention(
 ) -> None:
     """Write the step's keys and values and find the partials of its attention.
 
+    The tokens of the step are of different rows (but for padding): none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
         next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be

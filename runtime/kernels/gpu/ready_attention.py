@@ -49,10 +49,9 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
     inside = h < GROUP
     at = ((t.to(tl.int64) * (G * GROUP) + g * GROUP + h) * splits) + split
     m = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
     if begin == behind:
         tl.store(m_ptr + at, m, mask=inside)
-        tl.store(l_ptr + at, total, mask=inside)
+        tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
     else:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
         block = table_entries(table_ptr, first, position + 1, begin, BLOCK_SIZE, TILE)
@@ -65,7 +64,7 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
             mask = inside[:, None] & (V + rest < D)[None, :]
             q_rest = tl.load(q_at + V + rest[None, :], mask=mask, other=0.0)
         m, total, acc = attend_run(
-            q, q_rest, m, total, tl.zeros([HEADS, BLOCK_V], tl.float32),
+            q, q_rest, m, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, BLOCK_V], tl.float32),
             keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, g,
             first, position + 1, begin, behind, scale, G, D, V, BLOCK_SIZE, STORAGE, NATIVE_FP8,
             SOFTCAP, BLOCK_V, BLOCK_REST, TILE,

@@ -102,7 +102,7 @@ def choose_tile(group: int, head_dim: int, value_dim: int, element_bytes: int) -
         return Tile(16 if quantised else min(heads, 32), positions, 8, 2 if heads > 16 else 3)
     width = triton.next_power_of_2(head_dim)
     positions = max(16, min(64, 8192 // (width * element_bytes)))
-    return Tile(heads, positions, 8 if element_bytes == 1 and width > 64 else 4, 4)
+    return Tile(heads, positions, 8 if element_bytes == 1 or width > 128 else 4, 4)
 
 
 def choose_splits(
@@ -169,9 +169,8 @@ def attend_run(  # type: ignore[no-untyped-def]
     """Go on with the softmax (m, total, acc) over the tiles begin ... behind - 1.
 
     `block` are the `table_entries` of the first tile: they are asked for early, because keys wait
-    for them.
-    Without `values_ptr` the first V elements of the keys are the values, and `q_rest` meets the
-    rest of them.
+    for them. Without `values_ptr` the first V elements of the keys are the values, and `q_rest`
+    meets the rest of them.
     """
     dtype: tl.constexpr = q.dtype
     # The scale of a value goes to its weight; of the 16-bit types bfloat16 has room for that.
