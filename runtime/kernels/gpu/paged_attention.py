@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..attention import AttentionForm
 from .launch import num_multiprocessors
-from .prefill_attention import prefill_attention, prefill_tiles, prefill_tiling
+from .prefill_attention import prefill_attention
+from .prefill_tiles import prefill_tiles, prefill_tiling
 from .ready_attention import decode_ready_attention
 from .split_attention import choose_splits, choose_tile, combine_splits, new_partials
 from .store import store_keys_and_values
