@@ -63,9 +63,9 @@ def prefill_tiling(
     """Sizes for a step of `tokens`; the same for the same arguments.
 
     Heads of usual width get 128 queries, two warp groups of Hopper, or 64, the least that a warp
-    group multiplies. 64 queries read keys and values faster than the L2 cache gives them: 16 KiB for
-    half a million multiplications, 0.14 us of a multiprocessor at its peak, 15 TB/s together. They
-    pay only where 128 would leave more than a quarter of the device idle.
+    group multiplies. 64 queries read keys and values faster than the L2 cache gives them: 16 KiB
+    for half a million multiplications, 0.14 us of a multiprocessor at its peak, 15 TB/s together.
+    They pay only where 128 would leave more than a quarter of the device idle.
 
     Of the stages one is for the block table, the others hold keys and values. None of these spills
     registers.
@@ -73,15 +73,15 @@ def prefill_tiling(
     if dtype == torch.float32:  # multiplied by the ordinary units: as small as products can be
         return PrefillTiling(16, 32 if head_dim <= 64 else 16, 8 if head_dim > 128 else 4, 1)
     quantised = storage != "model"
-    hopper = _has_warp_groups(device)
     if head_dim > 128:
-        return PrefillTiling(32 if quantised else 64, 32 if hopper or head_dim <= 256 else 16, 8, 3)
+        tight = head_dim > 256 and not _has_warp_groups(device)
+        return PrefillTiling(32 if quantised else 64, 16 if tight else 32, 8, 3)
     narrow = head_dim <= 64
     if quantised:
         large, small = PrefillTiling(128, 32, 8, 3), PrefillTiling(64, 32, 8, 3)
     else:
         large = PrefillTiling(128, 128 if narrow else 64, 8, 3)
-        small = PrefillTiling(64, 64 if narrow or hopper else 32, 4, 3)
+        small = PrefillTiling(64, 64 if narrow else 32, 4, 3)
     group = num_heads // num_kv_heads
     programs = triton.cdiv(tokens, large.tokens(group)) * num_kv_heads
     return large if 4 * programs >= 3 * num_multiprocessors(device) else small
