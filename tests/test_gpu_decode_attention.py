@@ -355,12 +355,37 @@ def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, proces
     assert splits >= da.choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> None:
+    """A single split writes the result itself, in both kernels."""
+    cache, x = make_cache([35, 1, 0], 2, 16, 16, dtype), make_inputs(3, 6, 2, 16, dtype)
+    expected, arena = run_reference(cache, x)
+    partials = da.new_partials(3, 6, splits, 16, x.qkv.device)
+    out = torch.full((3, 96), math.nan, dtype=dtype, device=DEVICE)
+    da.decode_attention(
+        x.qkv, cache.arena, LAYER, None, None, 0.0, False, x.cos, x.sin, cache.slots,
+        cache.block_tables, cache.token_rows, cache.positions, cache.form, partials,
+        attended_TN=out, tile=SMALL,
+    )  # fmt: skip
+    close(out[:2], expected[:2], TOLERANCE[dtype])
+    q = da._turned(x.qkv[:, :96].view(3, 6, 16), x.cos, x.sin)
+    out.fill_(math.nan)
+    da.decode_ready_attention(
+        q, arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,
+        partials, attended_TN=out, tile=SMALL,
+    )  # fmt: skip
+    close(out[:2], expected[:2], TOLERANCE[dtype])
+    assert out.isfinite().all()
+
+
 def test_known_choices() -> None:
     assert da.choose_splits(1, 8, 131072, 132) == 16
     assert da.choose_splits(32, 8, 131072, 132) == 1
     assert da.choose_splits(1, 8, 100, 132) == 2
     assert da.choose_tile(4, 64, 64, 2) == da.Tile(16, 64, 4, 4)
     assert da.choose_tile(4, 128, 128, 2) == da.Tile(16, 32, 4, 4)
+    assert da.choose_tile(8, 256, 256, 2) == da.Tile(16, 16, 8, 4)
     assert da.choose_tile(4, 128, 128, 1) == da.Tile(16, 64, 8, 4)
     assert da.choose_tile(128, 576, 512, 2) == da.Tile(32, 32, 8, 2)
     assert da.choose_tile(128, 576, 512, 1).heads == 16

@@ -152,7 +152,7 @@ def _normed_and_turned(  # type: ignore[no-untyped-def]
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
+    acc_ptr, m_ptr, l_ptr, out_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
     eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -230,7 +230,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
             STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
         )  # fmt: skip
-        store_partials(acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
 
 
 def decode_attention(
@@ -250,6 +250,7 @@ def decode_attention(
     form: AttentionForm,
     partials: Partials,
     *,
+    attended_TN: Tensor | None = None,
     next_weight: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -258,6 +259,9 @@ def decode_attention(
     The tokens of the step are of different rows (but for padding): none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
+        attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
+            None: the kernel that comes next combines the partials. A single split writes the result
+            instead of partials.
         next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be
             brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
@@ -274,10 +278,11 @@ def decode_attention(
     if next_weight is not None:
         lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
         lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
+    only = attended_TN if splits == 1 else None
     launch(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
-        positions_T, *partials, next_weight, *block_tables.shape, kv.shape[1],
+        positions_T, *partials, only, next_weight, *block_tables.shape, kv.shape[1],
         form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
@@ -285,6 +290,8 @@ def decode_attention(
         BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
         TILE=tile.positions, LANES=32 * tile.num_warps, LINE=LINE_BYTES, BRING_TILE=splits > 1,
     )  # fmt: skip
+    if attended_TN is not None and only is None:
+        combine_splits(partials, attended_TN)
 
 
 def reference_decode_attention(

@@ -121,7 +121,8 @@ def choose_splits(
 
 def padded(size: int) -> int:
     """A power of two that matrix products take."""
-    return max(16, triton.next_power_of_2(size))
+    power: int = triton.next_power_of_2(size)
+    return max(16, power)
 
 
 @triton.jit
@@ -219,14 +220,20 @@ def attend_run(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_partials(  # type: ignore[no-untyped-def]
-    acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, V: tl.constexpr, BLOCK_V: tl.constexpr
+    acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside,
+    V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store what a split found of the heads whose places are `at`."""
+    """Store what a split found of the heads whose places are `at`; where it is the only one and
+    there is an `out_ptr`, the result itself."""
     i = tl.arange(0, BLOCK_V)
-    tl.store(m_ptr + at, m, mask=inside)
-    tl.store(l_ptr + at, total, mask=inside)
     mask = inside[:, None] & (i < V)[None, :]
-    tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
+    if out_ptr is not None:
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] * V + i[None, :], out, mask=mask)
+    else:
+        tl.store(m_ptr + at, m, mask=inside)
+        tl.store(l_ptr + at, total, mask=inside)
+        tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
 
 
 @triton.jit
