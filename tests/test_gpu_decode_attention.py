@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
 from stepgraph.runtime.kernels.gpu import decode_attention as da
+from stepgraph.runtime.kernels.gpu import rotated_heads
 from stepgraph.runtime.kernels.gpu.launch import record_launches
 from stepgraph.runtime.kernels.gpu.split_attention import MOST_SPLITS
 from stepgraph.runtime.kernels.kv_storage import write_blocks
@@ -337,9 +338,9 @@ def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None
     x = torch.randn(3, 4, 10).bfloat16()
     norm = RMSNorm(1e-5, offset=offset)
     norm.weight = torch.nn.Parameter(torch.randn(10).bfloat16())
-    assert torch.equal(da._normed(x, norm.weight, 1e-5, offset), norm(x))
+    assert torch.equal(rotated_heads.reference_normed(x, norm.weight, 1e-5, offset), norm(x))
     cos, sin = torch.randn(2, 3, 5)
-    assert torch.equal(da._turned(x, cos, sin), rotate(x, cos, sin))
+    assert torch.equal(rotated_heads.reference_turned(x, cos, sin), rotate(x, cos, sin))
 
 
 @given(
@@ -369,7 +370,7 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
         attended_TN=out, tile=SMALL,
     )  # fmt: skip
     close(out[:2], expected[:2], TOLERANCE[dtype])
-    q = da._turned(x.qkv[:, :96].view(3, 6, 16), x.cos, x.sin)
+    q = rotated_heads.reference_turned(x.qkv[:, :96].view(3, 6, 16), x.cos, x.sin)
     out.fill_(math.nan)
     da.decode_ready_attention(
         q, arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,

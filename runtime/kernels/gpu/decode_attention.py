@@ -15,7 +15,6 @@ the step before, in which case it asks in vain; nothing is computed from them.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from ..attention import AttentionForm, reference_paged_attention
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .ready_attention import decode_ready_attention
+from .rotated_heads import normed_and_turned, reference_normed, reference_turned
 from .split_attention import (
     NO_WINDOW,
     Partials,
@@ -114,41 +114,6 @@ def _bring_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scaled(x, rms, weights, dtype: tl.constexpr, OFFSET_NORMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x / rms * weights`, rounded where `modules.RMSNorm` rounds; float32."""
-    x = x * rms[:, None]
-    if OFFSET_NORMS:
-        y = (x * (1.0 + weights[None, :])).to(dtype)
-    else:
-        y = (x.to(dtype).to(tl.float32) * weights[None, :]).to(dtype)
-    return y.to(tl.float32)
-
-
-@triton.jit
-def _normed_and_turned(  # type: ignore[no-untyped-def]
-    x_ptr, starts, inside, weights, weights_opposite, cos, sin, eps,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
-):  # fmt: skip
-    """Vectors `[N, BLOCK_E]` that begin at `starts`, normed if there are weights, and rotated.
-
-    The pair of element i is i +- E / 2: it is loaded a second time, in the order in which it is
-    needed. In the dtype of memory, zeros in the padding.
-    """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    i = tl.arange(0, BLOCK_E)
-    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
-    mask = inside[:, None] & (i < E)[None, :]
-    x = tl.load(x_ptr + starts[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + starts[:, None] + opposite[None, :], mask=mask, other=0.0).to(tl.float32)
-    if weights is not None:
-        rms = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)
-        x = _scaled(x, rms, weights, dtype, OFFSET_NORMS)
-        y = _scaled(y, rms, weights_opposite, dtype, OFFSET_NORMS)
-    turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
-    return tl.where(mask, turned, 0.0).to(dtype)
-
-
-@triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
@@ -199,7 +164,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         row = t.to(tl.int64) * ((GROUP + 2) * G * E)
-        q = _normed_and_turned(
+        q = normed_and_turned(
             qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite, cos, sin,
             eps, E, BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
@@ -209,7 +174,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if split == owner:
             one = tl.full([1], 1, tl.int1)
             k_start = row + (GROUP * G + g) * E + tl.zeros([1], tl.int64)
-            key = _normed_and_turned(
+            key = normed_and_turned(
                 qkv_ptr, k_start, one, k_weights, k_weights_opposite, cos, sin, eps, E, BLOCK_E,
                 OFFSET_NORMS,
             ).to(tl.float32)  # fmt: skip
@@ -334,24 +299,10 @@ def reference_decode_attention(
     qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = (_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
-    q, k = (_turned(x, cos_TE, sin_TE) for x in (q, k))
+        q, k = (reference_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
+    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
     out = reference_paged_attention(
         q, k, v, arena, layer, slots_T, block_tables, token_rows_T, token_rows_T, positions_T,
         read_blocks, form,
     )  # fmt: skip
     return out.flatten(1)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    """`models.modules.RMSNorm`, which is not to be had from here."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * (1.0 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
-
-
-def _turned(x: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """`models.rope.rotate`."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
