@@ -130,6 +130,8 @@ def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: in
 
 def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
     """What the largest linear layer, and the head, make of their weights while they run."""
+    if kernels.make_stack is not None and model.latent is None:
+        return 0, 0  # its linear layers read weights as they are stored
     layers = [
         kernels.unpacked_bytes(*fused.shape)
         for name, fused in fused_layout(model).items()

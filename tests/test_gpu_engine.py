@@ -5,16 +5,19 @@ On the CPU they run in Triton's interpreter, so models and prompts are as small 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, startup
+from stepgraph.runtime.kernels import Kernels, WeightStorage
 
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
 
 if TYPE_CHECKING:
@@ -36,9 +39,13 @@ def gpu_engine(
     tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Engine]:
     """Open an engine whose steps are eager calls of the kernels."""
-    monkeypatch.setattr(
-        startup, "select_kernels", lambda device, mode, dtype, weights: gpu_kernels(weights)
-    )
+
+    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+        kernels = gpu_kernels(weights)
+        # The operator around it is for CUDA's tensors.
+        return dataclasses.replace(kernels, attention=triton_paged_attention)
+
+    monkeypatch.setattr(startup, "select_kernels", select)
 
     def make(variant: str, **config: Any) -> Engine:
         settings = {

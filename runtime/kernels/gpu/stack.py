@@ -31,7 +31,6 @@ from .combine_output import combine_output
 from .decode_attention import (
     Partials,
     choose_splits,
-    combine_splits,
     decode_attention,
     new_partials,
 )
@@ -41,7 +40,8 @@ from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
 from .matmul import library_linear
 from .norm import norm_rows
 from .norm_linear import norm_linear
-from .prefill_attention import PrefillTiling, prefill_attention, prefill_tiles, prefill_tiling
+from .prefill_attention import prefill_attention
+from .prefill_tiles import PrefillTiling, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
 from .store import rotate_and_store
 
@@ -235,9 +235,14 @@ class _Decoding(_Attending):
         self.partials = new_partials(tokens, shape.num_heads, splits, shape.head_dim, device)
 
     def attend(
-        self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
+        self,
+        layer: StackLayer,
+        qkv_TN: Tensor,
+        *,
+        attended_TK: Tensor | None = None,
+        next_weight: Tensor | None = None,
     ) -> Partials:
-        """Write keys and values; what the splits find."""
+        """Write keys and values; what the splits find, put together in `attended_TK` if it is."""
         inputs, shape = self.inputs, self.shape
         decode_attention(
             qkv_TN,
@@ -255,6 +260,7 @@ class _Decoding(_Attending):
             inputs.positions,
             self.form(layer),
             self.partials,
+            attended_TN=attended_TK,
             next_weight=next_weight,
         )
         return self.partials
@@ -263,7 +269,7 @@ class _Decoding(_Attending):
         """Attention of the layer, `[T, H * E]`."""
         shape = self.shape
         attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
-        combine_splits(self.attend(layer, qkv_TN), attended_TK)
+        self.attend(layer, qkv_TN, attended_TK=attended_TK)
         return attended_TK
 
 
