@@ -6,11 +6,9 @@ difference.
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..errors import KernelBuildError
 from .attention import AttentionForm, AttentionInputs, paged_attention, reference_paged_attention
@@ -42,8 +40,6 @@ from .weight_storage import (
     dequantise_weight,
     quantise_weight,
     quantised_dtype,
-    scale_bytes,
-    stored_bytes,
 )
 
 Mode = Literal["eager", "compile", "graph"]
