@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.plan import StepPlan
+from stepgraph.runtime.request import Request
 
 from .fake_device import oracle
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -52,6 +54,28 @@ def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
     assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 1, 4, 4, 1, 1, 1, 4, 1, 1]
     for request in (first, second):
         assert request.output_ids == oracle(request)[0]
+
+
+def test_nobody_decodes_several_tokens_while_a_prompt_waits_in_its_row() -> None:
+    """For time: a budget of time may leave none for its chunk."""
+
+    class Budget:
+        left = 3
+
+        def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
+            self.left -= bool(plan.decode)
+            return 0 if plan.decode and self.left > 0 else count
+
+    rig = Rig(steps_per_launch=4)
+    rig.add(3, max_tokens=30)
+    rig.step(3)
+    rig.scheduler._step_budget = Budget()  # type: ignore[assignment]
+    rig.add(5, max_tokens=12)
+    rig.step(4)
+    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 4]
+    assert [len(plan.prefill) for plan in rig.runner.plans] == [1, 0, 0, 0, 0, 1, 0]
+    rig.scheduler._step_budget = None
+    rig.drain()
 
 
 def test_who_waits_for_a_row_does_not_stand_against_it() -> None:
@@ -212,6 +236,21 @@ def test_tokens_are_those_of_single_steps(
     assert stats["fallbacks"] == 0
     assert single.stats()["multi_step_launches"] == 0
     several.check_integrity()
+
+
+def test_a_launch_reads_as_wide_as_its_last_step(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """Where kernels read as many columns as a step is prepared for."""
+    engine = open_engine("base", block_size=4, steps_per_launch=7)
+    widths = list(engine._loop.runner.sizes.read_blocks)
+    assert widths[0] * 4 == 128
+    assert len(widths) > 1
+    prompts = base.prompts(3, 9, 31)  # tokens 123 to 129 of the last one are one launch
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 100)
+    assert engine.stats()["multi_step_launches"] > 10
 
 
 def test_stop_strings(open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]) -> None:
