@@ -1,4 +1,4 @@
-"""Random linear layers for tests of the kernels over them, and what their results are compared by."""
+"""Random linear layers for tests of the kernels over them, and how results are compared."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .residual_linear import reference_residual_linear, residual_linear
 
 __all__ = ["combine", "combine_output", "reference_combine", "reference_combine_output"]
 
-_SPLITS_TRAFFIC = 0.5
+_SPLITS_TRAFFIC = 1.0
 """Bytes of splits that the programs of a product may read together, in those of its weight.
 
 They come out of the L2 cache, which reads more than twice as fast as the memory, but are read only
@@ -97,7 +97,8 @@ def combine_output(
         multiprocessors = num_multiprocessors(weight.device)
         sizes = (*weight.shape, weight.element_size(), multiprocessors)
         config = default_config("combine_output", rows, *sizes)
-        if -(-n // config.block_n) * acc_THSE.nbytes > _SPLITS_TRAFFIC * weight.nbytes:
+        traffic = -(-n // config.block_n) * acc_THSE.nbytes
+        if config.block_k < weight.shape[1] or traffic > _SPLITS_TRAFFIC * weight.nbytes:
             config = None
     if config is None:
         combine(acc_THSE, max_THS, sum_THS, attended_TK)

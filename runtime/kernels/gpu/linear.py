@@ -18,6 +18,7 @@ __all__ = [
     "FEW_ROWS",
     "ROW_CLASSES",
     "SCALE_BLOCK",
+    "STORAGES",
     "GpuLinear",
     "LinearConfig",
     "Norm",
@@ -35,8 +36,21 @@ SCALE_BLOCK = 128
 ROW_CLASSES = (1, 2, 4, 16, 32, 64)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
 
+STORAGES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
+"""How kernels call what a weight holds."""
+
 FEW_ROWS = 4
 """What the kernel without tensor cores takes at most."""
+
+
+_PREFETCHED = 24 << 20
+"""Bytes of a weight that are asked into the L2 cache ahead at most: half of an H100's."""
 
 
 class GpuLinear(NamedTuple):
@@ -75,7 +89,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a product is cut into programs; all are powers of two, `parts` may be 0."""
+    """How a product is cut into programs: powers of two, or 0 where that is said."""
 
     block_n: int
     """Output features of a program; of gate and up, so many of each."""
@@ -85,6 +99,8 @@ class LinearConfig:
     parts: int = 0
     """0: sums on the cores that do float32, one row after the other. Else tensor cores: `block_k`
     is cut into so many parts, summed apart, so that every warp has products of its own."""
+    prefetch: bool = False
+    """Ask for all tiles before the wait, into the L2 cache; else for the first, into registers."""
 
 
 def row_class(rows: int) -> int:
@@ -112,20 +128,25 @@ def default_config(
     halves = 2 if kernel == "gate_up" else 1
     if rows > FEW_ROWS:
         # A tile of weights and one of the input pass through registers and shared memory.
-        block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 64 // halves))
-        features = block_n * halves
-        block_k = _power_of_two(k, least=64, most=min(512, 8192 // rows, 16384 // features))
-        return LinearConfig(block_n, block_k, num_warps=4, parts=min(4, block_k // 16))
+        block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 32 // halves))
+        block_k = _tile_width(k, 64, min(512, 8192 // rows, 8192 // (block_n * halves)))
+        ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
+        return LinearConfig(block_n, block_k, 4, min(4, block_k // 16), ahead)
     if kernel == "combine_output":
         # Each program reads all that the splits left, so there are few of them.
-        block_n = max(1, _smallest_wave(n, multiprocessors, 16))
-        tile, num_warps = 65536, 8
-    else:
-        block_n = max(1, _smallest_wave(n, 4 * multiprocessors, 32))
-        tile, num_warps = 16384, 4
-    features = block_n * halves
-    block_k = tile // (features * weight_bytes)
-    return LinearConfig(block_n, _power_of_two(k, least=16, most=block_k), num_warps)
+        block_n = _smallest_wave(n, multiprocessors, 32)
+        return LinearConfig(block_n, _tile_width(k, 16, 65536 // (block_n * weight_bytes)), 8)
+    # Four programs to a multiprocessor, each with 16 KiB of weights on their way: in one tile, or
+    # in two of half the size where there are more to come. More rows have more sums in registers.
+    block_n = _smallest_wave(n, 4 * multiprocessors, 32)
+    width = 8192 // (block_n * halves * weight_bytes)
+    if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
+        width *= 2
+    elif rows == 4 and halves == 2:
+        width //= 2
+    block_k = _tile_width(k, 16, width)
+    ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
+    return LinearConfig(block_n, block_k, prefetch=ahead)
 
 
 def candidate_configs(
@@ -133,15 +154,18 @@ def candidate_configs(
 ) -> list[LinearConfig]:
     """What is worth timing, the default first; arguments as for `default_config`."""
     default = default_config(kernel, rows, n, k, weight_bytes, multiprocessors)
-    sizes = (0.5, 1, 2)
-    configs = [
-        LinearConfig(int(default.block_n * x), int(default.block_k * y), num_warps, default.parts)
-        for x in sizes
-        for y in sizes
-        for num_warps in (4, 8)
-        if default.block_n * x >= 1 and default.block_k * y >= 16 * max(1, default.parts)
-    ]
-    return [default, *(config for config in configs if config != default)]
+    configs = [default]
+    for size_n in (0.5, 1, 2):
+        for size_k in (0.5, 1, 2):
+            block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
+            if block_n < 1 or block_k < 16 * max(1, default.parts):
+                continue
+            for num_warps in (4, 8):
+                for ahead in (False, True):
+                    configs.append(LinearConfig(block_n, block_k, num_warps, default.parts, ahead))
+    if 1 < row_class(rows) <= FEW_ROWS and kernel != "combine_output":
+        configs.append(default_config(kernel, FEW_ROWS + 1, n, k, weight_bytes, multiprocessors))
+    return list(dict.fromkeys(configs))
 
 
 def _smallest_wave(n: int, programs: int, most: int) -> int:
@@ -152,8 +176,8 @@ def _smallest_wave(n: int, programs: int, most: int) -> int:
     return size
 
 
-def _power_of_two(k: int, least: int, most: int) -> int:
-    """The smallest power of two that holds `k`, or `most`; a divisor of `k` if one is near."""
+def _tile_width(k: int, least: int, most: int) -> int:
+    """A power of two: the smallest that holds `k`, but at least `least` and at most `most`."""
     size = least
     while size < k and size < most:
         size *= 2

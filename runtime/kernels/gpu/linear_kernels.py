@@ -27,6 +27,7 @@ from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_
 from .linear import (
     FEW_ROWS,
     SCALE_BLOCK,
+    STORAGES,
     GpuLinear,
     LinearConfig,
     Norm,
@@ -36,24 +37,21 @@ from .linear import (
 )
 from .linear_tiles import (
     activate,
+    appended,
     as_numbers,
+    as_operand,
     combined_slice,
     input_tile,
-    load_tile,
-    load_weights,
+    load_stage,
+    prefetch_rows,
     row_statistics,
 )
 from .quantised_cache import fp8_is_native
 
 __all__ = ["launch_linear"]
 
-_STORAGES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-}
+_FEWEST_ON_TENSOR_CORES = 16
+"""Rows that the kernel on tensor cores is compiled for at least."""
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
@@ -93,7 +91,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    NAME: tl.constexpr, PDL: tl.constexpr,
+    ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -105,29 +103,29 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr = norm_ptr is not None
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
-    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     let_dependents_start(PDL)
 
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
     # What stands behind the last feature is the last one once more, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
-    k = tl.arange(0, BLOCK_K // V)[:, None] * V + tl.arange(0, V)[None, :]
-    word = tl.arange(0, BLOCK_K // V)[:, None] * (V // WORD) + tl.arange(0, V // WORD)[None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word[:, None, :]
-    w = load_weights(w_rows, word[:, None, :] < K // WORD, EVEN)
-    norm = 0.0
-    if NORM:
-        norm = load_tile(norm_ptr + k, k < K, EVEN).to(tl.float32)
-    scales = 0.0
+    group = tl.arange(0, BLOCK_K // V)[:, None]
+    k = group * V + tl.arange(0, V)[None, :]
+    word = (group * (V // WORD) + tl.arange(0, V // WORD)[None, :])[:, None, :]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
+    scale_rows = scale_ptr
     if SCALE_BLOCKS:
-        block = tl.arange(0, BLOCK_K // V) * V
         scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
-        scales = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
-    elif scale_ptr is not None:
-        scales = tl.load(scale_ptr + weight_n)
-    bias = tl.zeros([R], tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+    w, norm, scales = load_stage(
+        w_rows, word, norm_ptr, k, scale_rows, group * V, 0, K, WORD, EVEN, SCALE_BLOCKS
+    )  # fmt: skip
+    if PREFETCH:
+        first = tl.program_id(0) * BLOCK_N
+        here = tl.minimum(N - first, BLOCK_N)
+        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        if GATED:
+            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
+    channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
 
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
@@ -140,57 +138,58 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)  # noqa: RUF005
+        reciprocal = appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
         post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
-        post_reciprocal = post_reciprocal + (post,)  # noqa: RUF005
-        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)  # noqa: RUF005
+        post_reciprocal = appended(post_reciprocal, post)
+        sums = appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = residual + (tl.load(pointers).to(tl.float32),)  # noqa: RUF005
+            residual = appended(residual, tl.load(pointers).to(tl.float32))
 
-    for start in range(0, LAST, BLOCK_K):
-        after = start + BLOCK_K
-        word_after = after // WORD + word[:, None, :]
-        w_after = load_weights(w_rows + after // WORD, word_after < K // WORD, EVEN)
-        norm_after = 0.0
-        if NORM:
-            norm_after = load_tile(norm_ptr + after + k, after + k < K, EVEN).to(tl.float32)
-        scales_after = scales
-        if SCALE_BLOCKS:
-            block = after + tl.arange(0, BLOCK_K // V) * V
-            scales_after = load_tile(scale_rows + block[:, None] // 128, block[:, None] < K, EVEN)
-        tl.debug_barrier()
-        numbers = as_numbers(w, STORAGE, NATIVE_FP8)
-        grown = ()
-        for row in tl.static_range(ROWS):
-            x = _row_tile(
-                x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), start, k,
-                reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
-                POST_OFFSET, dtype,
-            )  # fmt: skip
-            product = tl.sum(numbers * x[:, None, :], axis=2)
-            if SCALE_BLOCKS:
-                product = product * scales
-            grown = grown + (sums[row] + product,)  # noqa: RUF005
-        sums = grown
-        w = w_after
-        norm = norm_after
-        scales = scales_after
-
-    numbers = as_numbers(w, STORAGE, NATIVE_FP8)
-    for row in tl.static_range(ROWS):
-        x = _row_tile(
-            x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), LAST, k,
-            reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
-            POST_OFFSET, dtype,
+    # Two tiles in turn, so that none is moved to other registers: that would wait for its load.
+    for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
+        w_odd, norm_odd, scales_odd = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, group * V, start + BLOCK_K, K, WORD, EVEN,
+            SCALE_BLOCKS,
         )  # fmt: skip
-        product = tl.sum(numbers * x[:, None, :], axis=2)
-        if SCALE_BLOCKS:
-            product = product * scales
-        out = tl.sum(sums[row] + product, axis=0)
-        if scale_ptr is not None and not SCALE_BLOCKS:
-            out = out * scales
-        out = out + bias
+        tl.debug_barrier()  # else the load is put behind the products
+        sums = _grown(
+            sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
+            reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
+            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+        )  # fmt: skip
+        w, norm, scales = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, group * V, start + 2 * BLOCK_K, K, WORD, EVEN,
+            SCALE_BLOCKS,
+        )  # fmt: skip
+        tl.debug_barrier()
+        sums = _grown(
+            sums, w_odd, norm_odd, scales_odd, start + BLOCK_K, x_ptr, delta_ptr, post_ptr,
+            max_ptr, sum_ptr, T, k, reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM,
+            OFFSET, POST_OFFSET, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+        )  # fmt: skip
+    LAST: tl.constexpr = (TILES - 1) * BLOCK_K
+    if TILES % 2 == 0:
+        w_odd, norm_odd, scales_odd = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, group * V, LAST, K, WORD, EVEN, SCALE_BLOCKS
+        )  # fmt: skip
+        tl.debug_barrier()
+        sums = _grown(
+            sums, w, norm, scales, LAST - BLOCK_K, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T,
+            k, reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
+            STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+        )  # fmt: skip
+        w = w_odd
+        norm = norm_odd
+        scales = scales_odd
+    sums = _grown(
+        sums, w, norm, scales, LAST, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
+        reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,
+        STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype,
+    )  # fmt: skip
+
+    for row in tl.static_range(ROWS):
+        out = tl.sum(sums[row], axis=0) * channel_scales + bias
         if GATED:
             gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
             out = activate(gate, up, GELU, dtype)
@@ -201,15 +200,51 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
 
 
+@triton.jit
+def _channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What sums of features are multiplied by, and what is added."""
+    scales = 1.0
+    if scale_ptr is not None and not SCALE_BLOCKS:
+        scales = tl.load(scale_ptr + weight_n)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+    return scales, bias
+
+
+@triton.jit
+def _grown(  # type: ignore[no-untyped-def]
+    sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
+    reciprocal, post_reciprocal, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`sums` of all rows, and the products of their features from `start` on."""
+    numbers = as_numbers(w, STORAGE, NATIVE_FP8)
+    grown = ()
+    for row in tl.static_range(ROWS):
+        x = _row_tile(
+            x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, tl.minimum(row, T - 1), start, k,
+            reciprocal[row], post_reciprocal[row], norm, K, E, SPLITS, V, EVEN, NORM, OFFSET,
+            POST_OFFSET, dtype,
+        )  # fmt: skip
+        product = tl.sum(numbers * x[:, None, :], axis=2)
+        if SCALE_BLOCKS:
+            product = product * scales
+        grown = appended(grown, sums[row] + product)
+    return grown
+
+
 @triton.jit(repr=_name)
 def linear_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
     residual_ptr, out_ptr, T, N, eps, post_eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, STATISTICS: tl.constexpr, STORAGE: tl.constexpr,
+    PARTS: tl.constexpr, STATISTICS: tl.constexpr, WORD: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
-    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, NAME: tl.constexpr,
-    PDL: tl.constexpr,
+    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -218,28 +253,28 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
     C: tl.constexpr = BLOCK_K // PARTS
-    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     let_dependents_start(PDL)
 
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
-    k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
-    x_k = tl.arange(0, PARTS)[:, None, None] * C + tl.arange(0, C)[None, :, None]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * K + k
-    w = load_weights(w_rows, k < K, EVEN)
-    norm = 0.0
-    if NORM:
-        norm = load_tile(norm_ptr + x_k, x_k < K, EVEN).to(tl.float32)
-    scales = 0.0
+    part = tl.arange(0, PARTS)[:, None, None]
+    k = part * C + tl.arange(0, C)[None, :, None]
+    word = part * (C // WORD) + tl.arange(0, C // WORD)[None, None, :]
+    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
+    scale_rows = scale_ptr
     if SCALE_BLOCKS:
-        block = tl.arange(0, PARTS)[:, None] * C
-        scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
-        scales = load_tile(scale_rows + block // 128, block < K, EVEN)
-    elif scale_ptr is not None:
-        scales = tl.load(scale_ptr + weight_n)
-    bias = tl.zeros([R], tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+        scale_rows = scale_ptr + weight_n[None, :, None] * SCALE_BLOCKS
+    w, norm, scales = load_stage(
+        w_rows, word, norm_ptr, k, scale_rows, part * C, 0, K, WORD, EVEN, SCALE_BLOCKS
+    )  # fmt: skip
+    if PREFETCH:
+        first = tl.program_id(0) * BLOCK_N
+        here = tl.minimum(N - first, BLOCK_N)
+        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        if GATED:
+            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
+    channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n[:, None], SCALE_BLOCKS)
 
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
@@ -251,34 +286,46 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     reciprocal = reciprocals[None, None, :]
     post_reciprocal = post_reciprocals[None, None, :]
     sums = tl.zeros([PARTS, R, ROWS], tl.float32)
-    for start in range(0, LAST, BLOCK_K):
-        after = start + BLOCK_K
-        w_after = load_weights(w_rows + after, after + k < K, EVEN)
-        norm_after = 0.0
-        if NORM:
-            norm_after = load_tile(norm_ptr + after + x_k, after + x_k < K, EVEN).to(tl.float32)
-        scales_after = scales
-        if SCALE_BLOCKS:
-            block = after + tl.arange(0, PARTS)[:, None] * C
-            scales_after = load_tile(scale_rows + block // 128, block < K, EVEN)
+    for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
+        w_odd, norm_odd, scales_odd = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, part * C, start + BLOCK_K, K, WORD, EVEN,
+            SCALE_BLOCKS,
+        )  # fmt: skip
         x = input_tile(
-            x_ptr, delta_ptr, post_ptr, rows, start + x_k, (rows < T) & (start + x_k < K),
-            reciprocal, post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-        ).to(dtype)  # fmt: skip
+            x_ptr, delta_ptr, post_ptr, rows, start + k, (rows < T) & (start + k < K), reciprocal,
+            post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+        )  # fmt: skip
         sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
-        w = w_after
-        norm = norm_after
-        scales = scales_after
+        w, norm, scales = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, part * C, start + 2 * BLOCK_K, K, WORD, EVEN,
+            SCALE_BLOCKS,
+        )  # fmt: skip
+        odd = start + BLOCK_K
+        x = input_tile(
+            x_ptr, delta_ptr, post_ptr, rows, odd + k, (rows < T) & (odd + k < K), reciprocal,
+            post_reciprocal, norm_odd, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+        )  # fmt: skip
+        sums = _multiplied(sums, w_odd, x, scales_odd, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
+    LAST: tl.constexpr = (TILES - 1) * BLOCK_K
+    if TILES % 2 == 0:
+        w_odd, norm_odd, scales_odd = load_stage(
+            w_rows, word, norm_ptr, k, scale_rows, part * C, LAST, K, WORD, EVEN, SCALE_BLOCKS
+        )  # fmt: skip
+        x = input_tile(
+            x_ptr, delta_ptr, post_ptr, rows, LAST - BLOCK_K + k, rows < T, reciprocal,
+            post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+        )  # fmt: skip
+        sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
+        w = w_odd
+        norm = norm_odd
+        scales = scales_odd
     x = input_tile(
-        x_ptr, delta_ptr, post_ptr, rows, LAST + x_k, (rows < T) & (LAST + x_k < K),
-        reciprocal, post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-    ).to(dtype)  # fmt: skip
+        x_ptr, delta_ptr, post_ptr, rows, LAST + k, (rows < T) & (LAST + k < K), reciprocal,
+        post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
+    )  # fmt: skip
     sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
 
-    out = tl.sum(sums, axis=0)
-    if scale_ptr is not None and not SCALE_BLOCKS:
-        out = out * scales[:, None]
-    out = out + bias[:, None]
+    out = tl.sum(sums, axis=0) * channel_scales + bias
     stored_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     place = t[None, :] * N + stored_n
     mask = (stored_n < N) & (t < T)[None, :]
@@ -297,12 +344,11 @@ def _multiplied(  # type: ignore[no-untyped-def]
     SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
-    if STORAGE == "int8" or STORAGE == "fp8":
-        w = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
+    w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
     if SCALE_BLOCKS:
-        sums += tl.dot(w, x, input_precision="ieee") * scales[:, :, None]
+        sums += tl.dot(w, x.to(dtype), input_precision="ieee") * scales
     else:
-        sums = tl.dot(w, x, sums, input_precision="ieee")
+        sums = tl.dot(w, x.to(dtype), sums, input_precision="ieee")
     return sums
 
 
@@ -346,9 +392,9 @@ def launch_linear(
             f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
             f" {tuple(x.shape)}"
         )
-    if linear.weight.dtype not in _STORAGES:
+    if linear.weight.dtype not in STORAGES:
         raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
-    storage = _STORAGES[linear.weight.dtype]
+    storage = STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
         config = default_config(
@@ -359,6 +405,7 @@ def launch_linear(
     if linear.scales is not None and linear.scales.dim() == 2:
         blocks = -(-k // SCALE_BLOCK)
     post = None if pending is None else pending.norm
+    row_bytes = k * weight.element_size()
     sizes: dict[str, Any] = {
         "K": k,
         "ROWS": row_count,
@@ -372,6 +419,8 @@ def launch_linear(
         "POST_OFFSET": post is not None and post.offset,
         "GATED": gated,
         "GELU": gelu,
+        "ROW_BYTES": row_bytes,
+        "PREFETCH": config.prefetch and row_bytes % 16 == 0,
         "NAME": name,
     }
     inputs = (
@@ -392,7 +441,18 @@ def launch_linear(
         0.0 if post is None else post.eps,
     )
     grid = (-(-n // config.block_n),)
+    vector = min(16 // weight.element_size(), config.block_k)
+    head_dim = 1
+    if splits is not None:
+        head_dim = x.shape[3]
+        vector = math.gcd(vector, head_dim)
+    sizes["WORD"] = word = 4 // weight.element_size()
+    if k % word or vector % word:
+        sizes["WORD"] = 1  # a row begins within a word, or a head does
+    else:
+        weight = weight.view(torch.int32)
     if config.parts:
+        sizes["ROWS"] = max(row_count, _FEWEST_ON_TENSOR_CORES)
         if splits is not None:
             raise ValueError(f"{name}: splits are combined by the kernel without tensor cores")
         parts = config.parts
@@ -411,16 +471,6 @@ def launch_linear(
         return
     if row_count > FEW_ROWS:
         raise ValueError(f"{name}: {rows} rows need tensor cores (parts of at least 1)")
-    vector = min(16 // weight.element_size(), config.block_k)
-    head_dim = 1
-    if splits is not None:
-        head_dim = x.shape[3]
-        vector = math.gcd(vector, head_dim)
-    word = 4 // weight.element_size()
-    if k % word or vector % word:
-        word = 1  # a row begins within a word, or a head does
-    else:
-        weight = weight.view(torch.int32)
     launch(
         linear_of_few_rows,
         grid,
@@ -432,7 +482,6 @@ def launch_linear(
         E=head_dim,
         SPLITS=1 if splits is None else splits[0].shape[2],
         V=vector,
-        WORD=word,
         **sizes,
     )
 

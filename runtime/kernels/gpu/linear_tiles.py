@@ -12,14 +12,21 @@ from .quantised_cache import decode_fp8
 
 __all__ = [
     "activate",
+    "appended",
     "as_numbers",
+    "as_operand",
     "combined_slice",
     "input_tile",
-    "load_tile",
-    "load_weights",
-    "pending_tile",
+    "load_stage",
+    "prefetch_rows",
     "row_statistics",
 ]
+
+
+@triton.jit
+def appended(values, value):  # type: ignore[no-untyped-def]
+    """A tuple with one more; tuples are what tiles are kept in that a loop at compile time makes."""
+    return values + (value,)  # noqa: RUF005
 
 
 @triton.jit
@@ -36,6 +43,49 @@ def load_weights(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped
     else:
         tile = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
     return tile
+
+
+@triton.jit
+def load_stage(  # type: ignore[no-untyped-def]
+    w_rows, word, norm_ptr, k, scale_rows, block, start, K: tl.constexpr, WORD: tl.constexpr,
+    EVEN: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Weights from feature `start` on, and the norm's weights and scales of blocks that go along.
+
+    `word` are words of a row, `k` features and `block` the first features of groups, from 0 on.
+    """
+    w = load_weights(w_rows + start // WORD, start // WORD + word < K // WORD, EVEN)
+    norm = 0.0
+    if norm_ptr is not None:
+        norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
+    scales = 0.0
+    if SCALE_BLOCKS:
+        scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
+    return w, norm, scales
+
+
+@triton.jit
+def prefetch_rows(w_ptr, row, rows, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for `rows` rows of weights to be brought to the L2 cache: one request of one thread.
+
+    Nothing is kept in registers and nothing waits. Processors have this from compute capability 9
+    on, as they have dependent launch. Rows are of whole 16 bytes.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [w_ptr.to(tl.int64) + row.to(tl.int64) * ROW_BYTES, rows * ROW_BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -65,6 +115,21 @@ def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: 
     else:
         numbers = tile.to(tl.float32)
     return numbers
+
+
+@triton.jit
+def as_operand(  # type: ignore[no-untyped-def]
+    tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, dtype: tl.constexpr
+):
+    """As `as_numbers`, in the model's dtype, in which numbers of 8 bits are exact."""
+    if (STORAGE == "bfloat16" or STORAGE == "float16") and tile.dtype == tl.int32:
+        low = tile.to(tl.int16).to(dtype, bitcast=True)
+        operand = _interleaved(low, (tile >> 16).to(tl.int16).to(dtype, bitcast=True))
+    elif STORAGE == "int8" or STORAGE == "fp8":
+        operand = as_numbers(tile, STORAGE, NATIVE_FP8).to(dtype)
+    else:
+        operand = tile.to(dtype, bitcast=True)
+    return operand
 
 
 @triton.jit
@@ -120,7 +185,7 @@ def input_tile(  # type: ignore[no-untyped-def]
         x_ptr, delta_ptr, post_ptr, rows, k, mask, post_reciprocal, K, EVEN, POST_OFFSET, dtype
     )  # fmt: skip
     if NORM:
-        x = normed(x, reciprocal, weight, dtype, OFFSET)
+        x = normed(x, reciprocal, weight.to(tl.float32), dtype, OFFSET)
     return x
 
 
@@ -175,10 +240,10 @@ def combined_slice(  # type: ignore[no-untyped-def]
     maxima = ()
     sums = ()
     for split in tl.static_range(SPLITS):
-        maxima = maxima + (load_tile(max_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
-        sums = sums + (load_tile(sum_ptr + cell + split, inside, EVEN),)  # noqa: RUF005
-    largest = maxima[0]
-    for split in tl.static_range(1, SPLITS):
+        maxima = appended(maxima, load_tile(max_ptr + cell + split, inside, EVEN))
+        sums = appended(sums, load_tile(sum_ptr + cell + split, inside, EVEN))
+    largest = tl.full(first.shape, float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
         largest = tl.maximum(largest, maxima[split])
     total = tl.zeros(first.shape, tl.float32)
     out = tl.zeros(k.shape, tl.float32)
