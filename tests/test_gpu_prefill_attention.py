@@ -14,8 +14,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm
-from stepgraph.runtime.kernels.gpu import prefill_attention as prefill
-from stepgraph.runtime.kernels.gpu.prefill_attention import PrefillTiling
+from stepgraph.runtime.kernels.gpu import prefill_tiles as tiling_module
+from stepgraph.runtime.kernels.gpu.prefill_attention import prefill_attention
+from stepgraph.runtime.kernels.gpu.prefill_tiles import (
+    PrefillTiling,
+    prefill_tiles,
+    prefill_tiling,
+    reference_prefill_tiles,
+)
 from stepgraph.runtime.kernels.gpu.store import reference_store
 
 from .attention_cases import Attention, check, make_case
@@ -45,9 +51,9 @@ def attend(tiling: PrefillTiling) -> Attention:
     ) -> Tensor:
         reference_store(k, v, arena, layer, slots, form)
         tokens_of_tile = tiling.tokens(q.shape[1] // arena.shape[3])
-        tiles = prefill.prefill_tiles(token_rows, len(rows), tokens_of_tile)
+        tiles = prefill_tiles(token_rows, len(rows), tokens_of_tile)
         out = torch.full((*q.shape[:2], form.value_dim), torch.nan, dtype=q.dtype, device=q.device)
-        return prefill.prefill_attention(
+        return prefill_attention(
             q, arena, layer, block_tables, token_rows, positions, tiles, form, tiling, out
         )
 
@@ -69,10 +75,8 @@ def test_tiles_of_any_partition(
     pieces = [torch.full((n,), int(row)) for n, row in zip(counts, rows, strict=True)]
     token_rows = torch.cat([*pieces, torch.full((padding,), 9)])
     most_rows = len(counts) + spare_rows
-    tiles = prefill.prefill_tiles(token_rows.to(DEVICE), most_rows, tokens_of_tile).cpu()
-    assert torch.equal(
-        tiles, prefill.reference_prefill_tiles(token_rows, most_rows, tokens_of_tile)
-    )
+    tiles = prefill_tiles(token_rows.to(DEVICE), most_rows, tokens_of_tile).cpu()
+    assert torch.equal(tiles, reference_prefill_tiles(token_rows, most_rows, tokens_of_tile))
     assert tiles[0] == 0
     assert tiles[-1] == len(token_rows)
     for begin, end in zip(tiles.tolist(), tiles.tolist()[1:], strict=False):
@@ -83,15 +87,15 @@ def test_tiles_of_any_partition(
 def test_tiles_are_enough_for_the_worst_partition() -> None:
     """Each row and the padding begin within a tile, and no tile is left."""
     token_rows = torch.arange(6).repeat_interleave(9)
-    tiles = prefill.prefill_tiles(token_rows.to(DEVICE), 5, 8)
+    tiles = prefill_tiles(token_rows.to(DEVICE), 5, 8)
     assert tiles.tolist() == [0, 8, 9, 16, 18, 24, 27, 32, 36, 40, 45, 48, 54]
 
 
 def test_tiles_of_more_tokens_than_are_scanned_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_SCAN", 16)
+    monkeypatch.setattr(tiling_module, "_SCAN", 16)
     token_rows = torch.tensor([3] * 20 + [1] * 13 + [0] * 40 + [9] * 7)
-    tiles = prefill.prefill_tiles(token_rows.to(DEVICE), 30, 6)
-    assert torch.equal(tiles.cpu(), prefill.reference_prefill_tiles(token_rows, 30, 6))
+    tiles = prefill_tiles(token_rows.to(DEVICE), 30, 6)
+    assert torch.equal(tiles.cpu(), reference_prefill_tiles(token_rows, 30, 6))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64])
@@ -173,7 +177,7 @@ def test_the_tiles_of_real_models(heads: tuple[int, int, int], form: dict[str, A
     """Their sizes, chosen for few tokens and for many."""
     case = make_case([(60, 9), (5, 3)], heads, dtype=torch.bfloat16, padding=2, scale=0.1, **form)
     for tokens in (14, 1 << 20):
-        tiling = prefill.prefill_tiling(
+        tiling = prefill_tiling(
             tokens, *heads, torch.bfloat16, case.form.storage, torch.device(DEVICE)
         )
         check(case.to(DEVICE), attend(tiling), 2e-2)

@@ -15,15 +15,15 @@ the step before, in which case it asks in vain; nothing is computed from them.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..attention import AttentionForm, reference_paged_attention
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .quantised_cache import cache_views, fp8_is_native, store_vectors, vector_offset
+from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .ready_attention import decode_ready_attention
+from .rotated_heads import normed_and_turned, reference_normed, reference_turned
 from .split_attention import (
     NO_WINDOW,
     Partials,
@@ -85,7 +85,7 @@ def _bring_weight(  # type: ignore[no-untyped-def]
 @triton.jit
 def _bring_tile(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
-    table_rows, table_stride, num_blocks, window,
+    table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
     G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
     TILE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -107,48 +107,17 @@ def _bring_tile(  # type: ignore[no-untyped-def]
     for line in tl.static_range(0, E * width, LINE):
         _bring_line(keys_ptr, at + line)
         _bring_line(values_ptr, at + line)
-
-
-@triton.jit
-def _scaled(x, rms, weights, dtype: tl.constexpr, OFFSET_NORMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x / rms * weights`, rounded where `modules.RMSNorm` rounds; float32."""
-    x = x * rms[:, None]
-    if OFFSET_NORMS:
-        y = (x * (1.0 + weights[None, :])).to(dtype)
-    else:
-        y = (x.to(dtype).to(tl.float32) * weights[None, :]).to(dtype)
-    return y.to(tl.float32)
-
-
-@triton.jit
-def _normed_and_turned(  # type: ignore[no-untyped-def]
-    x_ptr, starts, inside, weights, weights_opposite, cos, sin, eps,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
-):  # fmt: skip
-    """Vectors `[N, BLOCK_E]` that begin at `starts`, normed if there are weights, and rotated.
-
-    The pair of element i is i +- E / 2: it is loaded a second time, in the order in which it is
-    needed. In the dtype of memory, zeros in the padding.
-    """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    i = tl.arange(0, BLOCK_E)
-    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
-    mask = inside[:, None] & (i < E)[None, :]
-    x = tl.load(x_ptr + starts[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + starts[:, None] + opposite[None, :], mask=mask, other=0.0).to(tl.float32)
-    if weights is not None:
-        rms = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)
-        x = _scaled(x, rms, weights, dtype, OFFSET_NORMS)
-        y = _scaled(y, rms, weights_opposite, dtype, OFFSET_NORMS)
-    turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
-    return tl.where(mask, turned, 0.0).to(dtype)
+    if STORAGE != "model":
+        scale_at = scale_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE) * 2
+        _bring_line(key_scales_ptr, scale_at)
+        _bring_line(value_scales_ptr, scale_at)
 
 
 @triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
+    acc_ptr, m_ptr, l_ptr, out_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
     eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -174,8 +143,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if BRING_TILE:
             _bring_tile(
                 keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
-                splits, table_rows, table_stride, num_blocks, window, G, E, BLOCK_SIZE, STORAGE,
-                TILE, LINE,
+                splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
+                value_scales_ptr, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
             )  # fmt: skip
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
@@ -195,7 +164,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         row = t.to(tl.int64) * ((GROUP + 2) * G * E)
-        q = _normed_and_turned(
+        q = normed_and_turned(
             qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite, cos, sin,
             eps, E, BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
@@ -205,7 +174,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         if split == owner:
             one = tl.full([1], 1, tl.int1)
             k_start = row + (GROUP * G + g) * E + tl.zeros([1], tl.int64)
-            key = _normed_and_turned(
+            key = normed_and_turned(
                 qkv_ptr, k_start, one, k_weights, k_weights_opposite, cos, sin, eps, E, BLOCK_E,
                 OFFSET_NORMS,
             ).to(tl.float32)  # fmt: skip
@@ -226,7 +195,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
             STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
         )  # fmt: skip
-        store_partials(acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
 
 
 def decode_attention(
@@ -246,13 +215,18 @@ def decode_attention(
     form: AttentionForm,
     partials: Partials,
     *,
+    attended_TN: Tensor | None = None,
     next_weight: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write the step's keys and values and find the partials of its attention.
 
+    The tokens of the step are of different rows (but for padding): none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
+        attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
+            None: the kernel that comes next combines the partials. A single split writes the result
+            instead of partials.
         next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be
             brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
@@ -269,10 +243,11 @@ def decode_attention(
     if next_weight is not None:
         lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
         lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
+    only = attended_TN if splits == 1 else None
     launch(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
-        positions_T, *partials, next_weight, *block_tables.shape, kv.shape[1],
+        positions_T, *partials, only, next_weight, *block_tables.shape, kv.shape[1],
         form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
@@ -280,6 +255,8 @@ def decode_attention(
         BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
         TILE=tile.positions, LANES=32 * tile.num_warps, LINE=LINE_BYTES, BRING_TILE=splits > 1,
     )  # fmt: skip
+    if attended_TN is not None and only is None:
+        combine_splits(partials, attended_TN)
 
 
 def reference_decode_attention(
@@ -322,24 +299,10 @@ def reference_decode_attention(
     qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = (_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
-    q, k = (_turned(x, cos_TE, sin_TE) for x in (q, k))
+        q, k = (reference_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
+    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
     out = reference_paged_attention(
         q, k, v, arena, layer, slots_T, block_tables, token_rows_T, token_rows_T, positions_T,
         read_blocks, form,
     )  # fmt: skip
     return out.flatten(1)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    """`models.modules.RMSNorm`, which is not to be had from here."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * (1.0 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
-
-
-def _turned(x: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """`models.rope.rotate`."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionForm
-from .decode_attention import (
-    choose_splits,
-    choose_tile,
-    combine_splits,
-    decode_ready_attention,
-    new_partials,
-)
 from .launch import num_multiprocessors
-from .prefill_attention import prefill_attention, prefill_tiles, prefill_tiling
+from .prefill_attention import prefill_attention
+from .prefill_tiles import prefill_tiles, prefill_tiling
+from .ready_attention import decode_ready_attention
+from .split_attention import choose_splits, choose_tile, new_partials
 from .store import store_keys_and_values
 
 __all__ = ["register", "triton_paged_attention"]
@@ -75,7 +71,7 @@ def _decode(
     read_blocks: int,
     form: AttentionForm,
 ) -> Tensor:
-    """One token a row, whose key and value are written: splits, then their combination."""
+    """One token a row, whose key and value are written."""
     tokens, heads, head_dim = q_THD.shape
     kv_heads, device = arena.shape[3], q_THD.device
     tile = choose_tile(heads // kv_heads, head_dim, form.value_dim, arena.element_size())
@@ -84,11 +80,19 @@ def _decode(
         longest = min(longest, form.window)
     splits = choose_splits(tokens, kv_heads, longest, num_multiprocessors(device), tile.positions)
     partials = new_partials(tokens, heads, splits, form.value_dim, device)
-    decode_ready_attention(
-        q_THD, arena, layer, block_tables, token_rows_T, positions_T, form, partials, tile=tile
-    )
     out = q_THD.new_empty(tokens, heads * form.value_dim)
-    combine_splits(partials, out)
+    decode_ready_attention(
+        q_THD,
+        arena,
+        layer,
+        block_tables,
+        token_rows_T,
+        positions_T,
+        form,
+        partials,
+        attended_TN=out,
+        tile=tile,
+    )
     return out.view(tokens, heads, form.value_dim)
 
 

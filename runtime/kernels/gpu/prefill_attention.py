@@ -4,15 +4,9 @@ What is computed is told in `kernels/attention.py`; keys and values of the step'
 the cache already. Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E
 value_dim.
 
-A program takes BLOCK_M queries, the heads of one group of up to `tokens_of_tile` neighbouring
-tokens of one row, over BLOCK_N positions at a time, from the first of the window to the last that
-one of them sees (FlashAttention-2, Dao 2023, with scores in units of log2). A tile never mixes
-rows. The tiles of a step are laid out on the device, once for all its layers: `prefill_tiles` cuts
-the tokens wherever the row changes and at every multiple of B tokens, which makes at most
-ceil(T / B) + R pieces for R rows and padding. With B = 4 and rows 7 7 7 2 2 2 . . (null row 9):
-
-    token_rows   7 7 7 2 2 2 9 9        tiles   0 3 4 6 8 8 8 ...   (a tile ends where the next
-                                                                     begins; past T it is empty)
+A program takes BLOCK_M queries, the heads of one group of some neighbouring tokens of one row (see
+`prefill_tiles.py`), over BLOCK_N positions at a time, from the first of the window to the last that
+one of them sees (FlashAttention-2, Dao 2023, with scores in units of log2).
 
 Contract: the tokens of a row are neighbours, and their positions follow one another. Memory that no
 token of a tile sees is not read; scores that a token does not see are selected away.
@@ -20,16 +14,13 @@ token of a tile sees is not read; scores that a token does not see are selected 
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..attention import AttentionForm
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .prefill_tiles import PrefillTiling
 from .quantised_cache import (
     cache_views,
     fp8_is_native,
@@ -38,117 +29,9 @@ from .quantised_cache import (
     scale_offset,
     vector_offset,
 )
+from .split_attention import in_log2, padded
 
-__all__ = [
-    "PrefillTiling",
-    "num_prefill_tiles",
-    "prefill_attention",
-    "prefill_tiles",
-    "prefill_tiling",
-    "reference_prefill_tiles",
-]
-
-_SCAN = 1024
-"""Tokens that the kernel of tiles looks at together."""
-
-
-class PrefillTiling(NamedTuple):
-    """Sizes of the attention kernel for a shape of model and step."""
-
-    block_m: int
-    """Queries (token, head of the group) of a program."""
-    block_n: int
-    """Positions of an iteration."""
-    num_warps: int
-    num_stages: int
-
-    def heads(self, group: int) -> int:
-        """Query heads of a tile, of `group` that share a kv head."""
-        return min(group, self.block_m)
-
-    def tokens(self, group: int) -> int:
-        """Most tokens of a tile."""
-        return self.block_m // self.heads(group)
-
-
-def prefill_tiling(
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    storage: str,
-    device: torch.device,
-) -> PrefillTiling:
-    """Sizes for a step of `tokens`; the same for the same arguments.
-
-    Heads of usual width get 128 queries, two warp groups of Hopper, where that makes a program for
-    every multiprocessor, else 64, the least that a warp group multiplies. Of the stages one is for
-    the block table, the others hold keys and values. All of these fit the registers on compute
-    capability 8.0 and 9.0 (but for 16-bit latent attention, which needs 9.0).
-    """
-    if dtype == torch.float32:  # multiplied by the ordinary units: as small as products can be
-        return PrefillTiling(16, 32 if head_dim <= 64 else 16, 4, 1)
-    quantised = storage != "model"
-    if head_dim > 128:
-        return PrefillTiling(32 if quantised else 64, 32, 8, 3)
-    narrow = head_dim <= 64
-    if quantised:
-        large, small = PrefillTiling(128, 32, 8, 3), PrefillTiling(64, 32, 4 if narrow else 8, 3)
-    else:
-        large = PrefillTiling(128, 128 if narrow else 64, 8, 3)
-        small = PrefillTiling(64, 64 if narrow else 32, 4, 3)
-    group = num_heads // num_kv_heads
-    programs = triton.cdiv(tokens, large.tokens(group)) * num_kv_heads
-    return large if programs >= num_multiprocessors(device) else small
-
-
-def num_prefill_tiles(tokens: int, rows: int, tokens_of_tile: int) -> int:
-    """Tiles that are enough for any partition of `tokens` into `rows` rows and padding."""
-    return triton.cdiv(tokens, tokens_of_tile) + rows
-
-
-def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
-    """Plain torch; arguments and result as in `prefill_tiles`."""
-    tokens = token_rows_T.shape[0]
-    token_T = torch.arange(tokens, device=token_rows_T.device)
-    cut_T = token_T % tokens_of_tile == 0
-    cut_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
-    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    tiles = torch.full((count,), tokens, dtype=torch.int32, device=token_rows_T.device)
-    starts = token_T[cut_T]
-    tiles[: len(starts)] = starts.int()
-    return tiles
-
-
-def prefill_tiles(
-    token_rows_T: Tensor, rows: int, tokens_of_tile: int, out: Tensor | None = None
-) -> Tensor:
-    """First token of each tile, then T: int32 `[num_prefill_tiles(...) + 1]`.
-
-    Args:
-        token_rows_T: int64; equal ones are neighbours.
-        rows: most distinct rows besides the null row.
-        tokens_of_tile: most tokens of a tile.
-        out: what is written.
-    """
-    tokens = token_rows_T.shape[0]
-    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    if out is None:
-        out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
-    assert out.shape == (count,)
-    launch(
-        _tiles_kernel,
-        (1,),
-        token_rows_T,
-        out,
-        tokens,
-        count,
-        TOKENS=tokens_of_tile,
-        BLOCK=min(_SCAN, triton.next_power_of_2(tokens)),
-        num_warps=4,
-    )
-    return out
+__all__ = ["prefill_attention"]
 
 
 def prefill_attention(
@@ -201,7 +84,6 @@ def prefill_attention(
         tiles,
         out,
         form.scale,
-        form.softcap,
         q_THD.stride(0),
         q_THD.stride(1),
         block_tables.stride(0),
@@ -214,10 +96,10 @@ def prefill_attention(
         BLOCK_N=tiling.block_n,
         BLOCK_D=block_d,
         BLOCK_REST=block_rest,
-        BLOCK_E=max(16, triton.next_power_of_2(e)),
+        BLOCK_E=padded(e),
         BLOCK_SIZE=form.block_size,
         WINDOW=form.window,
-        SOFTCAP=form.softcap != 0,
+        SOFTCAP=form.softcap,
         STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(q_THD.device),
         LATENT=latent,
@@ -232,42 +114,15 @@ def _pieces(width: int) -> tuple[int, int]:
 
     576 are 512 + 64, 80 are 64 + 16, 64 are 64 + 0, 120 are 128 + 0.
     """
-    whole: int = max(16, triton.next_power_of_2(width))
-    rest: int = max(16, triton.next_power_of_2(width - whole // 2))
+    whole, rest = padded(width), padded(width - padded(width) // 2)
     return (whole // 2, rest) if 32 <= whole // 2 < width and rest < whole // 2 else (whole, 0)
-
-
-LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _tiles_kernel(  # type: ignore[no-untyped-def]
-    token_rows_ptr, tiles_ptr, T, COUNT,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: the i-th token where a tile begins is written to place i, the rest are T."""
-    wait_for_inputs(PDL)
-    let_dependents_start(PDL)
-    found = 0
-    for start in range(0, T, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < T
-        row = tl.load(token_rows_ptr + token, mask=there, other=0)
-        before = tl.load(token_rows_ptr + token - 1, mask=there & (token > 0), other=-1)
-        begins = (there & ((token % TOKENS == 0) | (row != before))).to(tl.int32)
-        place = found + tl.cumsum(begins, axis=0) - 1
-        tl.store(tiles_ptr + place, token, mask=(begins != 0) & (place < COUNT))
-        found += tl.sum(begins, axis=0)
-    for start in range(found, COUNT, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(tiles_ptr + place, tl.zeros_like(place) + T, mask=place < COUNT)
 
 
 @triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
     block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
-    scale, softcap, q_token_stride, q_head_stride, table_stride,
+    scale, q_token_stride, q_head_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -311,8 +166,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     QUANTISED: tl.constexpr = STORAGE != "model"
     WIDE: tl.constexpr = QUANTISED and dtype == tl.float16
     weight_dtype: tl.constexpr = tl.bfloat16 if WIDE else dtype
-    PLAIN: tl.constexpr = not SOFTCAP and not QUANTISED
-    unit = scale * LOG2_E if PLAIN else 1.0
+    PLAIN: tl.constexpr = SOFTCAP == 0.0 and not QUANTISED
+    unit = scale * 1.4426950408889634 if PLAIN else 1.0
     largest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -364,12 +219,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 scales_at = scale_offset(block, kv_head, place, G, D, BLOCK_SIZE)
                 key_scale = load_scales(key_scales_ptr, scales_at, stored)
                 scores *= key_scale[None, :]
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (1 + e^2x), also where that is infinite.
-                grown = tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E))
-                scores = (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
-            elif QUANTISED:
-                scores *= scale * LOG2_E
+            if not PLAIN:
+                scores = in_log2(scores, scale, SOFTCAP)
             if MASKED:
                 seen = n[None, :] <= position[:, None]
                 if WINDOW:

@@ -18,6 +18,7 @@ from .split_attention import (
     Tile,
     attend_run,
     choose_tile,
+    combine_splits,
     padded,
     split_tiles,
     store_partials,
@@ -30,7 +31,8 @@ __all__ = ["decode_ready_attention"]
 @triton.jit
 def _decode_ready_attention(  # type: ignore[no-untyped-def]
     q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, tables_ptr, token_rows_ptr,
-    positions_ptr, acc_ptr, m_ptr, l_ptr, q_stride_T, q_stride_H, table_stride, window, scale,
+    positions_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, q_stride_T, q_stride_H, table_stride, window,
+    scale,
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, HEADS: tl.constexpr,
@@ -49,10 +51,9 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
     inside = h < GROUP
     at = ((t.to(tl.int64) * (G * GROUP) + g * GROUP + h) * splits) + split
     m = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
     if begin == behind:
         tl.store(m_ptr + at, m, mask=inside)
-        tl.store(l_ptr + at, total, mask=inside)
+        tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
     else:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
         block = table_entries(table_ptr, first, position + 1, begin, BLOCK_SIZE, TILE)
@@ -65,12 +66,12 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
             mask = inside[:, None] & (V + rest < D)[None, :]
             q_rest = tl.load(q_at + V + rest[None, :], mask=mask, other=0.0)
         m, total, acc = attend_run(
-            q, q_rest, m, total, tl.zeros([HEADS, BLOCK_V], tl.float32),
+            q, q_rest, m, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, BLOCK_V], tl.float32),
             keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, g,
             first, position + 1, begin, behind, scale, G, D, V, BLOCK_SIZE, STORAGE, NATIVE_FP8,
             SOFTCAP, BLOCK_V, BLOCK_REST, TILE,
         )  # fmt: skip
-        store_partials(acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, V, BLOCK_V)
+        store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, V, BLOCK_V)
 
 
 def decode_ready_attention(
@@ -83,6 +84,7 @@ def decode_ready_attention(
     form: AttentionForm,
     partials: Partials,
     *,
+    attended_TN: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Find the partials. Arguments as in `reference_paged_attention`, which writes besides, and in
@@ -94,15 +96,17 @@ def decode_ready_attention(
     views = cache_views(kv, head_dim, form.block_size, form.storage)
     group = heads // kv_heads
     tile = tile or choose_tile(group, head_dim, value_dim, views.keys.element_size())
+    only = attended_TN if partials.m.shape[2] == 1 else None
     launch(
         _decode_ready_attention,
         (kv_heads * triton.cdiv(group, tile.heads), partials.m.shape[2], tokens),
-        q_THD, *views, block_tables, token_rows_T, positions_T, *partials,
-        q_THD.stride(0), q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW,
-        form.scale,
+        q_THD, *views, block_tables, token_rows_T, positions_T, *partials, only, q_THD.stride(0),
+        q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW, form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=form.block_size,
         STORAGE=form.storage, NATIVE_FP8=fp8_is_native(q_THD.device), SOFTCAP=form.softcap,
         BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim), HEADS=tile.heads,
         TILE=tile.positions,
     )  # fmt: skip
+    if attended_TN is not None and only is None:
+        combine_splits(partials, attended_TN)

@@ -102,7 +102,7 @@ def choose_tile(group: int, head_dim: int, value_dim: int, element_bytes: int) -
         return Tile(16 if quantised else min(heads, 32), positions, 8, 2 if heads > 16 else 3)
     width = triton.next_power_of_2(head_dim)
     positions = max(16, min(64, 8192 // (width * element_bytes)))
-    return Tile(heads, positions, 8 if element_bytes == 1 and width > 64 else 4, 4)
+    return Tile(heads, positions, 8 if element_bytes == 1 or width > 128 else 4, 4)
 
 
 def choose_splits(
@@ -121,7 +121,8 @@ def choose_splits(
 
 def padded(size: int) -> int:
     """A power of two that matrix products take."""
-    return max(16, triton.next_power_of_2(size))
+    power: int = triton.next_power_of_2(size)
+    return max(16, power)
 
 
 @triton.jit
@@ -169,9 +170,8 @@ def attend_run(  # type: ignore[no-untyped-def]
     """Go on with the softmax (m, total, acc) over the tiles begin ... behind - 1.
 
     `block` are the `table_entries` of the first tile: they are asked for early, because keys wait
-    for them.
-    Without `values_ptr` the first V elements of the keys are the values, and `q_rest` meets the
-    rest of them.
+    for them. Without `values_ptr` the first V elements of the keys are the values, and `q_rest`
+    meets the rest of them.
     """
     dtype: tl.constexpr = q.dtype
     # The scale of a value goes to its weight; of the 16-bit types bfloat16 has room for that.
@@ -220,14 +220,20 @@ def attend_run(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_partials(  # type: ignore[no-untyped-def]
-    acc_ptr, m_ptr, l_ptr, m, total, acc, at, inside, V: tl.constexpr, BLOCK_V: tl.constexpr
+    acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside,
+    V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store what a split found of the heads whose places are `at`."""
+    """Store what a split found of the heads whose places are `at`; where it is the only one and
+    there is an `out_ptr`, the result itself."""
     i = tl.arange(0, BLOCK_V)
-    tl.store(m_ptr + at, m, mask=inside)
-    tl.store(l_ptr + at, total, mask=inside)
     mask = inside[:, None] & (i < V)[None, :]
-    tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
+    if out_ptr is not None:
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] * V + i[None, :], out, mask=mask)
+    else:
+        tl.store(m_ptr + at, m, mask=inside)
+        tl.store(l_ptr + at, total, mask=inside)
+        tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
 
 
 @triton.jit

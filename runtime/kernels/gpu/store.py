@@ -5,13 +5,11 @@ Two kernels. `store_keys_and_values` takes keys and values as they are to be cac
 keys where the model does, rotates both, writes keys and values to the cache and returns the
 queries: four kernels and four passes over memory in one.
 
-Shapes: T tokens, H query heads, G kv heads, E head_dim. Numbers are rounded where the plain model
-rounds them (`models/modules.RMSNorm`, `models/rope.rotate`): after the norm and after the rotation.
+Shapes: T tokens, H query heads, G kv heads, E head_dim.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +18,7 @@ from ..attention import AttentionForm
 from ..kv_storage import write_blocks
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, store_vectors
+from .rotated_heads import normed_and_turned, reference_normed, reference_turned
 
 __all__ = [
     "reference_rotate_and_store",
@@ -104,8 +103,8 @@ def reference_rotate_and_store(
     heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
     q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = (_norm(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
-    q, k = (_rotate(x, cos_TE, sin_TE) for x in (q, k))
+        q, k = (reference_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
+    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
     reference_store(k, v, arena, layer, slots_T, form)
     return q
 
@@ -168,7 +167,7 @@ def rotate_and_store(
         BLOCK_E=triton.next_power_of_2(e),
         BLOCK_SIZE=form.block_size,
         STORAGE=form.storage,
-        OFFSET=offset_norms,
+        OFFSET_NORMS=offset_norms,
         num_warps=warps,
     )
     return out
@@ -184,23 +183,6 @@ def _heads_of_program(heads: int, head_dim: int) -> tuple[int, int]:
     width = triton.next_power_of_2(head_dim)
     count = max(1, min(triton.next_power_of_2(heads), TILE // width))
     return count, 4 if count * width > 1024 else 1
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    """`models.modules.RMSNorm`, which is not to be had from here."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if offset:
-        return (wide * (1.0 + weight.float())).to(x.dtype)
-    return weight * wide.to(x.dtype)
-
-
-def _rotate(x: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """`models.rope.rotate`."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos_TE[:, None], sin_TE[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
 
 
 @triton.jit
@@ -232,74 +214,51 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normed(  # type: ignore[no-untyped-def]
-    x, inverse, weight_ptr, e, E: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
-    """Elements `e` of normed vectors, rounded as the plain model does, in float32."""
-    weight = tl.load(weight_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-    x = x * inverse[:, None]
-    if OFFSET:
-        return (x * (1.0 + weight)).to(dtype).to(tl.float32)
-    return (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _rotated_heads(  # type: ignore[no-untyped-def]
-    vectors_ptr, head, there, cos, sin, weight_ptr, eps,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Heads of one token, normed and rotated: float32, zeros in the padding."""
-    dtype: tl.constexpr = vectors_ptr.dtype.element_ty
-    e = tl.arange(0, BLOCK_E)
-    partner = tl.where(e < E // 2, e + E // 2, e - E // 2)
-    inside = there[:, None] & (e < E)[None, :]
-    rows = vectors_ptr + head[:, None] * E
-    x = tl.load(rows + e[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    if weight_ptr is not None:
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)
-        x = _normed(x, inverse, weight_ptr, e, E, OFFSET, dtype)
-        other = _normed(other, inverse, weight_ptr, partner, E, OFFSET, dtype)
-    turned = tl.where((e < E // 2)[None, :], -other, other) * sin[None, :]
-    return (x * cos[None, :] + turned).to(dtype)
-
-
-@triton.jit
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, out_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
     eps,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
-    OFFSET: tl.constexpr, PDL: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of heads): tiles of queries first, then tiles of keys and values."""
-    wait_for_inputs(PDL)
-    let_dependents_start(PDL)
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    qkv_ptr += token * ((H + 2 * G) * E)
-    e = tl.arange(0, BLOCK_E)
-    angle = token * (E // 2) + e % (E // 2)
-    cos = tl.load(cos_ptr + angle, mask=e < E, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=e < E, other=0.0)
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    weights, weights_opposite = None, None
+    if q_norm_ptr is not None:
+        norm_ptr = q_norm_ptr if tile < Q_TILES else k_norm_ptr
+        weights = tl.load(norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
+        weights_opposite = tl.load(norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    angle = token * (E // 2) + i % (E // 2)
+    cos = tl.load(cos_ptr + angle, mask=i < E, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=i < E, other=0.0)
+    row = token * ((H + 2 * G) * E)
     if tile < Q_TILES:
         head = tile * HEADS + tl.arange(0, HEADS)
         there = head < H
-        q = _rotated_heads(qkv_ptr, head, there, cos, sin, q_weight_ptr, eps, E, BLOCK_E, OFFSET)
-        out_at = out_ptr + token * (H * E) + head[:, None] * E + e[None, :]
-        tl.store(out_at, q, mask=there[:, None] & (e < E)[None, :])
+        q = normed_and_turned(
+            qkv_ptr, row + head * E, there, weights, weights_opposite, cos, sin, eps,
+            E, BLOCK_E, OFFSET_NORMS,
+        )  # fmt: skip
+        out_at = out_ptr + token * (H * E) + head[:, None] * E + i[None, :]
+        tl.store(out_at, q, mask=there[:, None] & (i < E)[None, :])
     else:
         head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)
         there = head < G
         slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
-        k = _rotated_heads(
-            qkv_ptr + H * E, head, there, cos, sin, k_weight_ptr, eps, E, BLOCK_E, OFFSET
-        )
+        k = normed_and_turned(
+            qkv_ptr, row + (H + head) * E, there, weights, weights_opposite, cos, sin, eps,
+            E, BLOCK_E, OFFSET_NORMS,
+        )  # fmt: skip
         store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
-        v_at = qkv_ptr + (H + G) * E + head[:, None] * E + e[None, :]
-        v = tl.load(v_at, mask=there[:, None] & (e < E)[None, :], other=0.0)
+        v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]
+        v = tl.load(v_at, mask=there[:, None] & (i < E)[None, :], other=0.0)
         store_vectors(
             values_ptr, value_scales_ptr, v, slots, head, there, G, E, BLOCK_SIZE, STORAGE
         )

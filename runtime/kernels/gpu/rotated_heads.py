@@ -1,0 +1,64 @@
+"""Norm and rotation of single heads in kernels, as the plain model has them, and in plain torch.
+
+Shapes: N vectors, E head_dim. Numbers are rounded to the dtype of memory where the model rounds
+them (`models/modules.RMSNorm`, `models/rope.rotate`): after the norm and after the rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["normed_and_turned", "reference_normed", "reference_turned"]
+
+
+@triton.jit
+def _scaled(x, rms, weights, dtype: tl.constexpr, OFFSET_NORMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`x / rms * weights`, rounded where `modules.RMSNorm` rounds; float32."""
+    x = x * rms[:, None]
+    if OFFSET_NORMS:
+        y = (x * (1.0 + weights[None, :])).to(dtype)
+    else:
+        y = (x.to(dtype).to(tl.float32) * weights[None, :]).to(dtype)
+    return y.to(tl.float32)
+
+
+@triton.jit
+def normed_and_turned(  # type: ignore[no-untyped-def]
+    x_ptr, starts, inside, weights, weights_opposite, cos, sin, eps,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, OFFSET_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Vectors `[N, BLOCK_E]` that begin at `starts`, normed if there are weights, and rotated.
+
+    The pair of element i is i +- E / 2: it is loaded a second time, in the order in which it is
+    needed. In the dtype of memory, zeros in the padding.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    mask = inside[:, None] & (i < E)[None, :]
+    x = tl.load(x_ptr + starts[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + starts[:, None] + opposite[None, :], mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        rms = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)
+        x = _scaled(x, rms, weights, dtype, OFFSET_NORMS)
+        y = _scaled(y, rms, weights_opposite, dtype, OFFSET_NORMS)
+    turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
+    return tl.where(mask, turned, 0.0).to(dtype)
+
+
+def reference_normed(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    """`models.modules.RMSNorm`, which is not to be had from here, of `[..., E]`."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * (1.0 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
+
+
+def reference_turned(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """`models.rope.rotate`; cosines and sines are float32 `[T, E / 2]`."""
+    first, second = x_TNE.float().chunk(2, dim=-1)
+    cos, sin = cos_TE[:, None], sin_TE[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_TNE.dtype)
