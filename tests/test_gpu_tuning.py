@@ -110,6 +110,7 @@ FOREIGN = [
     changed(microseconds="fast"),
     changed(microseconds=float("nan")),
     changed(config=5),
+    changed(config=None),
     changed(config={"block_n": 8}),
     changed(config={"block_n": 8, "block_k": 500, "num_warps": 4, "parts": 0}),
     changed(config={"block_n": 8, "block_k": 512, "num_warps": True, "parts": 0}),
@@ -209,6 +210,12 @@ def test_the_best_is_what_was_tuned_or_the_default() -> None:
     new_process()
     assert TUNED.config != default
     assert tuning.best_config(*shape) == TUNED.config
+    combine = ("combine_output", *shape[1:])
+    assert tuning.best_config(*combine) is None, "it chooses by itself"
+    for config in (None, TUNED.config):
+        tuning.store({tuning.tuning_key(*combine): dataclasses.replace(TUNED, config=config)})
+        new_process()
+        assert tuning.best_config(*combine) == config
 
 
 def problem_of(kernel: str, weights: WeightStorage = "model", **more: Any) -> LinearProblem:
@@ -222,7 +229,7 @@ def test_the_fastest_that_runs_is_kept() -> None:
     assert len(configs) > 4
 
     def table(times: dict[int, float | None]) -> linear_timing.Timer:
-        def timer(asked: LinearProblem, given: Sequence[LinearConfig]) -> list[float | None]:
+        def timer(asked: LinearProblem, given: linear_timing.Configs) -> list[float | None]:
             assert (asked, list(given)) == (problem, configs)
             return [times.get(i, 20e-6) for i in range(len(given))]
 
@@ -246,21 +253,27 @@ def test_the_kernels_of_a_model() -> None:
         )
 
     found = problems("llama-3.2-1b", 1, 8, 16, 2)
-    assert [problem.rows for problem in found] == [1] * 4 + [2] * 4 + [16] * 4
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[:4]] == [
+    assert [problem.rows for problem in found] == [1] * 5 + [2] * 5 + [16] * 4
+    shapes = [
         ("norm_linear", 3072, 2048),
         ("combine_output", 2048, 2048),
+        ("residual_linear", 2048, 2048),
         ("gate_up", 8192, 2048),
         ("residual_linear", 2048, 8192),
     ]
+    assert [(problem.kernel, problem.n, problem.k) for problem in found[:5]] == shapes
+    del shapes[1]  # of more rows no product combines splits
+    assert [(problem.kernel, problem.n, problem.k) for problem in found[10:]] == shapes
     assert {problem.weight_dtype for problem in found} == {torch.float8_e4m3fn}
-    assert found[2].weight_bytes == 2 * 8192 * 2048
+    assert found[3].weight_bytes == 2 * 8192 * 2048
     assert not any(problem.pending or problem.gelu for problem in found)
-    one, _, many = [problem for problem in found if problem.kernel == "combine_output"]
+    one, two = (problem for problem in found if problem.kernel == "combine_output")
     assert one.heads == 32
-    assert one.splits > many.splits >= 1
+    assert one.splits > two.splits > 1
+    assert one.configs(132)[0] is None
+    assert one.configs(132)[1:] == candidate_configs("combine_output", 1, 2048, 2048, 1, 132)
     gemma = problems("gemma-2-2b", 4)
-    assert [problem.pending for problem in gemma] == [True, False, True, False]
+    assert [problem.pending for problem in gemma] == [True, False, False, True, False]
     assert all(problem.gelu for problem in gemma)
 
 
@@ -281,8 +294,8 @@ def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) 
     operands = Operands(problem, DEVICE, copies=3)
     assert len({linear.weight.data_ptr() for linear in operands.linears}) == 3
     assert not operands.error() <= 1, "there is no result yet"
-    config = LinearConfig(16, 32, num_warps=4)
-    for number in (0, 4):
+    given = LinearConfig(16, 32, num_warps=4)
+    for number, config in ((0, given), (4, given), (1, None)):
         operands.out_TN.fill_(torch.nan)
         operands.run(number, config)
         assert operands.error() <= linear_timing.TOLERANCE[problem.dtype]
@@ -293,7 +306,7 @@ def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
-    def timer(problem: LinearProblem, configs: Sequence[LinearConfig]) -> list[float]:
+    def timer(problem: LinearProblem, configs: linear_timing.Configs) -> list[float]:
         asked.append(problem)
         return [2e-5 - i * 1e-7 for i in range(len(configs))]
 
@@ -302,15 +315,12 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert tune.main(arguments.split(), timer=timer, device=CPU) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(asked) == 16, "a shape is tuned once"
-    assert last == f"16 choices are in {tuning.tuning_file()}"
-    assert lines[2].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
-    assert "(default 20.00 µs)" in lines[2]
+    assert len(lines) == len(asked) == 20, "a shape is tuned once"
+    assert last == f"20 choices are in {tuning.tuning_file()}"
+    assert lines[3].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
+    assert "(default 20.00 µs)" in lines[3]
     for problem in asked:
-        *_, slowest = candidate_configs(
-            problem.kernel, problem.rows, problem.n, problem.k, problem.weight_dtype.itemsize, 132
-        )
-        assert tuning.lookup(problem.key(CPU)) == slowest
+        assert tuning.lookup(problem.key(CPU)) == problem.configs(132)[-1]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +335,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_tuned(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def timer(problem: LinearProblem, configs: Sequence[LinearConfig]) -> list[None]:
+    def timer(problem: LinearProblem, configs: linear_timing.Configs) -> list[None]:
         return [None] * len(configs)
 
     assert tune.main(arguments.split(), timer=timer, device=CPU) == 1

@@ -23,7 +23,15 @@ from ..weight_storage import WeightStorage, quantise_weight, quantised_dtype
 from .combine_output import combine_output, reference_combine_output
 from .decode_attention import choose_splits
 from .gate_up import gate_up, reference_gate_up
-from .linear import GpuLinear, LinearConfig, Norm, Pending, candidate_configs, row_class
+from .linear import (
+    FEW_ROWS,
+    GpuLinear,
+    LinearConfig,
+    Norm,
+    Pending,
+    candidate_configs,
+    row_class,
+)
 from .norm_linear import norm_linear, reference_norm_linear
 from .residual_linear import reference_residual_linear, residual_linear
 from .tuning import Tuned, TuningKey, tuning_key
@@ -85,8 +93,17 @@ class LinearProblem:
             self.kernel, self.rows, self.n, self.k, self.dtype, self.weight_dtype, device
         )
 
+    def configs(self, multiprocessors: int) -> list[LinearConfig | None]:
+        """Return what is worth timing, what is run untuned first."""
+        sizes = (self.kernel, self.rows, self.n, self.k, self.weight_dtype.itemsize)
+        candidates = candidate_configs(*sizes, multiprocessors)
+        return [None, *candidates] if self.kernel == "combine_output" else [*candidates]
 
-Timer = Callable[[LinearProblem, Sequence[LinearConfig]], Sequence[float | None]]
+
+Configs = Sequence[LinearConfig | None]
+"""None is what `combine_output` chooses by itself."""
+
+Timer = Callable[[LinearProblem, Configs], Sequence[float | None]]
 """Seconds of one launch with each configuration; None for one that cannot run."""
 
 
@@ -99,23 +116,27 @@ def problems_of(
 ) -> Iterator[LinearProblem]:
     """Yield the linear kernels of a model's layers, each once for a class of rows.
 
-    Of the rows of one class the most are taken. Raises ValueError for more rows than the kernels
-    take.
+    The output projection is one of a kernel of its own too, behind one that combines the splits of
+    attention: for more than a few rows always. Of the rows of one class the most are taken. Raises
+    ValueError for more rows than the kernels take.
     """
     hidden, queries = model.hidden_size, model.query_size
     normed = model.family.output_norms
-    shapes = {
-        "norm_linear": (queries + 2 * model.kv_size, hidden),
-        "combine_output": (hidden, queries),
-        "gate_up": (model.intermediate_size, hidden),
-        "residual_linear": (hidden, model.intermediate_size),
-    }
+    shapes = (
+        ("norm_linear", queries + 2 * model.kv_size, hidden),
+        ("combine_output", hidden, queries),
+        ("residual_linear", hidden, queries),
+        ("gate_up", model.intermediate_size, hidden),
+        ("residual_linear", hidden, model.intermediate_size),
+    )
     for count in {row_class(count): count for count in sorted(rows)}.values():
         splits = choose_splits(
             count, model.num_kv_heads, model.max_position_embeddings, multiprocessors
         )
-        for kernel, (n, k) in shapes.items():
+        for kernel, n, k in shapes:
             combines = kernel == "combine_output"
+            if combines and count > FEW_ROWS:
+                continue
             yield LinearProblem(
                 kernel,
                 count,
@@ -132,14 +153,7 @@ def problems_of(
 
 def tune(problem: LinearProblem, timer: Timer, multiprocessors: int) -> Tuned | None:
     """Return the fastest configuration, or None if not one can run."""
-    configs = candidate_configs(
-        problem.kernel,
-        problem.rows,
-        problem.n,
-        problem.k,
-        problem.weight_dtype.itemsize,
-        multiprocessors,
-    )
+    configs = problem.configs(multiprocessors)
     seconds = timer(problem, configs)
     timed = [(s, i) for i, s in enumerate(seconds) if s is not None]
     if not timed:
@@ -186,7 +200,7 @@ class Operands:
         )
         self.attended_TK = torch.empty_like(self.x_TK)
 
-    def run(self, number: int, config: LinearConfig) -> None:
+    def run(self, number: int, config: LinearConfig | None) -> None:
         """Launch the kernel over copy `number` of the weight, modulo the copies there are."""
         linear = self.linears[number % len(self.linears)]
         match self.problem.kernel:
@@ -232,7 +246,7 @@ class Operands:
 
 
 def time_on_device(
-    problem: LinearProblem, configs: Sequence[LinearConfig], device: torch.device
+    problem: LinearProblem, configs: Configs, device: torch.device
 ) -> list[float | None]:
     """Return the median seconds of a launch on a CUDA device: a `Timer`."""
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -250,7 +264,7 @@ def time_on_device(
 
 
 def _captured(
-    operands: Operands, config: LinearConfig, launches: int
+    operands: Operands, config: LinearConfig | None, launches: int
 ) -> torch.cuda.CUDAGraph | None:
     """A graph of so many launches, replayed once; None if the configuration is no good."""
     operands.out_TN.fill_(torch.nan)

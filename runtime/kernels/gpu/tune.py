@@ -94,13 +94,15 @@ def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, R
 
 
 def _line(problem: LinearProblem, tuned: Tuned) -> str:
-    config = tuned.config
+    config, chosen = tuned.config, "its own choice"
+    if config is not None:
+        chosen = f"{config.block_n} x {config.block_k}, {config.num_warps} warps"
+        chosen += f", {config.parts} parts" if config.parts else ""
     dtype = str(problem.weight_dtype).removeprefix("torch.")
     return (
         f"{problem.kernel:15} {problem.rows:2} rows, {problem.n} x {problem.k} {dtype}:"
         f" {tuned.microseconds:.2f} µs, {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
-        f" (default {tuned.default_microseconds:.2f} µs): {config.block_n} x {config.block_k},"
-        f" {config.num_warps} warps, {config.parts} parts"
+        f" (default {tuned.default_microseconds:.2f} µs): {chosen}"
     )
 
 
