@@ -9,7 +9,6 @@ Needs triton.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -22,7 +21,7 @@ from .kernels.gpu.combine_output import combine_output
 from .kernels.gpu.decode_attention import decode_attention
 from .kernels.gpu.gate_up import gate_up
 from .kernels.gpu.launch import num_multiprocessors
-from .kernels.gpu.linear import SCALE_BLOCK, GpuLinear, Norm, Pending
+from .kernels.gpu.linear import GpuLinear, Norm, Pending
 from .kernels.gpu.matmul import library_linear
 from .kernels.gpu.norm import norm_rows
 from .kernels.gpu.norm_linear import norm_linear
@@ -234,11 +233,6 @@ class _Tensors:
         bias_N = torch.randn(n, device=device, dtype=config.dtype) if bias else None
         if config.weights == "model":
             return GpuLinear(weight, None, bias_N)
-        if device.type == "meta":  # quantising looks for NaN, which shapes cannot tell
-            dtype = torch.int8 if config.weights == "int8" else torch.float8_e4m3fn
-            blocks = () if config.weights == "int8" else (math.ceil(k / SCALE_BLOCK),)
-            scales = torch.empty(n, *blocks, device=device)
-            return GpuLinear(torch.empty(n, k, device=device, dtype=dtype), scales, bias_N)
         data, scales = quantise_weight(weight, config.weights)
         return GpuLinear(data, scales, bias_N)
 
