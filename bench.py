@@ -10,6 +10,7 @@ python bench.py --scenario host                       what plan, launch and comm
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
 python bench.py --scenario start                      the first start of an engine, and the second
+python bench.py --scenario kernels                    each kernel of a step on CUDA, and forecasts
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ from stepgraph.runtime.benchmark_report import (
     markdown_table,
     rich_table,
 )
-from stepgraph.runtime.config import DTYPES, resolve_device
+from stepgraph.runtime.config import DTYPES, ResolvedConfig, resolve_device
 from stepgraph.runtime.environment import describe_environment
 from stepgraph.runtime.host_benchmark import HostCost, measure_host
+from stepgraph.runtime.kernel_benchmark import measure_kernels
 from stepgraph.runtime.kernels import have_compiler
 from stepgraph.runtime.loading import resolve_source
 from stepgraph.runtime.memory_report import explain_memory
@@ -408,6 +410,25 @@ class Scenarios:
         self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
         for number, measured in enumerate(measure_starts(model, config), start=1):
             yield {"model": model, "mode": mode, "buckets": buckets, "number": number, **measured}
+
+    def kernels(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield what each kernel of a decode step takes, beside what is predicted."""
+        config = EngineConfig(**self._choices(dtypes, mode))
+        model_config = resolve_source(model, config_only=True).config
+        resolved = ResolvedConfig.resolve(config, model_config)
+        bandwidth = measure_read_bandwidth(self.device)
+        for context, rows in itertools.product(self.options.input_len, self.options.batch_size):
+            self.say(f"{model} {' '.join(dtypes)}: kernels of {rows} rows of {context} tokens")
+            names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
+            for entry in measure_kernels(
+                model_config,
+                resolved,
+                self.device,
+                rows=rows,
+                context=context,
+                bandwidth=bandwidth,
+            ):
+                yield {"model": model, **names, "rows": rows, "context": context, **entry}
 
     def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
         dtype, weight_dtype, kv_dtype = dtypes

@@ -31,6 +31,10 @@ FLAGS_OF_SCENARIO = {
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
     "start": ("scenario", *_ENGINE, *_OUTPUTS, "batch_size"),
+    "kernels": (
+        *("scenario", *_ENGINE[:-2], *_OUTPUTS),
+        *("batch_size", "input_len"),
+    ),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "num_steps", "max_itl_ms"),
@@ -52,6 +56,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cache": {},
     "host": {"num_steps": 400},
     "start": {"batch_size": [1, 2, 4, 8]},
+    "kernels": {"batch_size": [1], "input_len": [1024]},
     "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
 }
@@ -164,7 +169,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " commit cost around a model that does nothing; interference: rows decode while a long"
         " prompt comes every 10 steps; churn: requests come and leave at random; start: an engine"
         " with a bucket for each batch size is started twice, at first with nothing built or"
-        " compiled before (default: steady)",
+        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted"
+        " (default: steady)",
     )
     parser.add_argument(
         "--batch-size",

@@ -102,6 +102,21 @@ START_COLUMNS = (
     "kernel library",
     "compiled code: found / made",
 )
+KERNEL_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "kernel",
+    "rows",
+    "context",
+    "launches",
+    "MB",
+    "predicted µs",
+    "measured µs p50 / p90 / p99",
+    "measured / predicted",
+    "bandwidth",
+)
 TEXT_COLUMNS = 5
 
 
@@ -227,6 +242,8 @@ def columns(document: dict[str, Any]) -> tuple[str, ...]:
         return INTERFERENCE_COLUMNS
     if "start" in document:
         return START_COLUMNS
+    if "kernels" in document:
+        return KERNEL_COLUMNS
     if "churn" in document:
         return CHURN_COLUMNS
     return (*COLUMNS, *BASELINE_COLUMNS) if _compares(document) else COLUMNS
@@ -238,6 +255,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
         return [_interference_row(entry) for entry in document["interference"]]
     if "start" in document:
         return [_start_row(entry) for entry in document["start"]]
+    if "kernels" in document:
+        return [_kernel_row(entry) for entry in document["kernels"]]
     if "churn" in document:
         return [_churn_row(entry) for entry in document["churn"]]
     compares = _compares(document)
@@ -298,6 +317,19 @@ def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
         *(f"{seconds:.1f}" for seconds in (*shown, total - sum(shown))),
         "-" if built is None else "built" if built else "found",
         f"{code['hits']} / {code['misses']}",
+    )
+
+
+def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    names = ("model", "dtype", "weight_dtype", "kv_dtype", "kernel")
+    return (
+        *(entry[name] for name in names),
+        *(str(entry[name]) for name in ("rows", "context", "launches")),
+        f"{entry['bytes'] / 1e6:.1f}",
+        f"{entry['predicted_us']:.2f}",
+        _percentiles(entry["measured_us"]),
+        f"{entry['measured_us']['p50'] / entry['predicted_us']:.2f}",
+        f"{entry['bandwidth_fraction']:.0%}",
     )
 
 

@@ -9,7 +9,6 @@ Needs triton.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -17,23 +16,23 @@ import torch
 from ..cache.arena import Arena
 from .config import ResolvedConfig
 from .kernels import AttentionForm, quantise_weight
+from .kernels.gpu.activation import activate_rows
 from .kernels.gpu.combine_output import combine_output
-from .kernels.gpu.decode_attention import (
-    choose_splits,
-    choose_tile,
-    decode_attention,
-    new_partials,
-)
+from .kernels.gpu.decode_attention import decode_attention
 from .kernels.gpu.gate_up import gate_up
 from .kernels.gpu.launch import num_multiprocessors
-from .kernels.gpu.linear import SCALE_BLOCK, GpuLinear, Norm, Pending
+from .kernels.gpu.linear import GpuLinear, Norm, Pending
+from .kernels.gpu.matmul import library_linear
+from .kernels.gpu.norm import norm_rows
 from .kernels.gpu.norm_linear import norm_linear
+from .kernels.gpu.paged_attention import triton_paged_attention
 from .kernels.gpu.residual_linear import residual_linear
-from .kernels.gpu.store import store_keys_and_values
+from .kernels.gpu.split_attention import choose_splits, choose_tile, new_partials
+from .kernels.gpu.store import rotate_and_store, store_keys_and_values
 from .models.config import ModelConfig
 from .startup import layer_groups
 
-__all__ = ["KernelCase", "decode_cases"]
+__all__ = ["KernelCase", "decode_cases", "launch_prefill"]
 
 _STANDARD_DEVIATION = 0.02
 """Of weights; what they multiply has one of about 1."""
@@ -73,15 +72,7 @@ def decode_cases(
     hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
     kv_heads, size = model.num_kv_heads, model.head_dim
     family, gelu = model.family, model.hidden_act != "silu"
-    window = model.window(0) or 0
-    form = AttentionForm(
-        config.user.block_size,
-        model.score_scale,
-        window,
-        model.attn_logit_softcapping or 0.0,
-        config.storage,
-        size,
-    )
+    form = _form(model, config)
     width = (heads + 2 * kv_heads) * size
     biased, mlp_biased = model.attention_bias, model.mlp_bias
     norms = [shapes.norm() for _ in range(copies)]
@@ -126,12 +117,15 @@ def decode_cases(
             cache.positions_T,
             form,
             partials,
+            attended_TN=attended_TK if splits == 1 else None,
             next_weight=output[i % copies].weight,
         )
 
     def combine(i: int) -> None:
-        acc, m, total = partials
-        combine_output(acc, m, total, output[i % copies], residual, target, attended_TK)
+        if splits == 1:  # attention left nothing to combine
+            residual_linear(attended_TK, output[i % copies], residual, target)
+        else:
+            combine_output(*partials, output[i % copies], residual, target, attended_TK)
 
     return [
         KernelCase(
@@ -151,6 +145,66 @@ def decode_cases(
             "head", lambda i: norm_linear(x, norms[i % copies], head[i % len(head)], logits_TV)
         ),
     ]
+
+
+def launch_prefill(
+    model: ModelConfig, config: ResolvedConfig, device: torch.device, *, tokens: int
+) -> None:
+    """Launch the kernels of a layer that prefills a chunk of one row, and of one that decodes it.
+
+    Those around the library's matrix products; with weights of 8 bits these products too.
+    """
+    shapes, form = _Tensors(model, config, device), _form(model, config)
+    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
+    kv_heads, size = model.num_kv_heads, model.head_dim
+    cache = _Cache(model, config, device, form, 1, config.max_model_len, 1)
+    x, normed, delta, x_next = (shapes.activations(tokens, hidden) for _ in range(4))
+    norm = shapes.norm()
+    norm_rows(x, norm, normed, Pending(delta, norm, x_next) if model.family.output_norms else None)
+    gate_up_TF, gated_TF = shapes.activations(tokens, 2 * inner), shapes.activations(tokens, inner)
+    library_linear(normed, shapes.linear(2 * inner, hidden, model.mlp_bias), gate_up_TF)
+    activate_rows(gate_up_TF, gated_TF, gelu=model.hidden_act != "silu")
+
+    slots_T, positions_T = (torch.arange(tokens, device=device) for _ in range(2))
+    rows_T = torch.zeros_like(positions_T)
+    keys = shapes.activations(tokens, kv_heads * size).view(tokens, kv_heads, size)
+    queries = shapes.activations(tokens, heads * size).view(tokens, heads, size)
+    if model.latent is None:
+        qkv_TN = shapes.activations(tokens, (heads + 2 * kv_heads) * size)
+        q_norm, k_norm = (shapes.ones(size) if model.family.qk_norm else None for _ in range(2))
+        cos_TE, sin_TE = torch.rand(2, tokens, size // 2, device=device)
+        eps, offset = model.rms_norm_eps, model.family.offset_norms
+        rotate_and_store(
+            qkv_TN, cache.arena, 0, q_norm, k_norm, eps, offset, cos_TE, sin_TE, slots_T, form
+        )
+    values = keys if model.latent is None else None
+    for row_count in (1, tokens):  # a chunk of one row, and rows of one token each
+        triton_paged_attention(
+            queries,
+            keys,
+            values,
+            cache.arena,
+            0,
+            slots_T,
+            cache.block_tables,
+            rows_T,
+            rows_T[:row_count],
+            positions_T,
+            cache.block_tables.shape[1],
+            form,
+        )
+
+
+def _form(model: ModelConfig, config: ResolvedConfig) -> AttentionForm:
+    """The attention of the first layer."""
+    return AttentionForm(
+        config.user.block_size,
+        model.score_scale,
+        model.window(0) or 0,
+        model.attn_logit_softcapping or 0.0,
+        config.storage,
+        model.value_dim,
+    )
 
 
 class _Tensors:
@@ -179,11 +233,6 @@ class _Tensors:
         bias_N = torch.randn(n, device=device, dtype=config.dtype) if bias else None
         if config.weights == "model":
             return GpuLinear(weight, None, bias_N)
-        if device.type == "meta":  # quantising looks for NaN, which shapes cannot tell
-            dtype = torch.int8 if config.weights == "int8" else torch.float8_e4m3fn
-            blocks = () if config.weights == "int8" else (math.ceil(k / SCALE_BLOCK),)
-            scales = torch.empty(n, *blocks, device=device)
-            return GpuLinear(torch.empty(n, k, device=device, dtype=dtype), scales, bias_N)
         data, scales = quantise_weight(weight, config.weights)
         return GpuLinear(data, scales, bias_N)
 

@@ -16,7 +16,7 @@ import torch
 from ..cache.arena import Arena
 from .batch import StepInputs
 from .config import EngineConfig, max_prefill_rows
-from .kernel_cases import decode_cases
+from .kernel_cases import decode_cases, launch_prefill
 from .kernels import select_kernels
 from .kernels.gpu.launch import KernelLaunch, record_launches
 from .kernels.gpu.linear import ROW_CLASSES
@@ -105,28 +105,32 @@ def record_steps(
 
 
 def record_kernels(
-    source: str | Path, config: EngineConfig, *, rows: Sequence[int]
+    source: str | Path, config: EngineConfig, *, rows: Sequence[int], tokens: Sequence[int]
 ) -> list[RecordedStep]:
-    """Record the kernels of one layer that decodes, as `kernel_cases.py` launches them.
+    """Record the kernels of one layer, as `kernel_cases.py` launches them.
 
     Args:
         source: as for `record_steps`.
         config: likewise.
-        rows: sizes of decode steps; those that are too many for these kernels are left out.
+        rows: sizes of decode steps; those that are too many for the fused kernels are left out, as
+            all are for latent attention.
+        tokens: sizes of prefill steps.
 
     Raises as `record_steps`.
     """
     model = resolve_source(source, config_only=True).config
-    if model.latent is not None:
-        return []
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
     steps: list[RecordedStep] = []
     for size in rows:
-        if size > ROW_CLASSES[-1]:
+        if size > ROW_CLASSES[-1] or model.latent is not None:
             continue
         cases = decode_cases(model, resolved, _META, rows=size, context=resolved.max_model_len)
         with record_launches() as launches:
             for case in cases:
                 case.run(0)
-        steps.append(RecordedStep(f"kernels {size}", launches))
+        steps.append(RecordedStep(f"layer of {size} rows", launches))
+    for size in tokens:
+        with record_launches() as launches:
+            launch_prefill(model, resolved, _META, tokens=size)
+        steps.append(RecordedStep(f"layer of {size} tokens", launches))
     return steps

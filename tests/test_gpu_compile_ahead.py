@@ -146,8 +146,9 @@ def test_the_steps_of_the_demo_model(triton_cache: Path, tmp_path: Path) -> None
         "decode 8 greedy",
         "decode 8 sampled",
         "prefill 64 greedy",
-        "kernels 1",
-        "kernels 8",
+        "layer of 1 rows",
+        "layer of 8 rows",
+        "layer of 64 tokens",
     ]
     assert document["faults"] == []
     names = {kernel["constants"].get("NAME", kernel["name"]) for kernel in document["kernels"]}

@@ -108,7 +108,8 @@ def combine_output(
         multiprocessors = num_multiprocessors(weight.device)
         sizes = (*weight.shape, weight.element_size(), multiprocessors)
         config = default_config("combine_output", rows, *sizes)
-        if -(-n // config.block_n) * acc_THSE.nbytes > _SPLITS_TRAFFIC * weight.nbytes:
+        traffic = -(-n // config.block_n) * acc_THSE.nbytes
+        if config.block_k < weight.shape[1] or traffic > _SPLITS_TRAFFIC * weight.nbytes:
             config = None
     if config is None:
         combine(acc_THSE, max_THS, sum_THS, attended_TK)

@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for capability in options.capability:
             _check(capability)
         steps = record_steps(options.model, config, rows=options.rows, tokens=options.tokens)
-        steps += record_kernels(options.model, config, rows=options.rows)
+        steps += record_kernels(options.model, config, rows=options.rows, tokens=options.tokens)
         for step in steps:
             counts = Counter(launch.name for launch in step.launches)
             document["steps"].append({"name": step.name, "launches": dict(counts)})

@@ -49,6 +49,10 @@ FEW_ROWS = 4
 """What the kernel without tensor cores takes at most."""
 
 
+_PREFETCHED = 24 << 20
+"""Bytes of a weight that are asked into the L2 cache ahead at most: half of an H100's."""
+
+
 class GpuLinear(NamedTuple):
     """A linear layer: `x @ (weight * scales).T + bias`."""
 
@@ -85,7 +89,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a product is cut into programs; all are powers of two, `parts` may be 0."""
+    """How a product is cut into programs: powers of two, or 0 where that is said."""
 
     block_n: int
     """Output features of a program; of gate and up, so many of each."""
@@ -95,6 +99,8 @@ class LinearConfig:
     parts: int = 0
     """0: sums on the cores that do float32, one row after the other. Else tensor cores: `block_k`
     is cut into so many parts, summed apart, so that every warp has products of its own."""
+    prefetch: bool = False
+    """Ask for all tiles before the wait, into the L2 cache; else for the first, into registers."""
 
 
 def row_class(rows: int) -> int:
@@ -124,7 +130,8 @@ def default_config(
         # A tile of weights and one of the input pass through registers and shared memory.
         block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 32 // halves))
         block_k = _tile_width(k, 64, min(512, 8192 // rows, 8192 // (block_n * halves)))
-        return LinearConfig(block_n, block_k, num_warps=4, parts=min(4, block_k // 16))
+        ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
+        return LinearConfig(block_n, block_k, 4, min(4, block_k // 16), ahead)
     if kernel == "combine_output":
         # Each program reads all that the splits left, so there are few of them.
         block_n = _smallest_wave(n, multiprocessors, 32)
@@ -137,7 +144,9 @@ def default_config(
         width *= 2
     elif rows == 4 and halves == 2:
         width //= 2
-    return LinearConfig(block_n, _tile_width(k, 16, width))
+    block_k = _tile_width(k, 16, width)
+    ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
+    return LinearConfig(block_n, block_k, prefetch=ahead)
 
 
 def candidate_configs(
@@ -152,7 +161,8 @@ def candidate_configs(
             if block_n < 1 or block_k < 16 * max(1, default.parts):
                 continue
             for num_warps in (4, 8):
-                configs.append(LinearConfig(block_n, block_k, num_warps, default.parts))
+                for ahead in (False, True):
+                    configs.append(LinearConfig(block_n, block_k, num_warps, default.parts, ahead))
     if 1 < row_class(rows) <= FEW_ROWS and kernel != "combine_output":
         configs.append(default_config(kernel, FEW_ROWS + 1, n, k, weight_bytes, multiprocessors))
     return list(dict.fromkeys(configs))

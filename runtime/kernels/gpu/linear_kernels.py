@@ -36,6 +36,7 @@ from .linear import (
 )
 from .linear_tiles import (
     activate,
+    appended,
     as_numbers,
     as_operand,
     capped,
@@ -43,6 +44,7 @@ from .linear_tiles import (
     input_tile,
     largest_of,
     load_stage,
+    prefetch_rows,
     row_statistics,
 )
 from .quantised_cache import fp8_is_native
@@ -91,7 +93,8 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SOFTCAP: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -119,6 +122,12 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     w, norm, scales = load_stage(
         w_rows, word, norm_ptr, k, scale_rows, group * V, 0, K, WORD, EVEN, SCALE_BLOCKS
     )  # fmt: skip
+    if PREFETCH:
+        first = tl.program_id(0) * BLOCK_N
+        here = tl.minimum(N - first, BLOCK_N)
+        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        if GATED:
+            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
     channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
 
     wait_for_inputs(PDL)
@@ -132,13 +141,13 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     residual = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        reciprocal = reciprocal + (tl.sum(tl.where(t == row, reciprocals, 0.0)),)
+        reciprocal = appended(reciprocal, tl.sum(tl.where(t == row, reciprocals, 0.0)))
         post = tl.sum(tl.where(t == row, post_reciprocals, 0.0))
-        post_reciprocal = post_reciprocal + (post,)
-        sums = sums + (tl.zeros([BLOCK_K // V, R], tl.float32),)
+        post_reciprocal = appended(post_reciprocal, post)
+        sums = appended(sums, tl.zeros([BLOCK_K // V, R], tl.float32))
         if residual_ptr is not None:
             pointers = residual_ptr + tl.minimum(row, T - 1) * N + tl.minimum(n, N - 1)
-            residual = residual + (tl.load(pointers).to(tl.float32),)
+            residual = appended(residual, tl.load(pointers).to(tl.float32))
 
     # Two tiles in turn, so that none is moved to other registers: that would wait for its load.
     for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
@@ -233,7 +242,7 @@ def _grown(  # type: ignore[no-untyped-def]
         product = tl.sum(numbers * x[:, None, :], axis=2)
         if SCALE_BLOCKS:
             product = product * scales
-        grown = grown + (sums[row] + product,)
+        grown = appended(grown, sums[row] + product)
     return grown
 
 
@@ -244,8 +253,8 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, STATISTICS: tl.constexpr, WORD: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
-    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SOFTCAP: tl.constexpr,
-    NAME: tl.constexpr,
+    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
@@ -270,6 +279,12 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     w, norm, scales = load_stage(
         w_rows, word, norm_ptr, k, scale_rows, part * C, 0, K, WORD, EVEN, SCALE_BLOCKS
     )  # fmt: skip
+    if PREFETCH:
+        first = tl.program_id(0) * BLOCK_N
+        here = tl.minimum(N - first, BLOCK_N)
+        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
+        if GATED:
+            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
     channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n[:, None], SCALE_BLOCKS)
 
     wait_for_inputs(PDL)
@@ -412,6 +427,7 @@ def launch_linear(
     if linear.scales is not None and linear.scales.dim() == 2:
         blocks = -(-k // SCALE_BLOCK)
     post = None if pending is None else pending.norm
+    row_bytes = k * weight.element_size()
     sizes: dict[str, Any] = {
         "K": k,
         "ROWS": row_count,
@@ -425,6 +441,8 @@ def launch_linear(
         "POST_OFFSET": post is not None and post.offset,
         "GATED": gated,
         "GELU": gelu,
+        "ROW_BYTES": row_bytes,
+        "PREFETCH": config.prefetch and row_bytes % 16 == 0,
         "SOFTCAP": softcap,
         "NAME": name,
     }

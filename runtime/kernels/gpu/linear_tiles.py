@@ -12,13 +12,21 @@ from .quantised_cache import decode_fp8
 
 __all__ = [
     "activate",
+    "appended",
     "as_numbers",
     "as_operand",
     "combined_slice",
     "input_tile",
     "load_stage",
+    "prefetch_rows",
     "row_statistics",
 ]
+
+
+@triton.jit
+def appended(values, value):  # type: ignore[no-untyped-def]
+    """A tuple with one more: what tiles are kept in that a loop at compile time makes."""
+    return values + (value,)
 
 
 @triton.jit
@@ -54,6 +62,30 @@ def load_stage(  # type: ignore[no-untyped-def]
     if SCALE_BLOCKS:
         scales = load_tile(scale_rows + (start + block) // 128, start + block < K, EVEN)
     return w, norm, scales
+
+
+@triton.jit
+def prefetch_rows(w_ptr, row, rows, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for `rows` rows of weights to be brought to the L2 cache: one request of one thread.
+
+    Nothing is kept in registers and nothing waits. Processors have this from compute capability 9
+    on, as they have dependent launch. Rows are of whole 16 bytes.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [w_ptr.to(tl.int64) + row.to(tl.int64) * ROW_BYTES, rows * ROW_BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -208,10 +240,10 @@ def combined_slice(  # type: ignore[no-untyped-def]
     maxima = ()
     sums = ()
     for split in tl.static_range(SPLITS):
-        maxima = maxima + (load_tile(max_ptr + cell + split, inside, EVEN),)
-        sums = sums + (load_tile(sum_ptr + cell + split, inside, EVEN),)
-    largest = maxima[0]
-    for split in tl.static_range(1, SPLITS):
+        maxima = appended(maxima, load_tile(max_ptr + cell + split, inside, EVEN))
+        sums = appended(sums, load_tile(sum_ptr + cell + split, inside, EVEN))
+    largest = tl.full(first.shape, float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
         largest = tl.maximum(largest, maxima[split])
     total = tl.zeros(first.shape, tl.float32)
     out = tl.zeros(k.shape, tl.float32)
