@@ -25,7 +25,7 @@ __all__ = [
 
 @triton.jit
 def appended(values, value):  # type: ignore[no-untyped-def]
-    """A tuple with one more; tuples are what tiles are kept in that a loop at compile time makes."""
+    """A tuple with one more: how loops at compile time keep what each pass makes."""
     return values + (value,)  # noqa: RUF005
 
 
