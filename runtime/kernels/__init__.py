@@ -40,6 +40,7 @@ from .weight_storage import (
     dequantise_weight,
     quantise_weight,
     quantised_dtype,
+    stored_bytes,
 )
 
 Mode = Literal["eager", "compile", "graph"]
@@ -127,8 +128,8 @@ __all__ = [
     "reference_packed_embedding",
     "can_pack",
     "quantise_weight",
-    "dequantise_weight",
     "stored_bytes",
+    "dequantise_weight",
     "KernelBuildError",
     "build_cpu_ops",
     "have_compiler",
