@@ -181,8 +181,8 @@ def test_the_key_of_a_kernel_here() -> None:
     assert (key.rows, key.dtype, key.weight_dtype) == (4, "float16", "float8_e4m3fn")
     assert (key.device, key.triton) == ("cpu", sys.modules["triton"].__version__)
     assert len(key.source) == 16
-    with pytest.raises(ValueError, match="at most 64 rows, got 65"):
-        tuning.tuning_key("norm_linear", 65, 96, 64, torch.float16, torch.float16, CPU)
+    with pytest.raises(ValueError, match="at most 32 rows, got 33"):
+        tuning.tuning_key("norm_linear", 33, 96, 64, torch.float16, torch.float16, CPU)
 
 
 def test_the_source_is_all_that_kernels_are_made_of() -> None:
@@ -326,7 +326,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model preset:llama-3.2-1b --rows 1 65", "--rows 65: these kernels take at most 64"),
+        ("--model preset:llama-3.2-1b --rows 1 33", "--rows 33: these kernels take at most 32"),
         ("--model preset:none", "preset:none: no preset is called 'none'"),
         ("--model preset:mla-small", "preset:mla-small: layers with latent attention"),
         ("--model preset:qwen3-0.6b --rows 1", "runs with none of its configurations"),
