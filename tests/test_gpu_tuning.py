@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.gpu import linear_timing, tune, tuning
+from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors
 from stepgraph.runtime.kernels.gpu.linear import (
     LinearConfig,
     candidate_configs,
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_FOLDER = Path(tuning.__file__).parent
 KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
-TUNED = Tuned(LinearConfig(8, 512, 4, 0), 15.6, 17.25)
+TUNED = Tuned(LinearConfig(8, 512, 4, 0, prefetch=True), 15.6, 17.25)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_what_is_stored_is_found_by_later_processes() -> None:
     assert tuning.lookup(KEY) == TUNED.config
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry["kernel"] == "gate_up"
-    assert entry["config"] == {"block_n": 8, "block_k": 512, "num_warps": 4, "parts": 0}
+    assert entry["config"] == dataclasses.asdict(TUNED.config)
     assert (entry["microseconds"], entry["default_microseconds"]) == (15.6, 17.25)
 
 
@@ -204,7 +205,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
     shape = ("residual_linear", 2, 96, 64, torch.bfloat16, torch.int8, CPU)
-    default = default_config("residual_linear", 2, 96, 64, 1, 132)
+    default = default_config("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
     assert tuning.best_config(*shape) == default
     tuning.store({tuning.tuning_key(*shape): TUNED})
     new_process()
@@ -320,7 +321,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
     assert "(default 20.00 µs)" in lines[3]
     for problem in asked:
-        assert tuning.lookup(problem.key(CPU)) == problem.configs(132)[-1]
+        assert tuning.lookup(problem.key(CPU)) == problem.configs(num_multiprocessors(CPU))[-1]
 
 
 @pytest.mark.parametrize(
