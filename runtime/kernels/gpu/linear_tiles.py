@@ -25,7 +25,7 @@ __all__ = [
 
 @triton.jit
 def appended(values, value):  # type: ignore[no-untyped-def]
-    """A tuple with one more; tuples are what tiles are kept in that a loop at compile time makes."""
+    """A tuple with one more: how loops at compile time keep what each pass makes."""
     return values + (value,)  # noqa: RUF005
 
 
@@ -204,25 +204,25 @@ def row_statistics(  # type: ignore[no-untyped-def]
     reciprocal = tl.zeros(rows.shape, tl.float32)
     post_reciprocal = tl.zeros(rows.shape, tl.float32)
     if delta_ptr is not None:
-        squares = tl.zeros([rows.shape[0], BLOCK], tl.float32)
+        squares = tl.zeros(rows.shape, tl.float32)
         for start in range(0, K, BLOCK):
             k = start + tl.arange(0, BLOCK)[None, :]
             delta = load_tile(delta_ptr + rows[:, None] * K + k, k < K, EVEN).to(tl.float32)
-            squares += delta * delta
-        post_reciprocal = tl.rsqrt(tl.sum(squares, axis=1) / K + post_eps)
+            squares += tl.sum(delta * delta, axis=1)
+        post_reciprocal = tl.rsqrt(squares / K + post_eps)
     if NORM or delta_ptr is not None:
-        squares = tl.zeros([rows.shape[0], BLOCK], tl.float32)
+        squares = tl.zeros(rows.shape, tl.float32)
         for start in range(0, K, BLOCK):
             k = start + tl.arange(0, BLOCK)[None, :]
             x = pending_tile(
                 x_ptr, delta_ptr, post_ptr, rows[:, None], k, k < K, post_reciprocal[:, None],
                 K, EVEN, POST_OFFSET, dtype,
             )  # fmt: skip
-            squares += x * x
+            squares += tl.sum(x * x, axis=1)
             if delta_ptr is not None:
                 mask = (k < K) & valid[:, None] & writes
                 tl.store(sum_ptr + rows[:, None] * K + k, x.to(dtype), mask=mask)
-        reciprocal = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+        reciprocal = tl.rsqrt(squares / K + eps)
     return reciprocal, post_reciprocal
 
 
