@@ -129,9 +129,14 @@ def default_config(
     if rows > FEW_ROWS:
         # A tile of weights and one of the input pass through registers and shared memory.
         block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 32 // halves))
-        block_k = _tile_width(k, 64, min(512, 8192 // rows, 8192 // (block_n * halves)))
+        width = min(512, 8192 // rows, 8192 // (block_n * halves))
+        # A program that has a multiprocessor to itself, or small weights, has twice the warps.
+        wide = rows == 16 and (weight_bytes == 1 or -(-n // block_n) <= multiprocessors)
+        num_warps = 8 if wide else 4
+        block_k = _tile_width(k, 64, width * num_warps // 4)
+        parts = min(num_warps, block_k // 16)
         ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
-        return LinearConfig(block_n, block_k, 4, min(4, block_k // 16), ahead)
+        return LinearConfig(block_n, block_k, num_warps, parts, ahead)
     if kernel == "combine_output":
         # Each program reads all that the splits left, so there are few of them.
         block_n = _smallest_wave(n, multiprocessors, 32)
@@ -142,7 +147,7 @@ def default_config(
     width = 8192 // (block_n * halves * weight_bytes)
     if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
         width *= 2
-    elif rows == 4 and halves == 2:
+    elif rows == 4 and (halves == 2 or weight_bytes == 1):
         width //= 2
     block_k = _tile_width(k, 16, width)
     ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
