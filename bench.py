@@ -183,10 +183,13 @@ class Bench:
             max_rows=max(options.batch_size),
             buckets=tuple(options.batch_size),
             prefill_chunk=options.prefill_chunk,
+            steps_per_launch=options.steps_per_launch,
             seed=options.seed,
         )
         cases = [BenchmarkCase(model, *point) for point in self.grid]
-        longest = max(longest_sequence(case, config.prefill_chunk) for case in cases)
+        longest = max(
+            longest_sequence(case, config.prefill_chunk, config.steps_per_launch) for case in cases
+        )
         config = dataclasses.replace(config, max_model_len=longest)
         with Engine.from_pretrained(model, config, progress=False) as engine:
             self.say(

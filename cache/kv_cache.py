@@ -197,10 +197,7 @@ class KVCache:
         held = self._held[request_id]
         if num_tokens <= held.room:
             return []
-        lacking = 0
-        for allocator in self._allocators:
-            lacking += allocator.lacking(request_id, num_tokens)
-        if lacking > self._pool.num_free:
+        if self.lacking(request_id, num_tokens) > self._pool.num_free:
             return None
         changes: list[TableChange] = []
         for allocator in self._allocators:
@@ -210,6 +207,13 @@ class KVCache:
                 column += 1
         held.room = -(-num_tokens // self._block_size) * self._block_size
         return changes
+
+    def lacking(self, request_id: str, num_tokens: int) -> int:
+        """Blocks, over all groups, that `grow` would take."""
+        lacking = 0
+        for allocator in self._allocators:
+            lacking += allocator.lacking(request_id, num_tokens)
+        return lacking
 
     def quiet_until(self, request_id: str) -> int:
         """The first position for whose token `slide` or `grow` has something to do."""

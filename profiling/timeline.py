@@ -3,9 +3,9 @@
 import struct
 from dataclasses import dataclass
 
-# A record is ten 64-bit integers. Packed into one buffer a record leaves no object behind: nothing
-# for the garbage collector to visit, however long the engine runs.
-_LAYOUT = struct.Struct("=10q")
+# A record is eleven 64-bit integers. Packed into one buffer a record leaves no object behind:
+# nothing for the garbage collector to visit, however long the engine runs.
+_LAYOUT = struct.Struct("=11q")
 _NOT_TIMED = -1
 
 
@@ -26,6 +26,7 @@ class StepRecord:
         device_ns: what the device worked on the step; None where that was not timed. A device that
             runs in the caller's thread works inside the launch: there this is taken out of
             `launch_ns`.
+        steps: decode steps that were launched together, of whose tokens all of this is the time.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepRecord:
     commit_ns: int
     wait_ns: int
     device_ns: int | None
+    steps: int = 1
 
     @property
     def host_ns(self) -> int:
@@ -46,7 +48,7 @@ class StepRecord:
 
 
 def _unpack(values: tuple[int, ...]) -> StepRecord:
-    *times, device_ns = values
+    *times, device_ns, steps = values
     step, rows, bucket, prefill_tokens, started, plan, launch, commit, wait = times
     return StepRecord(
         step,
@@ -59,6 +61,7 @@ def _unpack(values: tuple[int, ...]) -> StepRecord:
         commit,
         wait,
         None if device_ns == _NOT_TIMED else device_ns,
+        steps,
     )
 
 
@@ -68,7 +71,7 @@ class Timeline:
     `record` belongs to the one thread that runs the steps; `records` to the same thread.
 
     Args:
-        capacity: number of steps that are kept (80 bytes each).
+        capacity: number of steps that are kept (88 bytes each).
 
     Raises:
         ValueError: if `capacity` is not positive.
@@ -106,6 +109,7 @@ class Timeline:
         commit_ns: int,
         wait_ns: int,
         device_ns: int | None = None,
+        steps: int = 1,
     ) -> None:
         """Keep one step, in place of the oldest once the ring is full. See `StepRecord`.
 
@@ -125,6 +129,7 @@ class Timeline:
             commit_ns,
             wait_ns,
             _NOT_TIMED if device_ns is None else device_ns,
+            steps,
         )
         self._recorded += 1
 

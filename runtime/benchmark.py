@@ -2,7 +2,9 @@
 
 A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily, until
 `output_len` - 1 steps have decoded the whole batch, `num_iters` times. Only those steps count, each
-with everything between two sets of tokens on the host, plan and commit included. Prompts that are
+with everything between two sets of tokens on the host, plan and commit included. Where a launch is
+several steps (`steps_per_launch`), a step is taken to last as long as the launch divided by them.
+Prompts that are
 prefilled first decode alone for a while; that time is in nobody's figures.
 """
 
@@ -54,7 +56,7 @@ class Measurement:
     case: BenchmarkCase
     ttft_ms: list[float]
     itl_ms: list[float]
-    """Gaps between the tokens of the steps that count."""
+    """Gaps between the tokens of the steps that count; those of one launch arrive together."""
     step_ms: list[float]
     host_us: list[float]
     padding: float
@@ -74,13 +76,15 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> l
     return prompts
 
 
-def longest_sequence(case: BenchmarkCase, prefill_chunk: int) -> int:
+def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
     """Return the tokens of the longest sequence of a case, prompt and output.
 
-    The first prompt to be prefilled gets a token in each step that prefills the others.
+    The first prompt to be prefilled gets a token in each step that prefills the others. Launches of
+    several steps go on to the last one that counts, and behind it one is under way.
     """
     alone = 1 + -(-case.batch_size * case.input_len // prefill_chunk) + case.batch_size
-    return case.input_len + case.output_len + alone
+    spare = 2 * steps_per_launch if steps_per_launch > 1 else 0
+    return case.input_len + case.output_len + alone + spare
 
 
 def measure(
@@ -100,7 +104,8 @@ def measure(
         RequestError: the prompts and their output do not fit the engine.
     """
     prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
-    longest = longest_sequence(case, engine.config.user.prefill_chunk)
+    user = engine.config.user
+    longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
     params = SamplingParams(max_tokens=longest - case.input_len, temperature=0.0, ignore_eos=True)
     steps = case.output_len - 1
     for _ in range(num_warmup):
@@ -113,15 +118,15 @@ def measure(
     token_ids: list[list[int]] = []
     for _ in range(num_iters):
         engine.timeline.clear()
-        outputs, durations = _run(engine, prompts, params, steps)
+        outputs, durations, counted = _run(engine, prompts, params, steps)
         step_ms += durations
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
             ttft_ms.append(output.timing.ttft_ms)
-            itl_ms += output.timing.itl_ms[-steps:]
+            itl_ms += output.timing.itl_ms[-counted:]
         for record in engine.timeline.records():
             if record.rows == case.batch_size and not record.prefill_tokens:
-                host_us.append(record.host_ns / 1e3)
+                host_us.append(record.host_ns / 1e3 / record.steps)
                 lanes, used = lanes + record.bucket, used + record.rows
         token_ids = token_ids or [output.token_ids[: case.output_len] for output in outputs]
         if after_each is not None:
@@ -141,22 +146,27 @@ def measure(
 
 def _run(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, steps: int
-) -> tuple[list[RequestOutput], list[float]]:
+) -> tuple[list[RequestOutput], list[float], int]:
     """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
 
-    Returns the outputs and the milliseconds of each of those steps.
+    Returns the outputs, the milliseconds of a step in each launch of those steps, and how many
+    steps those launches had.
     """
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     latest: dict[str, RequestOutput] = {}
     durations: list[float] = []
     decoding: set[str] = set()
-    while len(durations) < steps:
+    counted = 0
+    while counted < steps:
         started = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
         # Whole: every request got a token by this step, and had one before it.
         if len(decoding) == len(outputs) == len(ids):
-            durations.append(1e3 * (ended - started))
+            first = outputs[0]
+            new = len(first.token_ids) - len(latest[first.request_id].token_ids)
+            durations.append(1e3 * (ended - started) / new)
+            counted += new
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
@@ -164,7 +174,7 @@ def _run(
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
-    return [latest[request_id] for request_id in ids], durations
+    return [latest[request_id] for request_id in ids], durations, counted
 
 
 def dtype_names(engine: Engine) -> dict[str, str]:
@@ -223,6 +233,7 @@ def to_json(
         "input_len": case.input_len,
         "output_len": case.output_len,
         "prefill_chunk": engine.config.user.prefill_chunk,
+        "steps_per_launch": engine.config.user.steps_per_launch,
         "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
         "itl_ms": Summary.of(measurement.itl_ms).to_json(),
         "step_ms": step.to_json(),

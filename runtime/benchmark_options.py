@@ -26,6 +26,7 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
+        "steps_per_launch",
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -150,6 +151,14 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         default=EngineConfig().prefill_chunk,
         metavar="TOKENS",
         help="prompt tokens of one step at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps-per-launch",
+        type=_positive,
+        default=EngineConfig().steps_per_launch,
+        metavar="STEPS",
+        help="decode steps that one launch runs, for steady; a step of the table is then a launch"
+        " divided by them (default: %(default)s)",
     )
     parser.add_argument(
         "--scenario",

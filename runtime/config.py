@@ -24,6 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
+MAX_STEPS_PER_LAUNCH = 64
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Of the free memory; less where the operating system and others need it too."""
@@ -88,6 +89,12 @@ class EngineConfig:
     large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed at start for
     it. Progress goes first: the smallest prefill step runs even if it does not fit. None: every
     chunk is as large as `prefill_chunk` allows."""
+    steps_per_launch: int = 1
+    """Decode steps that one launch runs one after the other, where nothing stands against it (see
+    `Scheduler`): the host works once for so many tokens of each row, which arrive together. More
+    tokens per second where the host is what decoding waits for, as with small models, and offline:
+    a token, and whoever comes meanwhile, waits for the whole launch, and what a launch computes of
+    a row behind its end is lost."""
     freeze_gc: bool = False
     """Whether Python's collector leaves alone whatever exists once the engine is ready
     (`gc.freeze`), for the whole process and for good: see `docs/benchmarking.md`."""
@@ -113,6 +120,7 @@ class EngineConfig:
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        _check_int("steps_per_launch", self.steps_per_launch, 1, MAX_STEPS_PER_LAUNCH)
         _check_int("seed", self.seed, 0, 2**63 - 1)
         _check_int("host_cache_bytes", self.host_cache_bytes, 0, 1 << 60)
         _check_int("encoder_cache_bytes", self.encoder_cache_bytes, 0, 1 << 60)
@@ -201,6 +209,12 @@ class ResolvedConfig:
     mode: Mode
     max_model_len: int
     """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
+
+    @property
+    def beside_host(self) -> bool:
+        """Whether the device works while the host goes on, so that a step may be under way and
+        outputs have to be brought to where the host reads them."""
+        return self.device.type != "cpu"
 
     @property
     def kv_element_bytes(self) -> int:

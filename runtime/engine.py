@@ -69,9 +69,10 @@ class Engine:
                 max_prefill_rows=parts.runner.max_prefill_rows,
                 preemption=preemption_policy(parts.runner, user.preemption),
                 step_budget=self._step_budget,
+                steps_per_launch=user.steps_per_launch,
             ),
             parts.runner,
-            in_flight=0 if parts.config.device.type == "cpu" else 1,
+            in_flight=int(parts.config.beside_host),
             step_budget=self._step_budget,
         )
         self._intake = Intake(
@@ -358,9 +359,10 @@ class Engine:
         why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `start`
         has the seconds of each phase, and whether the kernels and compiled code were found in a
         cache. `blocks` and `cache` tell what is free, cached, found at admission, copied and
-        swapped; `fallbacks` how often a launch found no prepared step. `step_budget` (None without
-        `max_itl_ms`) sets what steps with prefill took beside rows that decode against what was
-        predicted.
+        swapped; `fallbacks` how often a launch found no prepared step. `steps` counts launches,
+        `multi_step_launches` those that decoded several tokens of each row. `step_budget` (None
+        without `max_itl_ms`) sets what steps with prefill took beside rows that decode against what
+        was predicted.
         """
         return engine_stats(
             self._open_parts(),

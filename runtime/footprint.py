@@ -87,7 +87,9 @@ def model_footprint(
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
-        graph_bytes=len(steps) * GRAPH_BYTES_PER_STEP if config.mode == "graph" else 0,
+        graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
+        if config.mode == "graph"
+        else 0,
         # On a CPU the mirror of a buffer is the buffer, and outputs are where they are read.
         host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
         host_shared=host_shared,
@@ -128,6 +130,8 @@ def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: in
 
 def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
     """What the largest linear layer, and the head, make of their weights while they run."""
+    if kernels.make_stack is not None and model.latent is None:
+        return 0, 0  # its linear layers read weights as they are stored
     layers = [
         kernels.unpacked_bytes(*fused.shape)
         for name, fused in fused_layout(model).items()
@@ -212,8 +216,10 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
 
 def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
-    inputs, rows = _input_bytes(model, config, num_groups), config.user.max_rows
-    outputs = HostOutputs.bytes_for(rows, max_prefill_rows(rows), model.vocab_size)
+    inputs, user = _input_bytes(model, config, num_groups), config.user
+    outputs = HostOutputs.bytes_for(
+        user.max_rows, max_prefill_rows(user.max_rows), model.vocab_size, user.steps_per_launch
+    )
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
         return inputs(prefill_tokens, row_blocks) + outputs

@@ -56,12 +56,14 @@ class HostOutputs:
     after the next.
     """
 
-    def __init__(self, max_rows: int, prefill_rows: int, vocab_size: int, *, pinned: bool) -> None:
-        """Make room for decode steps of `max_rows` and prefill steps of `prefill_rows` chunks.
+    def __init__(
+        self, max_rows: int, prefill_rows: int, vocab_size: int, steps: int = 1, *, pinned: bool
+    ) -> None:
+        """Make room for `steps` decode steps of `max_rows`, and for `prefill_rows` chunks.
 
         `pinned`: whether the device copies into it while the host goes on.
         """
-        lanes: dict[Phase, int] = {"decode": max_rows, "prefill": prefill_rows}
+        lanes: dict[Phase, int] = {"decode": steps * max_rows, "prefill": prefill_rows}
         best = min(MAX_LOGPROBS, vocab_size)
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +80,7 @@ class HostOutputs:
             for phase, count in lanes.items()
         }
         self._arrived = [torch.cuda.Event() for _ in range(OUTPUT_SETS)] if pinned else None
-        self._views: dict[tuple[int, Phase, int], SampleOutput] = {}
+        self._views: dict[tuple[int, Phase, torch.Size], SampleOutput] = {}
 
     @property
     def nbytes(self) -> int:
@@ -90,22 +92,27 @@ class HostOutputs:
         )
 
     @staticmethod
-    def bytes_for(max_rows: int, prefill_rows: int, vocab_size: int) -> int:
+    def bytes_for(max_rows: int, prefill_rows: int, vocab_size: int, steps: int = 1) -> int:
         """Bytes that a `HostOutputs` of these sizes takes."""
         lane = (8 + 4) * (1 + min(MAX_LOGPROBS, vocab_size))
-        return OUTPUT_SETS * (max_rows + prefill_rows) * lane
+        return OUTPUT_SETS * (steps * max_rows + prefill_rows) * lane
 
     def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
         """Queue the copies of what step `number` leaves; return them as they will be.
 
         The logits stay where they are.
         """
-        lanes = output.tokens.shape[0]
+        lanes = output.tokens.shape
         index = number % OUTPUT_SETS
         views = self._views.get((index, phase, lanes))
         if views is None:
             whole = self._whole[index, phase]
-            views = SampleOutput(**{f.name: getattr(whole, f.name)[:lanes] for f in fields(whole)})
+            views = SampleOutput(
+                **{
+                    f.name: getattr(whole, f.name)[: lanes.numel()].unflatten(0, lanes)
+                    for f in fields(whole)
+                }
+            )
             self._views[index, phase, lanes] = views
         details = output.details
         if details is None:
@@ -127,15 +134,25 @@ class HostOutputs:
 
 
 def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
-    """Return the tokens of a launch whose outputs have arrived, lane by lane."""
+    """Return the tokens of a launch whose outputs have arrived, step by step, lane by lane."""
     parts = []
     for lanes, output in launch.parts:
-        logprobs: Iterable[TokenLogprobs | None] = repeat(None)
-        if output.details is not None:
-            logprobs = _logprobs(lanes, output.details)
-        # Lanes end before padding does.
-        parts.append(zip(lanes, output.tokens.tolist(), logprobs, strict=False))
+        tokens, details = output.tokens.tolist(), output.details
+        if launch.plan.steps == 1:
+            parts.append(_of_lanes(lanes, tokens, details))
+            continue
+        each = repeat(None, len(tokens)) if details is None else details.unbind()
+        parts += [_of_lanes(lanes, *step) for step in zip(tokens, each, strict=True)]
     return chain.from_iterable(parts)
+
+
+def _of_lanes(
+    lanes: Sequence[Request | None], tokens: list[int], details: SampleOutput | None
+) -> Iterable[Sampled]:
+    logprobs: Iterable[TokenLogprobs | None] = repeat(None)
+    if details is not None:
+        logprobs = _logprobs(lanes, details)
+    return zip(lanes, tokens, logprobs, strict=False)  # lanes end before padding does
 
 
 def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[TokenLogprobs | None]:

@@ -7,6 +7,9 @@ While the device works on step N the host takes in the tokens of step N-1. A req
 to have stopped there has a token too many in step N, which is discarded. On a device that is the
 host itself nothing runs beside the host, so a step is committed as soon as it was launched.
 
+With `steps_per_launch` what is planned, launched and committed may be several steps of decoding. A
+request that stops in one of them has tokens too many in those behind it, too.
+
 As long as nobody joins, leaves or begins a block, the loop takes no memory: plans show the same
 list of requests, inputs stay as they are, tokens go where there is room for many. What a step
 allocates while it runs is the device's matter, and text and log-probabilities grow because somebody
@@ -38,7 +41,7 @@ logger = logging.getLogger("stepgraph.runtime")
 _FINISHED = RequestStatus.FINISHED
 
 TIMELINE_STEPS = 65536
-"""Steps whose times are kept (5 MiB)."""
+"""Steps whose times are kept (5.5 MiB)."""
 
 
 class StepLoop:
@@ -67,7 +70,15 @@ class StepLoop:
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
         self.counts = dict.fromkeys(
-            ("requests", "finished", "output_tokens", "preemptions", "failed_copies"), 0
+            (
+                "requests",
+                "finished",
+                "output_tokens",
+                "multi_step_launches",
+                "preemptions",
+                "failed_copies",
+            ),
+            0,
         )
         self._in_flight = in_flight
         self._step_budget = step_budget
@@ -123,6 +134,7 @@ class StepLoop:
                     time.perf_counter_ns() - launched - waited,
                     waited,
                     launch.device_ns or None,
+                    plan.steps,
                 )
         return outputs
 
@@ -137,11 +149,12 @@ class StepLoop:
         (request,) = group.requests
         logits: list[torch.Tensor] = []
         while request.status is not _FINISHED:
-            launch = self._launch(self.scheduler.plan())
+            launch = self._launch(self.scheduler.plan(single=True))
             assert launch is not None, "a lone request always has something to do"
             ((lanes, output),) = launch.parts
             if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
-                logits.append(output.logits[0].float().cpu())
+                # A copy: the next launch may overwrite what this one leaves.
+                logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
             self._commit(self._launched.popleft())
             if lanes[0] is not None and request.row is not None:
                 token_id = forced[len(logits) - 1]
@@ -192,9 +205,11 @@ class StepLoop:
             launch = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1
         self._launched.append(launch)
+        steps = plan.steps
         for request in plan.decode:
-            request.num_computed += 1
-            request.num_pending += 1
+            request.num_computed += steps
+            request.num_pending += steps
+        self.counts["multi_step_launches"] += steps > 1
         for chunk in plan.prefill:
             if chunk.samples:
                 chunk.request.num_pending += 1

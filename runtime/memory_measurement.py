@@ -235,9 +235,8 @@ def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> 
     tokens, rows = sizes.tokens.largest, sizes.rows.largest
 
     def of(phase: str, full_sampler: bool) -> list[tuple[StepKey, int]]:
-        return [
-            (k, p) for k, p in peaks.items() if (k.phase, k.full_sampler) == (phase, full_sampler)
-        ]
+        kind = (phase, full_sampler, 1)
+        return [(k, p) for k, p in peaks.items() if (k.phase, k.full_sampler, k.steps) == kind]
 
     measured: dict[str, int] = {}
     remarks: dict[str, str] = {}

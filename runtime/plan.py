@@ -59,7 +59,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the next step does. Copies come first: out to the host, within the arena, in."""
+    """What the next launch does. Copies come first: out to the host, within the arena, in."""
 
     preempted: list[Preemption] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
@@ -67,6 +67,9 @@ class StepPlan:
     """Entries of block tables that changed, in any order; none occurs twice."""
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
+    steps: int = 1
+    """Decode steps: the tokens that each request of `decode` gets. More than one only where there
+    is no prefill."""
 
     @property
     def is_empty(self) -> bool:

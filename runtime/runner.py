@@ -88,9 +88,13 @@ class Runner:
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
         self._outputs: HostOutputs | None = None
-        if device.type != "cpu":
+        if config.beside_host:
             self._outputs = HostOutputs(
-                user.max_rows, self.max_prefill_rows, model.config.vocab_size, pinned=True
+                user.max_rows,
+                self.max_prefill_rows,
+                model.config.vocab_size,
+                user.steps_per_launch,
+                pinned=device.type == "cuda",
             )
         self._arena = arena
         self.host_arena = host
@@ -196,14 +200,14 @@ class Runner:
         clock, worked, bucket = time.perf_counter_ns, 0, 0
         launched = clock()
         if plan.decode:
-            key = self._decode_key()
+            key = self._decode_key(plan.steps)
             bucket = key.size
             with ranges.span(ranges.REPLAY, len(plan.decode)):
                 started = clock()
                 output = self.library.launch(key)
                 worked += clock() - started
                 parts.append((plan.decode, self._outward(number, key, output)))
-            self.library.record_padding(len(plan.decode), key.size)
+            self.library.record_padding(plan.steps * len(plan.decode), plan.steps * key.size)
         if prefill_key is not None:
             key = prefill_key
             bucket = bucket or key.size
@@ -291,14 +295,15 @@ class Runner:
         with ranges.span(ranges.COPY, self.inputs.nbytes):
             self.inputs.copy_to_device()
 
-    def _decode_key(self) -> StepKey:
+    def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the step for those who decode: the last one as long as it fits."""
         decoding = self._decoding
         assert decoding.longest is not None, "nobody decodes"
-        positions, key = decoding.longest.num_computed + 1, decoding.key
-        if key is None or positions > key.read_blocks * self.block_size:
+        positions, key = decoding.longest.num_computed + steps, decoding.key
+        if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
+            read_blocks = -(-positions // self.block_size)
             key = decoding.key = self.sizes.decode_key(
-                len(decoding.requests), -(-positions // self.block_size), decoding.full_sampler
+                len(decoding.requests), read_blocks, decoding.full_sampler, steps
             )
         return key
 

@@ -73,6 +73,18 @@ class SampleOutput:
     top_ids: torch.Tensor
     """int64 `[B, min(20, V)]`: their tokens."""
 
+    @classmethod
+    def stack(cls, steps: Sequence[SampleOutput]) -> SampleOutput:
+        """Return what several steps drew, with a dimension of steps before all others."""
+        return cls(
+            **{f.name: torch.stack([getattr(step, f.name) for step in steps]) for f in fields(cls)}
+        )
+
+    def unbind(self) -> list[SampleOutput]:
+        """Return what each of the stacked steps drew, as views."""
+        columns = zip(*(getattr(self, f.name).unbind() for f in fields(self)), strict=True)
+        return [SampleOutput(*column) for column in columns]
+
 
 @dataclass(frozen=True)
 class SamplingState:

@@ -404,7 +404,7 @@ def _engine_to_json(engine: Engine, model: str, max_itl_ms: float | None) -> dic
 
 def _steps_under_way(engine: Engine) -> int:
     """Return how many steps are launched when `step` returns and have not told their tokens."""
-    return 0 if engine.config.device.type == "cpu" else 1
+    return int(engine.config.beside_host)
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -11,6 +11,12 @@ Most requests that decode ask for nothing: which step the next block, the next o
 last token belongs to is known beforehand. So each of them has an appointment, and a step looks at
 those only who have theirs, at requests that are prefilled, and at the head of the queue.
 
+With `steps_per_launch` a plan decodes so many tokens of each row at once, if nobody is prefilled,
+every row has as many to go, and the blocks for them are free. Else it decodes one, as always: the
+last tokens of a request are decoded singly, and those of others beside it too, and nobody loses
+blocks for tokens that are not due yet. Requests that wait for a row or for blocks do not stand
+against it. They wait longer, since a row that ends within a launch is given back behind it.
+
 A request that is admitted goes on from what the cache has of it: its own blocks on the host, the
 prompt that a sibling has computed, or blocks with the same content (see `cache/kv_cache.py`).
 """
@@ -53,16 +59,19 @@ class Scheduler:
         max_prefill_rows: int,
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
+        steps_per_launch: int = 1,
     ) -> None:
         assert max_batch_tokens > max_rows >= 1
         assert prefill_chunk >= 1
         assert max_prefill_rows >= 1
+        assert steps_per_launch >= 1
         self.cache = cache
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
         self.prefill_chunk = prefill_chunk
         self.max_prefill_rows = max_prefill_rows
         self.preemption = preemption or PreemptionPolicy()
+        self.steps_per_launch = steps_per_launch
         self._step_budget = step_budget
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
         self._num_waiting = 0  # the heap also holds removed requests until they surface
@@ -72,8 +81,8 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
         self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
-        self._num_plans = 0
-        self._appointments: dict[int, dict[Request, None]] = {}  # by number of the plan
+        self._num_steps = 0  # that plans have decided, so many of a plan as it has decode steps
+        self._appointments: dict[int, dict[Request, None]] = {}  # by number of the step
         self._next_look: dict[Request, int] = {}  # the same, by request
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first
@@ -112,21 +121,23 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if _is_alive(entry[1])]
             heapq.heapify(self._waiting)
 
-    def plan(self) -> StepPlan:
-        """Decide the next step.
+    def plan(self, *, single: bool = False) -> StepPlan:
+        """Decide the next launch: of one decode step if it has to be a `single` one.
 
         Rows and blocks are given and taken here; requests are left as they are, until the engine
         makes the plan true.
         """
         plan = StepPlan()
-        self._num_plans += 1
-        due = self._appointments.pop(self._num_plans, None)
+        self._num_steps += 1
+        due = self._appointments.pop(self._num_steps, None)
         if due is not None or self._prefilling:
             self._look_at(plan, due or {})
         plan.decode = self._those_that_decode()
         self._plan_prefill(plan)
         if plan.preempted:
             plan.decode = self._those_that_decode()
+        if self.steps_per_launch > 1 and not single:
+            self._plan_several_steps(plan)
         return plan
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
@@ -172,11 +183,50 @@ class Scheduler:
                     self._decode = None
                 self._appoint(request)
 
-    def _appoint(self, request: Request) -> None:
-        """Note at which plan a request that decodes from this one on needs something again."""
-        plans = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
-        number = self._next_look[request] = self._num_plans + max(1, plans)
+    def _plan_several_steps(self, plan: StepPlan) -> None:
+        """Let every row decode `steps_per_launch` tokens, if that is possible; see above.
+
+        Who has no appointment before the end of those steps has as many tokens to go, and room.
+        """
+        steps = self.steps_per_launch
+        if not plan.decode or plan.prefill or self._prefilling:
+            return
+        soon: list[Request] = []
+        for number in range(self._num_steps + 1, self._num_steps + steps):
+            soon += self._appointments.get(number, ())
+        lacking = 0
+        for request in soon:
+            if request.num_unsampled < steps:
+                return
+            lacking += self.cache.lacking(request.id, request.num_computed + steps)
+        if lacking > self.cache.num_free_blocks:
+            return
+        for request in soon:
+            self._cancel_appointment(request)
+            grown = self.cache.grow(request.id, request.num_computed + steps)
+            assert grown is not None, "there were enough blocks"
+            self._update_tables(plan, request, grown)
+            self._appoint(request, steps)
+        plan.steps = steps
+        self._num_steps += steps - 1
+
+    def _appoint(self, request: Request, least: int = 1) -> None:
+        """Note at which step a request that decodes from this one on needs something again.
+
+        For the first `least` steps it has all that it needs.
+        """
+        steps = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
+        number = self._next_look[request] = self._num_steps + max(least, steps)
         self._appointments.setdefault(number, {})[request] = None
+
+    def _cancel_appointment(self, request: Request) -> None:
+        """Forget at which step a request is to be looked at, if it is."""
+        number = self._next_look.pop(request, None)
+        if number is not None:
+            due = self._appointments[number]
+            del due[request]
+            if not due:
+                del self._appointments[number]
 
     def _quiet_until(self, request: Request) -> int:
         """First position before whose token the blocks of a request have to be seen to."""
@@ -391,12 +441,7 @@ class Scheduler:
             self._prefilling.remove(request)
         elif request in self._decoding:
             self._stop_decoding(request)
-        number = self._next_look.pop(request, None)
-        if number is not None:
-            due = self._appointments[number]
-            del due[request]
-            if not due:
-                del self._appointments[number]
+        self._cancel_appointment(request)
         heapq.heappush(self._free_rows, self._rows.pop(request))
         self._publish_at.pop(request, None)
 
@@ -428,7 +473,7 @@ class Scheduler:
         assert noted == self._next_look
         assert sum(map(len, self._appointments.values())) == len(noted)
         for request, number in self._next_look.items():
-            plans = number - self._num_plans - 1  # that show it before
-            assert 0 <= plans <= request.num_unsampled
-            last = request.num_computed + plans - 1
-            assert plans == 0 or last < self._quiet_until(request)
+            steps = number - self._num_steps - 1  # that decode it before
+            assert 0 <= steps <= request.num_unsampled
+            last = request.num_computed + steps - 1
+            assert steps == 0 or last < self._quiet_until(request)

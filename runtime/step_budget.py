@@ -89,10 +89,12 @@ class StepBudget:
         """
         began = max(launched_ns, self._arrived_ns)
         self._arrived_ns = arrived_ns
-        self.learn(plan, (arrived_ns - began) / 1e9)
+        self.learn(plan, (arrived_ns - began) / 1e9 / plan.steps)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Take in what a step took. A time that cannot be is ignored, and counted.
+
+        Of several decode steps that were launched together, `seconds` is what one of them took.
 
         A step that decodes and prefills teaches the cost of prefill: steps that only decode have
         told what the rest of it takes. If none has for long, each part learns its share.
@@ -105,7 +107,7 @@ class StepBudget:
         prefill = self._prefill_seconds(plan, attended) if plan.prefill else 0.0
         predicted = decode + prefill
         error = seconds - predicted
-        self._rows_steps += 1
+        self._rows_steps += plan.steps
         if not plan.prefill:
             self._mixed = 0
             if plan.decode:
@@ -126,7 +128,7 @@ class StepBudget:
 
     def predict(self, plan: StepPlan) -> float:
         """Return the seconds that a plan will take."""
-        seconds = self._decode_seconds(plan) if plan.decode else 0.0
+        seconds = plan.steps * self._decode_seconds(plan) if plan.decode else 0.0
         if plan.prefill:
             seconds += self._prefill_seconds(plan, self._attended(plan))
         return seconds

@@ -7,13 +7,13 @@ go back into the state.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-A step is two parts, the forward pass and the sampler. A part that kernels do as a whole is called
-as it is: there is nothing left that a compiler could join, and calling compiled code costs the
-checks of its guards. The others are compiled. Decode and prefill share them, so all buckets run the
-same two pieces of code: compiled once for any number of tokens, and once more for a single one,
-which torch specialises. For that, what they get must differ in nothing but its length: inputs are
-small copies, since torch compiles anew for a view of another buffer, and for two arguments that are
-the same tensor.
+A step is two parts, the forward pass with the head, and the sampler. A part that kernels do as a
+whole is called as it is: there is nothing left that a compiler could join, and calling compiled
+code costs the checks of its guards. The others are compiled. Decode and prefill share them, so all
+buckets run the same two pieces of code: compiled once for any number of tokens, and once more for
+a single one, which torch specialises. For that, what they get must differ in nothing but its
+length: inputs are small copies, since torch compiles anew for a view of another buffer, and for two
+arguments that are the same tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 
 from .batch import EmbedInputs, StepInputs
+from .kernels import DecodeStep
 from .models.decoder import AttentionInputs, Decoder
 from .rows import RowState
 from .sampling import SampleOutput, fused_sampler, torch_sampler
@@ -50,16 +51,21 @@ class StepKey:
     """Columns of the block tables that attention may read."""
     full_sampler: bool
     """Whether more than the greedy token is asked for by anybody in the step."""
+    steps: int = 1
+    """Decode steps that are run one after the other; 1 for a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step."""
+    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step.
+
+    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`.
+    """
 
     tokens: torch.Tensor
     """int64 `[B]`: sampled tokens; those of padded lanes mean nothing."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: what they were sampled from."""
+    """`[B, vocab_size]` in the model's dtype: what they were sampled from, in the last step."""
     details: SampleOutput | None
     """Log-probabilities, from the full sampler only."""
 
@@ -118,13 +124,53 @@ class StepFunctions:
         return run
 
     def decode(self, key: StepKey) -> StepOutput:
-        """One token for each of `decode_rows`."""
+        """One token for each of `decode_rows`, or `key.steps`, each from the one before it.
+
+        A step takes nothing from the host but the rows, so several are the same as one after the
+        other by several launches.
+        """
+        if key.steps == 1:
+            return self._decode_step(key)
+        tokens: list[torch.Tensor] = []
+        details: list[SampleOutput] = []
+        for _ in range(key.steps):
+            output = self._decode_step(key)
+            tokens.append(output.tokens)
+            if output.details is not None:
+                details.append(output.details)
+        stacked = SampleOutput.stack(details) if details else None
+        if stacked is None:
+            return StepOutput(torch.stack(tokens), output.logits, None)
+        return StepOutput(stacked.tokens, output.logits, stacked)
+
+    def _decode_step(self, key: StepKey) -> StepOutput:
         rows = self.inputs.decode_rows[: key.size].clone()
+        if self.model.decode_step is not None:
+            return self._decode_fused(self.model.decode_step, key, rows)
         positions = self.state.positions[rows]
         hidden = self._part(self._forward_pass)(
             self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
         )
-        return self._sample(key, hidden, rows, positions)
+        return self._sample(key, self.model.logits(hidden), rows, positions)
+
+    def _decode_fused(
+        self, decode_step: DecodeStep, key: StepKey, rows_B: torch.Tensor
+    ) -> StepOutput:
+        """As `decode`, by kernels that begin with the state and, if greedy, end with it."""
+        state = self.state
+        result = decode_step.run(
+            rows_B,
+            state.token_ids,
+            state.positions,
+            state.block_tables,
+            self.arena,
+            key.read_blocks,
+            self.block_size,
+        )
+        if key.full_sampler:
+            return self._sample(key, result.logits, rows_B, result.positions)
+        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        return StepOutput(tokens, result.logits, None)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
@@ -139,7 +185,8 @@ class StepFunctions:
             *self._embeds(size),
         )
         last = inputs.sample_index
-        return self._sample(key, hidden[last], inputs.sample_rows.clone(), positions[last])
+        logits = self.model.logits(hidden[last])
+        return self._sample(key, logits, inputs.sample_rows.clone(), positions[last])
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or nothing where there are never any."""
@@ -182,12 +229,12 @@ class StepFunctions:
     def _sample(
         self,
         key: StepKey,
-        hidden_BD: torch.Tensor,
+        logits_BV: torch.Tensor,
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
     ) -> StepOutput:
         sampler = self._part(self._full if key.full_sampler else self._greedy)
-        return sampler(hidden_BD, rows_B, positions_B)
+        return sampler(logits_BV, rows_B, positions_B)
 
     def _part(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return a part of a step, compiled if there is a compiled one."""
@@ -198,20 +245,18 @@ class StepFunctions:
         self._compiled = {}
 
     def _greedy(
-        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
-        logits = self.model.logits(hidden_BD)
-        tokens = self._sampler.greedy(logits)
+        tokens = self._sampler.greedy(logits_BV)
         self._feed_back(tokens, rows_B, positions_B + 1)
-        return StepOutput(tokens, logits, None)
+        return StepOutput(tokens, logits_BV, None)
 
     def _full(
-        self, hidden_BD: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
+        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
-        logits = self.model.logits(hidden_BD)
-        details = self._sampler.full(logits, self.state.sampling, rows_B, positions_B + 1)
+        details = self._sampler.full(logits_BV, self.state.sampling, rows_B, positions_B + 1)
         self._feed_back(details.tokens, rows_B, positions_B + 1)
-        return StepOutput(details.tokens, logits, details)
+        return StepOutput(details.tokens, logits_BV, details)
 
     def _feed_back(
         self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor

@@ -24,6 +24,8 @@ class StepSizes:
     rows: Buckets
     tokens: Buckets
     read_blocks: Buckets
+    steps: int = 1
+    """Decode steps of a launch of several, beside which there are those of one."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels, prefill_tokens: int) -> StepSizes:
@@ -39,20 +41,24 @@ class StepSizes:
             read_blocks=Buckets([max_blocks_per_row])
             if kernels.bounded_by_length
             else default_width_buckets(max_blocks_per_row, user.block_size),
+            steps=user.steps_per_launch,
         )
 
     def keys(self) -> list[StepKey]:
         """Return the key of every step there will be."""
         variants = [(width, full) for width in self.read_blocks for full in (False, True)]
+        launches = [(*variant, n) for n in sorted({1, self.steps}) for variant in variants]
         return [
             *(StepKey("prefill", size, *variant) for size in self.tokens for variant in variants),
-            *(StepKey("decode", size, *variant) for size in self.rows for variant in variants),
+            *(StepKey("decode", size, *variant) for size in self.rows for variant in launches),
         ]
 
-    def decode_key(self, rows: int, read_blocks: int, full_sampler: bool) -> StepKey:
-        """Return the key of the smallest decode step that fits."""
+    def decode_key(
+        self, rows: int, read_blocks: int, full_sampler: bool, steps: int = 1
+    ) -> StepKey:
+        """Return the key of the smallest decode step that fits, or of `steps` of them."""
         size = _fit(self.rows, rows)
-        return StepKey("decode", size, _fit(self.read_blocks, read_blocks), full_sampler)
+        return StepKey("decode", size, _fit(self.read_blocks, read_blocks), full_sampler, steps)
 
     def prefill_key(self, tokens: int, read_blocks: int, full_sampler: bool) -> StepKey:
         """Return the key of the smallest prefill step that fits."""
@@ -69,10 +75,12 @@ def _fit(buckets: Buckets, n: int) -> int:
 def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     """Return the entries of the block tables that one copy to the device can change.
 
-    In each layer group every decoding row takes a block and drops one at most, and a prompt takes
-    as many as a chunk fills. A plan with more, whose prompt was found in the cache, is brought over
-    in several copies: every copy has this size, so it is not made for the rare one.
+    In each layer group every decoding row takes as many blocks and drops as many as the steps of a
+    launch fill, at most (one, for a single step), and a prompt takes what a chunk fills. A plan
+    with more, whose prompt was found in the cache, is brought over in several copies: every copy
+    has this size, so it is not made for the rare one.
     """
     user = config.user
     most_per_row = -(-min(config.max_model_len, user.prefill_chunk) // user.block_size)
-    return num_groups * (2 * user.max_rows + most_per_row)
+    most_per_launch = -(-user.steps_per_launch // user.block_size)
+    return num_groups * (2 * user.max_rows * most_per_launch + most_per_row)

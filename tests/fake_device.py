@@ -234,13 +234,15 @@ class FakeRunner:
         check_plan(plan, self.scheduler)
         self._check_tables()
         sampled = []
-        device.written.clear()
-        for request in plan.decode:
-            row = request.row
-            assert row is not None
-            position = device.positions[row]
-            self._write(row, position, device.tokens[row])
-            sampled.append((request, device.sample(row, position), None))
+        for _ in range(plan.steps):
+            device.written.clear()
+            for request in plan.decode:
+                row = request.row
+                assert row is not None
+                position = device.positions[row]
+                self._write(row, position, device.tokens[row])
+                sampled.append((request, device.sample(row, position), None))
+        self.seen["several steps"] += plan.steps > 1
         device.written.clear()
         for chunk in plan.prefill:
             stop = chunk.start + chunk.count
@@ -257,6 +259,8 @@ class FakeRunner:
     def _write(self, row: int, position: int, token: int) -> None:
         """Write a token to blocks that nobody else reads, now or later."""
         pool = self.scheduler.cache._pool
+        (request,) = [r for r, own in self.scheduler._rows.items() if own == row]
+        assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
         for group in range(len(self.device.windows)):
             block, _ = self.device.slot(group, row, position)
             assert pool.ref_count(block) == 1, f"block {block} is written, and shared"
@@ -299,6 +303,11 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert plan.prefill_tokens <= scheduler.prefill_chunk
     assert plan.prefill_tokens + len(plan.decode) <= scheduler.max_batch_tokens
     assert len(plan.prefill) <= scheduler.max_prefill_rows
+    assert plan.steps in (1, scheduler.steps_per_launch)
+    if plan.steps > 1:
+        assert plan.decode
+        assert not plan.prefill
+        assert all(request.num_unsampled >= plan.steps for request in plan.decode)
 
     assert {preemption.request for preemption in plan.preempted}.isdisjoint(taking_part)
     chunks = [a.request for a in plan.admitted if a.request in prefilled]

@@ -56,6 +56,7 @@ class Rig:
         host_blocks: int = 0,
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
+        steps_per_launch: int = 1,
         make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.windows = windows
@@ -82,6 +83,7 @@ class Rig:
             max_prefill_rows=max_prefill_rows,
             preemption=preemption,
             step_budget=step_budget,
+            steps_per_launch=steps_per_launch,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows)
         self.loop = StepLoop(

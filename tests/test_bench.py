@@ -79,6 +79,20 @@ def test_only_whole_decode_steps_are_counted(document):
         assert case["padding"] == 0.0
 
 
+def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_path, document):
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    arguments = f"{SMALL} --mode eager --steps-per-launch 4 --output-json {tmp_path}/a.json"
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 0
+    cases = json.loads((tmp_path / "a.json").read_text())["cases"]
+    for case, single in zip(cases, document["cases"], strict=True):
+        assert (case["steps_per_launch"], single["steps_per_launch"]) == (4, 1)
+        assert case["step_ms"]["n"] == 3  # launches of four steps, for the eleven asked for
+        assert case["itl_ms"]["n"] == case["batch_size"] * 12
+        assert case["itl_ms"]["p50"] < 0.1 * case["step_ms"]["p50"] < case["itl_ms"]["max"]
+        assert case["fallbacks"] == 0
+
+
 def test_percentiles_appear_only_where_n_supports_them(document):
     case = document["cases"][0]
     assert case["step_ms"]["p90"] is not None  # 11 samples
@@ -121,6 +135,8 @@ def test_bytes_of_a_step(document):
         ("--scenario interference --num-iters 5", "--num-iters: no effect together with --scenar"),
         ("--scenario churn --num-warmup 0", "--num-warmup: no effect together with --scenario ch"),
         ("--scenario churn --device-memory 8GB", "no effect without --explain-memory"),
+        ("--scenario churn --steps-per-launch 4", "--steps-per-launch: no effect together with"),
+        ("--steps-per-launch 0", "'0' is not an integer of at least 1"),
         ("--scenario churn --num-steps 3", "'3' is not an integer of at least 30"),
         ("--scenario churn --max-itl-ms 0", "'0' is not a positive number of milliseconds"),
         ("--scenario churn --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
@@ -153,6 +169,7 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--scenario start --prefill-chunk 64",
         "--explain-step --bandwidth-gb-s 4300 --model demo --weight-dtype fp8 --batch-size 1"
         " --input-len 8 --device cuda",
+        "--steps-per-launch 8",
     ],
 )
 def test_flags_that_go_together(bench, arguments):

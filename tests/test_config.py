@@ -21,6 +21,7 @@ INT_RANGES = {
     "block_size": (1, 1024),
     "max_rows": (1, 4096),
     "prefill_chunk": (1, 2**20),
+    "steps_per_launch": (1, 64),
     "seed": (0, 2**63 - 1),
     "num_blocks": (2, 2**40),
     "memory_bytes": (1, 2**60),

@@ -219,20 +219,30 @@ def test_fp8_weights_of_a_cpu_run_in_plain_torch_and_say_so(
         chosen = kernels.select_kernels("cpu", "compile", torch.bfloat16, "fp8")
     assert "fp8 weights are widened by plain PyTorch" in caplog.text
     assert chosen.linear is kernels.reference_linear
-    assert (chosen.pack, chosen.stacks) == (None, False)
+    assert (chosen.pack, chosen.make_stack) == (None, None)
     assert chosen.attention is kernels.paged_attention
 
 
-def test_everyone_else_gets_plain_torch() -> None:
-    eager = kernels.select_kernels(torch.device("cpu"), "eager", torch.bfloat16)
-    assert eager.attention is kernels.reference_paged_attention
-    for chosen in (
-        eager,
-        kernels.select_kernels("cuda", "eager", torch.bfloat16),
-        kernels.select_kernels("cuda", "graph", torch.bfloat16),
-    ):
-        assert chosen.linear is kernels.reference_linear
-        assert chosen.pack is None
-        assert (chosen.bounded_by_length, chosen.masks) == (False, 1)
-    captured = kernels.select_kernels("cuda", "graph", torch.bfloat16)
-    assert captured.attention is kernels.paged_attention
+def test_eager_gets_plain_torch() -> None:
+    for device in ("cpu", "cuda"):
+        eager = kernels.select_kernels(torch.device(device), "eager", torch.bfloat16)
+        assert eager.attention is kernels.reference_paged_attention
+        assert eager.linear is kernels.reference_linear
+        assert eager.pack is None
+        assert (eager.bounded_by_length, eager.masks) == (False, 1)
+
+
+def test_cuda_gets_kernels_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for mode in ("compile", "graph"):
+        chosen = kernels.select_kernels("cuda", mode, torch.bfloat16)
+        assert chosen.attention is kernels.paged_attention
+        assert chosen.make_stack is not None
+        assert (chosen.bounded_by_length, chosen.masks) == (True, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+        plain = kernels.select_kernels("cuda", "graph", torch.bfloat16)
+    assert "Triton is not installed" in caplog.text
+    assert (plain.make_stack, plain.linear) == (None, kernels.reference_linear)

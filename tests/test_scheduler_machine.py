@@ -67,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 9),
         max_prefill_rows=st.integers(1, 3),
         in_flight=st.integers(0, 1),
+        steps_per_launch=st.sampled_from([1, 1, 2, 3, 8]),
         prefix=st.booleans(),
         preemption=st.sampled_from(POLICIES),
         faults=st.none() | st.integers(0, 1000),
@@ -231,7 +232,8 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_outputs_in_a_crowd(prefix: bool, in_flight: int) -> None:
+@pytest.mark.parametrize("steps", [(1, 1, 1, 1), (2, 3, 8, 3)])
+def test_outputs_in_a_crowd(prefix: bool, in_flight: int, steps: tuple[int, ...]) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
     seen: Counter[str] = Counter()
     for windows, seed in itertools.product(WINDOWS, range(4)):
@@ -242,6 +244,7 @@ def test_outputs_in_a_crowd(prefix: bool, in_flight: int) -> None:
             prefix=prefix,
             host_blocks=(40, 8, 12, 40)[seed],
             preemption=POLICIES[(1, 2, 1, 1)[seed]],
+            steps_per_launch=steps[seed],
         )
         if seed >= 2:
             rig.runner.fail_after = partial(fail_sometimes, random.Random(seed))
@@ -249,5 +252,6 @@ def test_outputs_in_a_crowd(prefix: bool, in_flight: int) -> None:
         seen += rig.runner.seen
     for event in ("fork", "fork with a copy", "swapped", "swap", "recomputed", "undone"):
         assert seen[event] >= 10, event
+    assert (seen["several steps"] >= 100) == (max(steps) > 1)
     for event in ("prefix", "prefix behind a window"):
         assert seen[event] >= 100 or not prefix, event

@@ -98,7 +98,7 @@ def test_inputs_are_copied_only_when_something_changed() -> None:
     for _ in range(64):
         before, known = rig.runner.inputs.copies, dict(rig.loop.scheduler._appointments)
         ops = ops_of(rig, 1)
-        if rig.loop.scheduler._num_plans not in known:
+        if rig.loop.scheduler._num_steps not in known:
             quiet += 1
             assert (ops, rig.runner.inputs.copies) == ({}, before)
         else:
@@ -156,8 +156,8 @@ def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
                     assert torch.equal(arrived, getattr(sent.details, name)), name
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 5), (8, 2, 50), (300, 8, 1024)])
-def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1, 5), (8, 2, 50), (300, 8, 1024), (8, 2, 50, 64)])
+def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, ...]) -> None:
     assert HostOutputs(*sizes, pinned=False).nbytes == HostOutputs.bytes_for(*sizes)
 
 

@@ -290,6 +290,18 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     assert took == [2000, 1200, 900]
 
 
+def test_of_several_steps_that_were_launched_together_each_counts() -> None:
+    budget = budget_of(5.0, position=0.0)
+    one, four = decoding(), decoding()
+    four.steps = 4
+    assert budget.predict(four) == pytest.approx(4 * budget.predict(one))
+    took: list[float] = []
+    budget.learn = lambda plan, seconds: took.append(round(seconds * 1e9))  # type: ignore[method-assign]
+    budget.observe(one, 1000, 3000)
+    budget.observe(four, 1500, 11000)
+    assert took == [2000, 2000]
+
+
 def test_stats_set_observed_against_predicted() -> None:
     budget = budget_of(3.0, position=0.0)
     budget.calibration_seconds = 1.5

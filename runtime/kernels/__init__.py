@@ -4,16 +4,15 @@
 difference.
 """
 
+import importlib.util
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..errors import KernelBuildError
 from .attention import AttentionForm, AttentionInputs, paged_attention, reference_paged_attention
+from .choice import Kernels
 from .cpu import KernelLibrary, build_cpu_ops, have_compiler, load_cpu_ops
 from .linear import (
     can_pack,
@@ -26,56 +25,27 @@ from .linear import (
     unpack_linear,
 )
 from .packed_memory import PackedMemory
-from .stack import DecoderStack, Stack, StackLayer, StackLinear, StackShape
+from .stack import (
+    DecodeEnds,
+    DecodeResult,
+    DecoderStack,
+    DecodeStep,
+    Stack,
+    StackLayer,
+    StackLinear,
+    StackShape,
+)
 from .weight_storage import (
     WeightStorage,
     dequantise_weight,
     quantise_weight,
     quantised_dtype,
-    scale_bytes,
     stored_bytes,
 )
 
 Mode = Literal["eager", "compile", "graph"]
 
 logger = logging.getLogger("stepgraph.runtime")
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """One choice of implementations, and what the rest of the house has to know about it."""
-
-    name: str
-    attention: Callable[..., Tensor]
-    """Signature of `reference_paged_attention`."""
-    linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
-    """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
-    returns it, the scales as `quantise_weight` does."""
-    pack: Callable[[Tensor], Tensor] | None
-    """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
-    bounded_by_length: bool
-    """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
-    masks: int
-    """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
-    fused_sampling: bool = False
-    """Either sampler is one operation: `fused_sampler`."""
-    library: KernelLibrary | None = None
-    """What holds the operations of our own, where there is any."""
-    make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
-    """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
-    weights: WeightStorage = "model"
-    """How the weights of linear layers are stored; those of 8 bits come with scales."""
-
-    def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
-        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
-        if self.pack is None:
-            return stored_bytes(self.weights, n, k, dtype)
-        packed = packed_bytes(n, k, quantised_dtype(self.weights) or dtype)
-        return packed + scale_bytes(self.weights, n, k)
-
-    def unpacked_bytes(self, n: int, k: int) -> int:
-        """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
-        return n * k * 4 if self.weights != "model" and self.pack is None else 0
 
 
 def select_kernels(
@@ -112,6 +82,12 @@ def select_kernels(
             library=library,
             make_stack=DecoderStack if packs else None,
         )
+    if device_type == "cuda" and mode != "eager":
+        if importlib.util.find_spec("triton") is not None or not torch.cuda.is_available():
+            from .gpu.selection import gpu_kernels  # which needs this package
+
+            return gpu_kernels(weights)
+        logger.warning("Triton is not installed: steps run in plain PyTorch, several times slower")
     opaque = device_type == "cuda" and mode != "eager"
     return Kernels(
         name="torch, opaque attention" if opaque else "torch",
@@ -127,6 +103,9 @@ def select_kernels(
 __all__ = [
     "AttentionForm",
     "AttentionInputs",
+    "DecodeEnds",
+    "DecodeResult",
+    "DecodeStep",
     "DecoderStack",
     "KernelLibrary",
     "Kernels",
@@ -149,8 +128,8 @@ __all__ = [
     "reference_packed_embedding",
     "can_pack",
     "quantise_weight",
-    "dequantise_weight",
     "stored_bytes",
+    "dequantise_weight",
     "KernelBuildError",
     "build_cpu_ops",
     "have_compiler",

@@ -143,6 +143,57 @@ class Stack(Protocol):
         """Let go of the weights; `run` may not be called any more. Idempotent."""
 
 
+class DecodeEnds(NamedTuple):
+    """What a decode step begins and ends with, besides its layers."""
+
+    embedding: StackLinear
+    embedding_factor: float
+    """Embeddings are multiplied by it; a number of the model's dtype."""
+    frequencies: Tensor
+    """float32 `[K, E]`: radians that pairs of elements turn a position, for each kind."""
+    amplitudes: Tensor
+    """float32 `[K]`: cosines and sines are multiplied by it."""
+    norm: Tensor
+    """Weight of the final norm."""
+    head: StackLinear
+    logit_softcap: float
+    """Logits l become softcap * tanh(l / softcap); 0: they stay."""
+
+
+class DecodeResult(NamedTuple):
+    """What a decode step leaves for whoever picks tokens; T rows, V vocabulary, C chunks."""
+
+    logits: Tensor
+    """`[T, V]` in the model's dtype."""
+    positions: Tensor
+    """int64 `[T]`: of the tokens that went in."""
+    maxima: Tensor
+    """float32 `[T, C]`: the largest logit of each chunk of neighbouring tokens."""
+    ids: Tensor
+    """int32 `[T, C]`: its token."""
+
+
+class DecodeStep(Protocol):
+    """A decode step from the device's state to logits, and back to the state if it is greedy."""
+
+    def run(
+        self,
+        rows_T: Tensor,
+        token_ids_R: Tensor,
+        positions_R: Tensor,
+        block_tables: Tensor,
+        arena: Tensor,
+        read_blocks: int,
+        block_size: int,
+    ) -> DecodeResult:
+        """Logits of the rows' next tokens; writes keys and values of their newest ones."""
+
+    def pick(
+        self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
+    ) -> Tensor:
+        """The best tokens, int64 `[T]`, which become the rows' newest; the null row stays at 0."""
+
+
 class DecoderStack:
     """The layers of one model and its final norm, ready to run; needs `load_cpu_ops`.
 

@@ -68,8 +68,7 @@ def quantise_weight(weight_NK: Tensor, storage: WeightStorage = "int8") -> tuple
         weight = F.pad(weight_NK[part].float(), (0, -k % block)).unflatten(1, (-1, block))
         scale = weight.abs().amax(-1) / largest
         # Weights that are shapes alone (of steps that are recorded) hold nothing to complain of.
-        bad = [] if scale.is_meta else (~scale.isfinite()).any(-1).nonzero()
-        if len(bad):
+        if not scale.is_meta and len(bad := (~scale.isfinite()).any(-1).nonzero()):
             raise ValueError(f"row {start + int(bad[0])} holds NaN or infinity")
         numbers = weight / torch.where(scale == 0, 1.0, scale)[..., None]
         if storage == "int8":

@@ -23,6 +23,8 @@ from ...cache.spec import (
 from ..errors import CheckpointError
 from ..kernels import (
     AttentionInputs,
+    DecodeEnds,
+    DecodeStep,
     Kernels,
     PackedMemory,
     Stack,
@@ -144,6 +146,7 @@ class Decoder(nn.Module):
         self.device = device
         self.storage: Storage = storage
         self.stack: Stack | None = None
+        self.decode_step: DecodeStep | None = None
         places = {
             layer: Place(group.index, position, storage)
             for group in groups
@@ -198,6 +201,7 @@ class Decoder(nn.Module):
                 assert leaf in ("weight", "bias"), name
                 setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
         self.stack = self._make_stack()
+        self.decode_step = self._make_decode_step()
 
     def _packed_memory(self) -> PackedMemory | None:
         """Room for the weights of all linear layers, where the CPU kernels read them packed."""
@@ -233,6 +237,24 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layers.append(layer.stacked(rope))
         return self.kernels.make_stack(shape, layers, _weight(self.norm))
+
+    def _make_decode_step(self) -> DecodeStep | None:
+        """A whole decode step as kernels of their own, or None where it is made of parts."""
+        if self.kernels.make_decode_step is None or self.stack is None:
+            return None
+        amplitudes = self.amplitudes
+        if amplitudes is None:
+            amplitudes = self.inverse_frequencies.new_ones(len(self.inverse_frequencies))
+        ends = DecodeEnds(
+            embedding=_linear(self.embed_tokens),
+            embedding_factor=1.0 if self.embedding_scale is None else self.embedding_scale,
+            frequencies=self.inverse_frequencies,
+            amplitudes=amplitudes.flatten(),
+            norm=_weight(self.norm),
+            head=_linear(self.lm_head),
+            logit_softcap=self.config.final_logit_softcapping or 0.0,
+        )
+        return self.kernels.make_decode_step(self.stack, ends)
 
     def _unfit(self, name: str, error: ValueError) -> str:
         sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))

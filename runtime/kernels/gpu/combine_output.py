@@ -23,6 +23,7 @@ from .linear import FEW_ROWS, GpuLinear, LinearConfig, default_config
 from .linear_kernels import launch_linear
 from .linear_tiles import combined_slice
 from .residual_linear import reference_residual_linear, residual_linear
+from .tuning import best_config
 
 __all__ = ["combine", "combine_output", "reference_combine", "reference_combine_output"]
 
@@ -93,6 +94,16 @@ def combine_output(
     """
     rows, n = out_TN.shape
     weight = linear.weight
+    if config is None and rows <= FEW_ROWS:
+        config = best_config(
+            "combine_output",
+            rows,
+            n,
+            weight.shape[1],
+            out_TN.dtype,
+            weight.dtype,
+            weight.device,
+        )
     if config is None and rows <= FEW_ROWS:
         multiprocessors = num_multiprocessors(weight.device)
         sizes = (*weight.shape, weight.element_size(), multiprocessors)

@@ -40,8 +40,9 @@ __all__ = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter; read once, as Triton does."""
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200 (SXM): what sizes are chosen for where there is no device."""
+MULTIPROCESSORS = 1 if INTERPRETED else 132
+"""What sizes are chosen for where there is no device: an H100 or H200 (SXM), or the interpreter,
+which takes its time for each program."""
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def launch(
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; of an H200 for any other."""
+    """Of a CUDA device; `MULTIPROCESSORS` for any other."""
     if device.type != "cuda":
         return MULTIPROCESSORS
     return _device_multiprocessors(device)

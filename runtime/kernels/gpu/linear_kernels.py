@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import (
     FEW_ROWS,
     SCALE_BLOCK,
@@ -32,7 +32,6 @@ from .linear import (
     LinearConfig,
     Norm,
     Pending,
-    default_config,
     row_class,
 )
 from .linear_tiles import (
@@ -40,13 +39,16 @@ from .linear_tiles import (
     appended,
     as_numbers,
     as_operand,
+    capped,
     combined_slice,
     input_tile,
+    largest_of,
     load_stage,
     prefetch_rows,
     row_statistics,
 )
 from .quantised_cache import fp8_is_native
+from .tuning import best_config
 
 __all__ = ["launch_linear"]
 
@@ -86,12 +88,13 @@ def _row_tile(  # type: ignore[no-untyped-def]
 @triton.jit(repr=_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, max_ptr, sum_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, T, N, eps, post_eps,
+    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
     K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -195,9 +198,16 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             out = activate(gate, up, GELU, dtype)
         elif residual_ptr is not None:
             out = residual[row] + out.to(dtype).to(tl.float32)
+        elif SOFTCAP > 0.0:
+            out = capped(out, SOFTCAP, dtype)
         stored_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (stored_n < N) & (row < T)
         tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
+        if best_ptr is not None:
+            best_place = row * tl.num_programs(0) + tl.program_id(0)
+            best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
+            tl.store(best_ptr + best_place, best, mask=row < T)
+            tl.store(best_id_ptr + best_place, best_id, mask=row < T)
 
 
 @triton.jit
@@ -239,12 +249,13 @@ def _grown(  # type: ignore[no-untyped-def]
 @triton.jit(repr=_name)
 def linear_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, T, N, eps, post_eps,
+    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, STATISTICS: tl.constexpr, WORD: tl.constexpr, STORAGE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
     POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -335,7 +346,14 @@ def linear_of_rows(  # type: ignore[no-untyped-def]
     elif residual_ptr is not None:
         residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         out = residual + out.to(dtype).to(tl.float32)
+    elif SOFTCAP > 0.0:
+        out = capped(out, SOFTCAP, dtype)
     tl.store(out_ptr + place, out.to(dtype), mask=mask)
+    if best_ptr is not None:
+        best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
+        best_place = t * tl.num_programs(0) + tl.program_id(0)
+        tl.store(best_ptr + best_place, best, mask=t < T)
+        tl.store(best_id_ptr + best_place, best_id, mask=t < T)
 
 
 @triton.jit
@@ -365,6 +383,8 @@ def launch_linear(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    softcap: float = 0.0,
+    best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch the kernel that fits `config` as the operation `name`.
 
@@ -373,13 +393,16 @@ def launch_linear(
         x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
-        config: None for the default.
+        config: None for what was tuned, or the default.
         norm: of the input.
         pending: added before.
         splits: maxima and sums `[T, H, S]` of attention's splits.
         residual_TN: what the product is added to.
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
+        softcap: results x become softcap * tanh(x / softcap); 0: they stay.
+        best: for each row and program of the launch the largest result and its feature, float32 and
+            int32 `[T, programs]`, which are written.
 
     Raises ValueError for sizes that do not fit together, or more rows than the kernel takes.
     """
@@ -397,9 +420,8 @@ def launch_linear(
     storage = STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
-        config = default_config(
-            name, rows, n, k, weight.element_size(), num_multiprocessors(x.device)
-        )
+        config = best_config(name, rows, n, k, out_TN.dtype, linear.weight.dtype, x.device)
+        assert config is not None, "only combine_output chooses by itself"
     row_count = row_class(rows)
     blocks = 0
     if linear.scales is not None and linear.scales.dim() == 2:
@@ -421,6 +443,7 @@ def launch_linear(
         "GELU": gelu,
         "ROW_BYTES": row_bytes,
         "PREFETCH": config.prefetch and row_bytes % 16 == 0,
+        "SOFTCAP": softcap,
         "NAME": name,
     }
     inputs = (
@@ -435,6 +458,7 @@ def launch_linear(
         linear.bias,
         residual_TN,
         out_TN,
+        *(best or (None, None)),
         rows,
         n,
         0.0 if norm is None else norm.eps,

@@ -26,7 +26,7 @@ __all__ = [
 @triton.jit
 def appended(values, value):  # type: ignore[no-untyped-def]
     """A tuple with one more: how loops at compile time keep what each pass makes."""
-    return values + (value,)  # noqa: RUF005
+    return values + (value,)
 
 
 @triton.jit
@@ -265,3 +265,19 @@ def activate(gate, up, GELU: tl.constexpr, dtype: tl.constexpr):  # type: ignore
     logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     active = gate / (1.0 + tl.exp(-logit))
     return active.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def capped(x, SOFTCAP: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`SOFTCAP * tanh(x / SOFTCAP)` of x rounded to the model's dtype, in float32."""
+    power = tl.exp(x.to(dtype).to(tl.float32) * (2.0 / SOFTCAP))  # no harm if it overflows
+    return SOFTCAP - 2.0 * SOFTCAP / (power + 1.0)
+
+
+@triton.jit
+def largest_of(x, n, N, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of x along an axis and the lowest of the ids `n` it has; ids below N count."""
+    x = tl.where(n < N, x, float("-inf"))
+    largest = tl.max(x, axis=axis, keep_dims=True)
+    at = tl.min(tl.where((x == largest) & (n < N), n, N - 1), axis=axis)
+    return tl.max(x, axis=axis), at

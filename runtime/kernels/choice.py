@@ -1,0 +1,55 @@
+"""One choice of implementations of a model's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cpu import KernelLibrary
+from .linear import packed_bytes
+from .stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
+from .weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
+
+__all__ = ["Kernels"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One choice of implementations, and what the rest of the house has to know about it."""
+
+    name: str
+    attention: Callable[..., Tensor]
+    """Signature of `reference_paged_attention`."""
+    linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
+    """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
+    returns it, the scales as `quantise_weight` does."""
+    pack: Callable[[Tensor], Tensor] | None
+    """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
+    bounded_by_length: bool
+    """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
+    masks: int
+    """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    fused_sampling: bool = False
+    """Either sampler is one operation: `fused_sampler`."""
+    library: KernelLibrary | None = None
+    """What holds the operations of our own, where there is any."""
+    make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
+    """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
+    make_decode_step: Callable[[Stack, DecodeEnds], DecodeStep] | None = None
+    """Makes a whole decode step of such a stack."""
+    weights: WeightStorage = "model"
+    """How the weights of linear layers are stored; those of 8 bits come with scales."""
+
+    def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
+        if self.pack is None:
+            return stored_bytes(self.weights, n, k, dtype)
+        packed = packed_bytes(n, k, quantised_dtype(self.weights) or dtype)
+        return packed + scale_bytes(self.weights, n, k)
+
+    def unpacked_bytes(self, n: int, k: int) -> int:
+        """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
+        return n * k * 4 if self.weights != "model" and self.pack is None else 0

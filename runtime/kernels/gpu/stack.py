@@ -1,0 +1,321 @@
+"""All layers of a decoder on a GPU: five kernels a layer for the few rows of a decode step.
+
+    1 norm_linear        norm, then queries, keys and values
+    2 decode_attention   norms of queries and keys, rotation, write to the cache, attention's splits
+    3 combine_output     what the splits make together, output projection, residual
+    4 gate_up            norm, then gate and up, activation
+    5 residual_linear    down projection, residual
+
+Families that norm what attention and the MLP return leave the addition to the kernel that follows,
+which norms anyway. Many rows and the chunks of a prefill step are bound by arithmetic instead of
+reading weights: their products are the library's, with kernels of ours between them.
+
+Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
+layer groups, N features of queries, keys and values. The arithmetic is that of the modules in
+`models/decoder.py`, with results rounded to the model's dtype at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionForm, AttentionInputs
+from ..stack import StackLayer, StackLinear, StackShape
+from .activation import activate_rows
+from .combine_output import combine_output
+from .decode_attention import (
+    Partials,
+    choose_splits,
+    decode_attention,
+    new_partials,
+)
+from .gate_up import gate_up
+from .launch import num_multiprocessors
+from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
+from .matmul import library_linear
+from .norm import norm_rows
+from .norm_linear import norm_linear
+from .prefill_attention import prefill_attention
+from .prefill_tiles import PrefillTiling, prefill_tiles, prefill_tiling
+from .residual_linear import residual_linear
+from .store import rotate_and_store
+
+__all__ = ["GpuStack", "Hidden", "gpu_linear", "product"]
+
+MOST_ROWS = ROW_CLASSES[-1]
+"""Rows up to which a decode step runs in the kernels for few rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states `[T, D]` on their way: `x`, and what a norm has to be taken of and added."""
+
+    x: Tensor
+    delta: Tensor | None = None
+    norm: Norm | None = None
+
+    def pending(self) -> Pending | None:
+        """What the next kernel that norms has to add first, with room for the sum."""
+        if self.delta is None or self.norm is None:
+            return None
+        return Pending(self.delta, self.norm, torch.empty_like(self.x))
+
+
+class GpuStack:
+    """The layers of one model and its final norm, as kernels in one stream."""
+
+    def __init__(self, shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> None:
+        self.shape = shape
+        self._layers = list(layers)
+        self._norm = norm.detach()
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self._layers = []
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """None: what a step needs are tensors that it makes."""
+        return 0
+
+    def norm(self, weight: Tensor) -> Norm:
+        """A norm of this model."""
+        return Norm(weight.detach(), self.shape.eps, self.shape.offset_norms)
+
+    @torch.no_grad()
+    def run(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        inputs: AttentionInputs,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+    ) -> Tensor:
+        """See `Stack.run`. A step whose rows are its tokens decodes; any other prefills."""
+        hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE)
+        normed_TD, _ = self._normed(hidden, self._norm)
+        return normed_TD
+
+    def layers(
+        self,
+        x_TD: Tensor,
+        arena: Tensor,
+        inputs: AttentionInputs,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+    ) -> Hidden:
+        """Hidden states behind the last layer, not normed."""
+        tokens = x_TD.shape[0]
+        step: _Decoding | _Prefilling
+        if inputs.rows.shape[0] == tokens:
+            step = _Decoding(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+        else:
+            step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+        few = isinstance(step, _Decoding) and tokens <= MOST_ROWS
+        hidden = Hidden(x_TD)
+        for layer in self._layers:
+            hidden = self._few(layer, hidden, step) if few else self._many(layer, hidden, step)
+        return hidden
+
+    def _few(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
+        """The five kernels."""
+        assert isinstance(step, _Decoding)
+        shape, new = self.shape, hidden.x.new_empty
+        tokens = hidden.x.shape[0]
+        qkv, output, mlp, down = map(
+            gpu_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+
+        pending = hidden.pending()
+        qkv_TN = new(tokens, qkv.weight.shape[0])
+        norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
+        x_TD = hidden.x if pending is None else pending.out
+        partials = step.attend(layer, qkv_TN, next_weight=output.weight)
+        attended_TK = new(tokens, output.weight.shape[1])
+        out_TD = torch.empty_like(x_TD)
+        residual_TD = x_TD if layer.attention_output_norm is None else None
+        combine_output(*partials, output, residual_TD, out_TD, attended_TK)
+        hidden = self._added(x_TD, out_TD, layer.attention_output_norm)
+
+        pending = hidden.pending()
+        inner_TF = new(tokens, shape.intermediate_size)
+        norm = self.norm(layer.mlp_norm)
+        gate_up(hidden.x, norm, mlp, inner_TF, gelu=shape.gelu, pending=pending)
+        x_TD = hidden.x if pending is None else pending.out
+        out_TD = torch.empty_like(x_TD)
+        residual_TD = x_TD if layer.mlp_output_norm is None else None
+        residual_linear(inner_TF, down, residual_TD, out_TD)
+        return self._added(x_TD, out_TD, layer.mlp_output_norm)
+
+    def _added(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
+        """After a product that added x itself, unless a norm comes first."""
+        return Hidden(out_TD) if norm is None else Hidden(x_TD, out_TD, self.norm(norm))
+
+    def _many(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
+        """Products of the library, with kernels between them."""
+        normed_TD, x_TD = self._normed(hidden, layer.input_norm)
+        qkv_TN = product(normed_TD, gpu_linear(layer.qkv))
+        attended_TK = step.attended(layer, qkv_TN)
+        out_TD = product(attended_TK, gpu_linear(layer.output))
+        hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
+        normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
+        gate_up_TF = product(normed_TD, gpu_linear(layer.gate_up))
+        inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
+        activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
+        out_TD = product(inner_TF, gpu_linear(layer.down))
+        return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
+
+    def _to_add(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
+        """After a product that added nothing."""
+        return Hidden(x_TD + out_TD) if norm is None else Hidden(x_TD, out_TD, self.norm(norm))
+
+    def _normed(self, hidden: Hidden, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states normed with a weight, and as they are."""
+        pending = hidden.pending()
+        normed_TD = torch.empty_like(hidden.x)
+        norm_rows(hidden.x, self.norm(weight), normed_TD, pending)
+        return normed_TD, hidden.x if pending is None else pending.out
+
+
+def gpu_linear(linear: StackLinear) -> GpuLinear:
+    """A linear layer as the kernels take it."""
+    scales, bias = (None if part is None else part.detach() for part in linear[1:])
+    return GpuLinear(linear.weight.detach(), scales, bias)
+
+
+def product(x_TK: Tensor, linear: GpuLinear) -> Tensor:
+    """`library_linear` into a new tensor, `[T, N]`."""
+    out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
+    library_linear(x_TK, linear, out_TN)
+    return out_TN
+
+
+class _Attending:
+    """What the layers of one step share of their attention."""
+
+    def __init__(
+        self,
+        shape: StackShape,
+        x_TD: Tensor,
+        arena: Tensor,
+        inputs: AttentionInputs,
+        cos_KTE: Tensor,
+        sin_KTE: Tensor,
+    ) -> None:
+        self.shape = shape
+        self.x = x_TD
+        self.arena = arena
+        self.inputs = inputs
+        self.cos, self.sin = cos_KTE, sin_KTE
+
+    def form(self, layer: StackLayer) -> AttentionForm:
+        shape = self.shape
+        return AttentionForm(
+            self.inputs.block_size,
+            shape.scale,
+            layer.window,
+            shape.softcap,
+            shape.storage,
+            shape.head_dim,
+        )
+
+
+class _Decoding(_Attending):
+    """A token a row: the kernel from projections to splits, with one workspace for all layers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        tokens, shape, device = self.x.shape[0], self.shape, self.x.device
+        most = self.inputs.read_blocks * self.inputs.block_size
+        splits = choose_splits(tokens, shape.num_kv_heads, most, num_multiprocessors(device))
+        self.partials = new_partials(tokens, shape.num_heads, splits, shape.head_dim, device)
+
+    def attend(
+        self,
+        layer: StackLayer,
+        qkv_TN: Tensor,
+        *,
+        attended_TK: Tensor | None = None,
+        next_weight: Tensor | None = None,
+    ) -> Partials:
+        """Write keys and values; what the splits find, put together in `attended_TK` if it is."""
+        inputs, shape = self.inputs, self.shape
+        decode_attention(
+            qkv_TN,
+            self.arena,
+            layer.position,
+            layer.q_norm,
+            layer.k_norm,
+            shape.eps,
+            shape.offset_norms,
+            self.cos[layer.rope],
+            self.sin[layer.rope],
+            inputs.slots[layer.group],
+            inputs.block_tables[layer.group],
+            inputs.token_rows,
+            inputs.positions,
+            self.form(layer),
+            self.partials,
+            attended_TN=attended_TK,
+            next_weight=next_weight,
+        )
+        return self.partials
+
+    def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
+        """Attention of the layer, `[T, H * E]`."""
+        shape = self.shape
+        attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
+        self.attend(layer, qkv_TN, attended_TK=attended_TK)
+        return attended_TK
+
+
+class _Prefilling(_Attending):
+    """Chunks of prompts: keys and values are written first, then tiles of each chunk attend."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        shape, tokens, rows = self.shape, self.x.shape[0], self.inputs.rows.shape[0]
+        self.tiling: PrefillTiling = prefill_tiling(
+            tokens,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self.x.dtype,
+            shape.storage,
+            self.x.device,
+        )
+        most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
+        self.tiles = prefill_tiles(self.inputs.token_rows, rows, most)
+
+    def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
+        """Write keys and values, and attend: `[T, H * E]`."""
+        inputs, shape, form = self.inputs, self.shape, self.form(layer)
+        q_THE = rotate_and_store(
+            qkv_TN,
+            self.arena,
+            layer.position,
+            layer.q_norm,
+            layer.k_norm,
+            shape.eps,
+            shape.offset_norms,
+            self.cos[layer.rope],
+            self.sin[layer.rope],
+            inputs.slots[layer.group],
+            form,
+        )
+        out_THE = prefill_attention(
+            q_THE,
+            self.arena,
+            layer.position,
+            inputs.block_tables[layer.group],
+            inputs.token_rows,
+            inputs.positions,
+            self.tiles,
+            form,
+            self.tiling,
+        )
+        return out_THE.flatten(1)

@@ -1,0 +1,345 @@
+"""A recording fake of the graph API: engines in `mode="graph"` on a CPU.
+
+`capture` runs a callable once and keeps every operation that torch was asked for, with the scalars
+and the tensors that it was given. `replay` runs those operations again, into the tensors that they
+gave when they were recorded. So whatever the callable decided on the host stays decided, as in a
+CUDA graph, and outputs stay where they are. What a capture cannot record (a wait for the device, a
+tensor made of numbers of the host) fails.
+
+Captures of one capturer share their memory: each replay begins by leaving NaN and -1 in whatever
+any capture computed, outputs included.
+
+The device works behind the host: what is launched or copied waits in a stream until the host waits
+for it, and mirrors of static buffers are memory of their own. Writing a mirror that a copy has yet
+to read, forgetting the copy, or reading an output too early shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from stepgraph.cache.arena import Arena, HostArena
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.steps import Capture, EagerStep
+from stepgraph.runtime import config, runner, startup
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.kernels import Kernels, select_kernels
+from stepgraph.runtime.launch import HostOutputs
+from stepgraph.runtime.rows import RowState
+from stepgraph.runtime.runner import Runner
+from stepgraph.runtime.sampling import SamplingState
+from stepgraph.runtime.step_functions import StepKey
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+}
+FROM_HOST = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+UNWRITTEN = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+class NotCapturableError(RuntimeError):
+    """What would have made a capture fail on a device."""
+
+
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    if tensor.dtype.is_floating_point:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(-1 if tensor.dtype.is_signed else 255)
+
+
+@dataclass(frozen=True)
+class Operation:
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[torch.Tensor]
+    made: list[torch.Tensor]
+    """The outputs in memory that the operation took."""
+    is_view: bool
+
+    def run(self) -> None:
+        if self.is_view or self.func in UNWRITTEN:  # memory that holds anything: poison, by now
+            return
+        results = tensors_of(self.func(*self.args, **self.kwargs))
+        for output, result in zip(self.outputs, results, strict=True):
+            if result.data_ptr() != output.data_ptr():  # else an argument, changed in place
+                output.copy_(result)
+
+
+class Tape(TorchDispatchMode):
+    """Records operations, and refuses those that a capture cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        if func in WAITS or func in FROM_HOST:
+            raise NotCapturableError(f"{func} in a capture")
+        if func is aten.index.Tensor and any(t.dtype is torch.bool for t in given[1:]):
+            raise NotCapturableError("an index by a mask waits for the device")
+        result = func(*args, **kwargs)
+        known = {storage_of(tensor) for tensor in given}
+        outputs = tensors_of(result)
+        made = [tensor for tensor in outputs if storage_of(tensor) not in known]
+        is_view = bool(outputs) and not made and not func._schema.is_mutable
+        self.operations.append(Operation(func, args, kwargs, outputs, made, is_view))
+        return result
+
+
+@dataclass
+class FakeGraph:
+    """One capture, and how often it was replayed."""
+
+    index: int
+    operations: list[Operation]
+    output: Any
+    replays: int = 0
+
+    def poison(self) -> None:
+        for operation in self.operations:
+            for tensor in operation.made:
+                poison(tensor)
+
+
+class FakeStream:
+    """Work in the order in which it was queued, done no earlier than somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.behind = False
+        """Whether the device works behind the host; else it does at once what it is asked for."""
+        self.queued = 0
+        self.done = 0
+        self._work: deque[Callable[[], object]] = deque()
+
+    def put(self, work: Callable[[], object]) -> int:
+        """Queue work; return what to wait for."""
+        self._work.append(work)
+        self.queued += 1
+        if not self.behind:
+            self.wait()
+        return self.queued
+
+    def wait(self, ticket: int | None = None) -> None:
+        while self.done < (self.queued if ticket is None else ticket):
+            with torch.no_grad():
+                self._work.popleft()()
+            self.done += 1
+
+
+@dataclass
+class FakeGraphs:
+    """What happened, in order, over all capturers and buffers of a test.
+
+    Events: ("capturer", device), ("warm up",), ("capture", index), ("replay", index),
+    ("copy", name of the buffers), ("bring", phase), ("read", number of the step).
+    """
+
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    graphs: list[FakeGraph] = field(default_factory=list)
+    stream: FakeStream = field(default_factory=FakeStream)
+    records: bool = True
+    """Operation by operation. Compiled code shows none: there the callable itself runs again, and
+    its outputs are copied over those of the capture."""
+    kernels: Literal["eager", "compile"] = "eager"
+    """The mode whose kernels engines are given."""
+    departed: dict[int, int] = field(default_factory=dict)
+    """Of each step, what to wait for until its outputs have arrived."""
+
+    def index_of(self, library: Any) -> dict[StepKey, int]:
+        """Which capture serves each key of a library."""
+        by_output = {id(graph.output): graph.index for graph in self.graphs}
+        return {key: by_output[id(step._capture.output)] for key, step in library._steps.items()}
+
+
+class FakeCapturer:
+    """In the place of `CudaGraphCapturer`."""
+
+    def __init__(self, graphs: FakeGraphs, device: object) -> None:
+        self.graphs = graphs
+        graphs.log.append(("capturer", str(device)))
+
+    def warm_up(self, fn: Callable[[], object]) -> None:
+        self.graphs.log.append(("warm up",))
+        self.graphs.stream.wait()
+        fn()
+
+    def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
+        graphs = self.graphs
+        if graphs.records:
+            with Tape() as tape:
+                output = fn()
+            operations = tape.operations
+        else:
+            output = fn()
+            made = tensors_of(vars_of(output))
+            operations = [Operation(lambda: vars_of(fn()), (), {}, made, made, is_view=False)]
+        graph = FakeGraph(len(graphs.graphs), operations, output)
+        graphs.graphs.append(graph)
+        graphs.log.append(("capture", graph.index))
+        addresses = [tensor.data_ptr() for tensor in tensors_of(vars_of(output))]
+
+        def run() -> None:
+            for every in graphs.graphs:
+                every.poison()
+            for operation in graph.operations:
+                operation.run()
+            graph.replays += 1
+            assert [t.data_ptr() for t in tensors_of(vars_of(output))] == addresses
+
+        def replay() -> None:
+            graphs.log.append(("replay", graph.index))
+            graphs.stream.put(run)
+
+        return Capture(replay, output, bytes=4096)
+
+
+def vars_of(output: Any) -> list[Any]:
+    """The tensors of a `StepOutput`, its details included."""
+    details = [] if output.details is None else list(vars(output.details).values())
+    return [output.tokens, output.logits, *details]
+
+
+class MirroredBuffers(StaticBuffers[Any]):
+    """Static buffers with a mirror of their own."""
+
+    graphs: FakeGraphs
+    _last_copy = 0
+
+    @classmethod
+    def beside(cls, plain: StaticBuffers[Any], layout: Any, graphs: FakeGraphs) -> MirroredBuffers:
+        device_bytes = plain._device_bytes
+        made = cls(layout, plain._specs, device_bytes, device_bytes.clone(), plain._offsets)
+        made.graphs = graphs
+        return made
+
+    def begin_write(self) -> None:
+        self.graphs.stream.wait(self._last_copy)
+
+    def copy_to_device(self) -> None:
+        self.graphs.log.append(("copy", type(self.device).__name__))
+        self._last_copy = self.graphs.stream.put(lambda: self._device_bytes.copy_(self._host_bytes))
+        self.copies += 1
+
+
+class FakePeaks:
+    """In the place of `CapturePeaks`: a kilobyte for each row or token."""
+
+    pool_bytes = 1024
+
+    def __init__(self, device: object) -> None:
+        self.peaks: dict[StepKey, int] = {}
+
+    def __call__(self, key: StepKey) -> None:
+        self.peaks[key] = 1024 * key.size
+
+
+@pytest.fixture(name="fake_graphs")
+def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    """Let engines of this test run in `mode="graph"`, on a CPU that works like another device.
+
+    Their kernels are the plain ones unless a test says otherwise, so that a capture sees every
+    operation.
+    """
+    graphs = FakeGraphs()
+    allocate = StaticBuffers.allocate.__func__  # type: ignore[attr-defined]
+
+    def mirrored(cls: Any, layout: Any, specs: Any, device: Any) -> MirroredBuffers:
+        plain = allocate(StaticBuffers, layout, specs, device)
+        return MirroredBuffers.beside(plain, layout, graphs)
+
+    def chosen_kernels(device: Any, mode: Any, *rest: Any) -> Kernels:
+        return select_kernels(device, graphs.kernels, *rest)
+
+    def queued(owner: Any, name: str) -> None:
+        """Let a method of something on the device take effect in the order of the stream."""
+        method = getattr(owner, name)
+
+        def put(*args: Any, **kwargs: Any) -> None:
+            graphs.stream.put(lambda: method(*args, **kwargs))
+
+        monkeypatch.setattr(owner, name, put)
+
+    def waiting(owner: Any, name: str) -> None:
+        """Let a method that asks the device for something wait for all that was queued."""
+        method = getattr(owner, name)
+
+        def wait(self: Any, *args: Any) -> Any:
+            graphs.stream.wait()
+            return method(self, *args)
+
+        monkeypatch.setattr(owner, name, wait)
+
+    bring, read = HostOutputs.bring, Runner.read
+
+    def logged_bring(self: HostOutputs, number: int, phase: Any, output: Any) -> Any:
+        graphs.log.append(("bring", phase))
+        brought = bring(self, number, phase, output)
+        details = [] if brought.details is None else tensors_of(vars(brought.details))
+        for tensor in (brought.tokens, *details):
+            poison(tensor)
+        graphs.stream.put(lambda: bring(self, number, phase, output))
+        return brought
+
+    def noted_departure(self: HostOutputs, number: int) -> None:
+        graphs.departed[number] = graphs.stream.queued
+
+    def logged_read(self: Runner, launch: Any) -> Any:
+        graphs.log.append(("read", launch.number))
+        graphs.stream.wait(graphs.departed.get(launch.number))
+        return read(self, launch)
+
+    resolve = config._resolve_mode
+    monkeypatch.setattr(
+        config,
+        "_resolve_mode",
+        lambda mode, device: "graph" if mode == "graph" else resolve(mode, device),
+    )
+    monkeypatch.setattr(ResolvedConfig, "beside_host", property(lambda self: self.mode == "graph"))
+    monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
+    queued(RowState, "update_tables")
+    queued(SamplingState, "write_row")
+    queued(Arena, "copy_blocks")
+    queued(HostArena, "swap_out")
+    queued(HostArena, "swap_in")
+    waiting(EagerStep, "launch")
+    waiting(Runner, "check_integrity")
+    monkeypatch.setattr(startup, "CapturePeaks", FakePeaks)
+    monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
+    monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
+    monkeypatch.setattr(HostOutputs, "bring", logged_bring)
+    monkeypatch.setattr(HostOutputs, "depart", noted_departure)
+    monkeypatch.setattr(Runner, "read", logged_read)
+    return graphs

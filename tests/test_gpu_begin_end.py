@@ -1,0 +1,118 @@
+"""The kernels that begin and end a decode step, against plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu.begin import (
+    Embedding,
+    Rotations,
+    begin_decode,
+    reference_begin_decode,
+)
+from stepgraph.runtime.kernels.gpu.greedy import pick_greedy, reference_pick_greedy
+from stepgraph.runtime.kernels.weight_storage import quantise_weight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8", "fp8", "fp8 blocks"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "half", "factor"), [(1, 21, 5, 1.0), (5, 300, 32, 6.5)]
+)
+def test_a_step_begins_as_in_torch(
+    storage: str, tokens: int, hidden: int, half: int, factor: float
+) -> None:
+    rows, groups, columns, block_size, vocab = 9, 2, 7, 5, 37
+    weight = torch.randn(vocab, hidden, device=DEVICE)
+    scales, dtype = None, torch.bfloat16
+    if storage == "int8":
+        weight, scales = quantise_weight(weight)
+    elif storage == "fp8":
+        weight, scales = weight.to(torch.float8_e4m3fn), torch.rand(vocab, device=DEVICE)
+    elif storage == "fp8 blocks":
+        weight = weight.to(torch.float8_e4m3fn)
+        scales = torch.rand(vocab, -(-hidden // 128), device=DEVICE)
+    else:
+        dtype = getattr(torch, storage)
+        weight = weight.to(dtype)
+    args = (
+        torch.randperm(rows, device=DEVICE)[:tokens],
+        torch.randint(vocab, (rows,), device=DEVICE),
+        torch.randint(columns * block_size, (rows,), device=DEVICE),
+        torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE),
+        block_size,
+        Embedding(weight, scales, dtype, factor),
+        Rotations(torch.rand(3, half, device=DEVICE), torch.rand(3, device=DEVICE)),
+    )
+    out, expected = begin_decode(*args), _expected(*args)
+    for field in dataclasses.fields(expected):
+        value = getattr(expected, field.name)
+        torch.testing.assert_close(getattr(out, field.name), value, atol=1e-6, rtol=1e-6)
+    assert torch.equal(out.slots, expected.slots)
+
+
+def _expected(*args):  # type: ignore[no-untyped-def]
+    """The reference, which knows no scales a block of 128 elements."""
+    embedding = args[5]
+    scales = embedding.scales
+    if scales is not None:
+        wide = scales if scales.dim() == 1 else scales.repeat_interleave(128, 1)
+        wide = wide[:, None] if wide.dim() == 1 else wide[:, : embedding.weight.shape[1]]
+        weight = (embedding.weight.float() * wide).to(embedding.dtype)
+        args = (*args[:5], dataclasses.replace(embedding, weight=weight, scales=None), args[6])
+    return reference_begin_decode(*args)
+
+
+def test_angles_of_long_contexts() -> None:
+    positions = torch.tensor([0, 1, 1000, 131071, 10_000_000], device=DEVICE)
+    rows = torch.arange(5, device=DEVICE)
+    frequencies = torch.tensor([[1.0, 0.7, 1e-3, 1e-6]], device=DEVICE)
+    out = begin_decode(
+        rows,
+        rows,
+        positions,
+        torch.ones(1, 5, 10_000_001, dtype=torch.int32, device=DEVICE),
+        1,
+        Embedding(torch.ones(5, 1, device=DEVICE), None, torch.float32),
+        Rotations(frequencies, torch.ones(1, device=DEVICE)),
+    )
+    angles = (positions[:, None].float() * frequencies).double()
+    torch.testing.assert_close(out.cos[0].double(), angles.cos(), atol=1e-7, rtol=0)
+    torch.testing.assert_close(out.sin[0].double(), angles.sin(), atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 1), (3, 7), (4, 1500)])
+def test_the_best_token_becomes_the_newest(tokens: int, chunks: int) -> None:
+    rows = torch.randperm(6, device=DEVICE)[:tokens]
+    rows[-1] = 5  # the null row
+    maxima = torch.randn(tokens, chunks, device=DEVICE)
+    maxima[0, chunks // 2 :] = maxima.max() + 1  # many are the best: the first one counts
+    ids = torch.arange(chunks, dtype=torch.int32, device=DEVICE) * 3 + torch.randint(
+        3, (tokens, chunks), dtype=torch.int32, device=DEVICE
+    )
+    positions = torch.randint(50, (tokens,), device=DEVICE)
+    token_ids, state_positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE)
+    state_positions[5] = 0
+    expected_ids, expected_positions = token_ids.clone(), state_positions.clone()
+    picked = pick_greedy(maxima, ids, rows, positions, token_ids, state_positions)
+    expected = reference_pick_greedy(maxima, ids, rows, positions, expected_ids, expected_positions)
+    assert torch.equal(picked, expected)
+    assert torch.equal(token_ids, expected_ids)
+    assert torch.equal(state_positions, expected_positions)
+    assert int(state_positions[5]) == 0
+
+
+def test_a_row_without_numbers_gets_a_token_of_the_vocabulary() -> None:
+    maxima = torch.full((2, 300), float("nan"), device=DEVICE)
+    maxima[1] = float("-inf")
+    ids = torch.arange(300, dtype=torch.int32, device=DEVICE).repeat(2, 1)
+    rows = torch.tensor([0, 1], device=DEVICE)
+    state = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    picked = pick_greedy(maxima, ids, rows, rows, state, state.clone())
+    assert bool(((picked >= 0) & (picked < 300)).all())

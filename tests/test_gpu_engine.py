@@ -1,0 +1,126 @@
+"""Whole engines on the kernels for GPUs: the tokens and logits of transformers.
+
+On the CPU they run in Triton's interpreter, so models and prompts are as small as they can be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams, startup
+from stepgraph.runtime.kernels import Kernels, WeightStorage
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
+from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
+)
+VARIANTS = [  # each takes seconds of interpretation
+    *("odd", "qwen3", "gemma2", "deepseek_v2"),
+    *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("base", "gemma3", "mistral")),
+    *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("qwen3_yarn", "deepseek_v3")),
+]
+
+
+@pytest.fixture
+def gpu_engine(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Engine]:
+    """Open an engine whose steps are eager calls of the kernels."""
+
+    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+        kernels = gpu_kernels(weights)
+        # The operator around it is for CUDA's tensors.
+        return dataclasses.replace(kernels, attention=triton_paged_attention)
+
+    monkeypatch.setattr(startup, "select_kernels", select)
+
+    def make(variant: str, **config: Any) -> Engine:
+        settings = {
+            "device": DEVICE,
+            "mode": "eager",
+            "max_rows": 3,
+            "block_size": 4,
+            "max_model_len": 64,
+            "prefill_chunk": 8,
+        } | config
+        return Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings))
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_those_of_transformers(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    model = tiny(variant)
+    prompts = model.prompts(13, 1, 6, 3)  # chunks in the middle of a prompt, rows handed on
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with gpu_engine(variant) as engine:
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == model.greedy(prompts, 3)
+        assert engine.stats()["fallbacks"] == 0
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("variant", ["gemma2", pytest.param("odd", marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    model = tiny(variant)
+    (token_ids,) = model.prompts(20, seed=5)
+    expected = model.logits(token_ids)
+    with gpu_engine(variant) as engine:
+        logits = engine.score(token_ids, 17).cpu()  # chunks of prefill, then decode steps
+        torch.testing.assert_close(logits, expected[16:], rtol=0, atol=1e-4)
+
+
+def test_sampled_tokens_are_those_of_the_plain_engine(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    prompts = tiny("base").prompts(5, 9)
+    params = SamplingParams(
+        max_tokens=3, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2
+    )
+    expected = open_engine("base").generate(prompts, params)
+    with gpu_engine("base") as engine:
+        outputs = engine.generate(prompts, params)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("settings", [{"weight_dtype": "int8"}, {"kv_dtype": "int8"}])
+def test_quantised_engines_follow_the_plain_ones(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    settings: dict[str, str],
+) -> None:
+    (token_ids,) = tiny("base").prompts(16, seed=7)
+    expected = open_engine("base", **settings).score(token_ids, 14)
+    with gpu_engine("base", **settings) as engine:
+        logits = engine.score(token_ids, 14).cpu()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
+
+
+def test_a_layer_of_a_decode_step_is_five_kernels(gpu_engine: Callable[..., Engine]) -> None:
+    with gpu_engine("base") as engine:
+        runner = engine._parts.runner
+        key = runner.sizes.decode_key(1, 1, False)
+        with record_launches() as launches:
+            runner._functions.decode(key)
+    assert len(launches) == 1 + 5 * 3 + 2

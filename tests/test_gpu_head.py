@@ -1,0 +1,58 @@
+"""The head of a decode step against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu.head import head, reference_head
+from stepgraph.runtime.kernels.gpu.linear import GpuLinear, LinearConfig, Norm, Pending
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, parts=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "config"), [(1, FEW), (3, FEW), (3, MANY), (9, MANY)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_logits_and_the_best_of_each_chunk(
+    dtype: torch.dtype, tokens: int, config: LinearConfig, softcap: float
+) -> None:
+    hidden, vocab = 37, 131
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
+    weight = torch.randn(vocab, hidden, device=DEVICE, dtype=dtype)
+    norm = Norm(torch.randn(hidden, device=DEVICE, dtype=dtype), 1e-5)
+    linear = GpuLinear(weight)
+    logits, maxima, ids = head(x, norm, linear, softcap, None, config)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    expected, _, _ = reference_head(x, norm, linear, softcap)
+    assert (logits - expected).float().norm() <= tolerance * expected.float().norm()
+    for chunk, part in enumerate(logits.float().split(config.block_n, dim=1)):
+        assert torch.equal(maxima[:, chunk], part.amax(-1))
+        assert torch.equal(ids[:, chunk], (part.argmax(-1) + chunk * config.block_n).int())
+
+
+def test_equal_logits_and_what_is_no_number() -> None:
+    weight = torch.ones(40, 16, device=DEVICE)
+    weight[33] = float("nan")
+    norm = Norm(torch.ones(16, device=DEVICE), 1e-5)
+    x = torch.rand(2, 16, device=DEVICE)
+    x[1] = float("nan")  # a row of its own
+    logits, maxima, ids = head(x, norm, GpuLinear(weight), config=FEW)
+    assert ids[0, :2].tolist() == [0, 16]
+    assert bool(((ids >= 0) & (ids < 40)).all())
+    assert bool(logits[0, :33].isfinite().all())
+    assert bool(maxima[0, :2].isfinite().all())
+
+
+def test_pending_rows_are_added_first() -> None:
+    x, delta = torch.randn(2, 2, 24, device=DEVICE).unbind(0)
+    norm, post = (Norm(torch.randn(24, device=DEVICE), 1e-6, offset=True) for _ in range(2))
+    linear = GpuLinear(torch.randn(50, 24, device=DEVICE))
+    summed, expected_sum = torch.full_like(x, float("nan")), torch.empty_like(x)
+    logits, _, _ = head(x, norm, linear, 0.0, Pending(delta, post, summed), FEW)
+    expected, _, _ = reference_head(x, norm, linear, 0.0, Pending(delta, post, expected_sum))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(summed, expected_sum)

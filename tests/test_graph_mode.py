@@ -1,0 +1,436 @@
+"""Whole engines whose steps are captured, over the recording fake of the graph API.
+
+Order of captures, launches and copies; and tokens equal to those of eager engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stepgraph.graphs.buffers import StaticBuffers, TensorSpec
+from stepgraph.runtime import (
+    EmbeddedSpan,
+    EncodedContent,
+    Engine,
+    PromptEmbeds,
+    RequestOutput,
+    SamplingParams,
+)
+from stepgraph.runtime.step_functions import StepOutput
+
+from .fake_graphs import FakeCapturer, FakeGraphs, NotCapturableError, make_fake_graphs  # noqa: F401
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+GRAPH = {"mode": "graph", "compile": False, "max_model_len": 96, "buckets": (1, 4)}
+
+
+@pytest.fixture
+def open_captured(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs
+) -> Callable[..., Engine]:
+    """Open an engine with captured steps, whose device works behind the host from then on."""
+
+    def make(variant: str, **config: Any) -> Engine:
+        engine = open_engine(variant, **GRAPH | config)
+        fake_graphs.stream.behind = True
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def open_both(
+    open_engine: Callable[..., Engine], open_captured: Callable[..., Engine]
+) -> Callable[..., tuple[Engine, Engine]]:
+    """Open the same engine with eager and with captured steps."""
+
+    def make(variant: str, **config: Any) -> tuple[Engine, Engine]:
+        eager = open_engine(variant, **config)
+        return open_captured(variant, **config), eager
+
+    return make
+
+
+def shown(outputs: list[RequestOutput]) -> list[Any]:
+    """All that a user can see of outputs, but times."""
+    return [
+        [(c.token_ids, c.finish_reason, c.text, c.logprobs) for c in output.completions]
+        for output in outputs
+    ]
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    final = {}
+    while engine.has_unfinished():
+        final |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    return final
+
+
+def check_captured(engine: Engine) -> None:
+    stats = engine.stats()
+    assert stats["mode"] == "graph"
+    assert stats["fallbacks"] == 0
+    engine.check_integrity()
+
+
+# Captures -----------------------------------------------------------------------------------------
+
+
+def test_all_is_captured_before_the_first_request_largest_first(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    engine = open_captured("base", prefill_chunk=64)
+    library = engine._loop.runner.library
+    captures = fake_graphs.index_of(library)
+    assert set(captures) == set(engine._loop.runner.sizes.keys())
+    events = [event for event, *_ in fake_graphs.log]
+    assert events.count("capturer") == 1, "one pool and one stream for all"
+    assert events[0] == "capturer"
+    made = [event for event in events if event in ("warm up", "capture")]
+    assert made == ["warm up", "capture"] * len(captures)
+    in_order = sorted(captures, key=captures.__getitem__)
+    assert [key.size for key in in_order] == sorted((k.size for k in captures), reverse=True)
+    before = len(fake_graphs.graphs)
+    engine.generate(base.prompts(70, 3, 20), GREEDY)
+    assert len(fake_graphs.graphs) == before
+    check_captured(engine)
+
+
+def test_what_captures_cost_is_reported(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+) -> None:
+    engine = open_captured("base")
+    prepared = engine.stats()["prepared"]
+    assert prepared["steps"] == len(fake_graphs.graphs)
+    assert prepared["bytes"] == 4096 * len(fake_graphs.graphs)
+    assert engine.stats()["memory"]["captured_graphs"]["planned"] > 0
+
+
+def test_a_key_that_was_not_captured_is_counted_and_served(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = open_captured("base")
+    library = engine._loop.runner.library
+    lost = [key for key in library._steps if key.phase == "decode" and key.size == 4]
+    for key in lost:
+        del library._steps[key]
+    prompts = base.prompts(5, 9)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+    stats = engine.stats()
+    assert stats["fallbacks"] > 10
+    assert caplog.text.count("no step was prepared for") == len(library.stats().missed_keys) >= 1
+    assert set(library.stats().missed_keys) <= set(lost)
+
+
+# The order of a step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_steady_step_is_one_replay(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    temperature: float,
+) -> None:
+    """No copy to the device; the tokens of the step before are read while this one runs."""
+    engine = open_captured("base", block_size=64)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    for prompt in base.prompts(5, 9, 3):
+        engine.add_request(prompt, params)
+    for _ in range(5):
+        engine.step()
+    (number,) = [launch.number for launch in engine._loop._launched]
+    replayed = set()
+    for step in range(20):
+        mark = len(fake_graphs.log)
+        engine.step()
+        replay, *rest = fake_graphs.log[mark:]
+        assert replay[0] == "replay"
+        replayed.add(replay)
+        assert rest == [("bring", "decode"), ("read", number + step)]
+    assert len(replayed) == 1
+    key = {i: k for k, i in fake_graphs.index_of(engine._loop.runner.library).items()}[
+        replayed.pop()[1]
+    ]
+    assert (key.phase, key.size, key.full_sampler) == ("decode", 4, temperature > 0)
+    check_captured(engine)
+
+
+def test_outputs_leave_before_the_next_replay_and_inputs_come_before_theirs(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    """Chunks of prompts beside rows that decode: two launches a step, decoding first."""
+    engine = open_captured("base", block_size=4, prefill_chunk=8)
+    for prompt in base.prompts(5, 40, 3, 33):
+        engine.add_request(prompt, GREEDY)
+    phase_of = {i: k.phase for k, i in fake_graphs.index_of(engine._loop.runner.library).items()}
+    mixed = 0
+    while engine.has_unfinished():
+        mark = len(fake_graphs.log)
+        engine.step()
+        events = fake_graphs.log[mark:]
+        launches = [e for e in events if e[0] in ("replay", "bring")]
+        phases = [phase_of[e[1]] for e in launches if e[0] == "replay"]
+        assert phases in (["decode"], ["prefill"], ["decode", "prefill"], [])
+        brought = [e[1] for e in launches[1::2]]
+        assert brought == phases, "what a replay left is brought before the next one"
+        names = [event for event, *_ in events]
+        if "copy" in names:  # all copies of a step come before its launches
+            assert names.index("replay") > max(i for i, n in enumerate(names) if n == "copy")
+        assert names.count("read") <= 2
+        if "read" in names and launches:
+            assert names.index("read") > names.index("bring"), "it waits behind the launch"
+        mixed += len(phases) == 2
+    assert mixed > 5
+    check_captured(engine)
+
+
+def test_addresses_never_change(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    """Of static tensors and of outputs (which every replay of the fake looks at)."""
+    engine = open_captured("base", max_model_len=64, block_size=4, num_blocks=24)
+    runner = engine._loop.runner
+    before = runner.addresses()
+    prompts = base.prompts(20, 21, 22, 23)
+    for _ in range(2):
+        outputs = engine.generate(prompts, GREEDY)
+        assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+        assert runner.addresses() == before
+    assert engine.stats()["preemptions"] > 0
+    assert sum(graph.replays for graph in fake_graphs.graphs) > 40
+    check_captured(engine)
+
+
+# Tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["base", "qwen3", "gemma3", "deepseek_v2"])
+def test_greedy_tokens(
+    open_both: Callable[..., tuple[Engine, Engine]], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    """Requests come while others decode; prompts are longer than a chunk, rows change hands."""
+    finals = []
+    prompts = tiny(variant).prompts(3, 50, 1, 17, 9, 33)
+    for engine in open_both(variant, prefill_chunk=16, block_size=8):
+        for index, prompt in enumerate(prompts):
+            engine.add_request(prompt, GREEDY, str(index))
+            for _ in range(4):
+                engine.step()
+        finals.append(drain(engine))
+    captured, eager = ([final[str(i)].token_ids for i in (3, 4, 5)] for final in finals)
+    assert captured == eager == tiny(variant).greedy(prompts[3:], 20)
+
+
+def test_sampled_tokens_and_their_log_probabilities(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
+) -> None:
+    """Penalties are state on the device; completions of one prompt fork."""
+    prompts = base.prompts(30, 4, 12)
+    params = [
+        SamplingParams(
+            max_tokens=18, temperature=0.9, top_k=20, top_p=0.95, min_p=0.02, seed=7, n=3,
+            logprobs=4, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2,
+        ),
+        SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, min_tokens=6),
+        SamplingParams(max_tokens=25, temperature=1.3, seed=9, logit_bias={5: 4.0, 6: -9.0}, n=2),
+    ]  # fmt: skip
+    captured, eager = open_both("base", prefill_chunk=8, block_size=4)
+    ours, theirs = shown(captured.generate(prompts, params)), shown(eager.generate(prompts, params))
+    for own, other in zip(chain(*ours), chain(*theirs), strict=True):
+        assert own[:3] == other[:3]
+        for a, b in zip(own[3], other[3], strict=True):
+            assert (a.token_id, list(a.top)) == (b.token_id, list(b.top))
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert list(a.top.values()) == pytest.approx(list(b.top.values()), abs=1e-4)
+    assert captured.stats()["cache"]["forks"] > 0
+    check_captured(captured)
+
+
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_preempted_requests(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel, choice: str
+) -> None:
+    captured, eager = open_both(
+        "base",
+        block_size=4,
+        num_blocks=28,
+        prefill_chunk=16,
+        host_cache_bytes=1 << 20,
+        preemption=choice,
+    )
+    prompts = base.prompts(20, 21, 22, 23, 5)
+    params = [GREEDY, SamplingParams(max_tokens=20, temperature=0.8, seed=2, ignore_eos=True)] * 3
+    outputs = captured.generate(prompts, params[:5])
+    assert shown(outputs) == shown(eager.generate(prompts, params[:5]))
+    assert captured.stats()["preemptions"] > 0
+    assert (captured.stats()["cache"]["swapped_in"] > 0) == (choice == "swap")
+    check_captured(captured)
+
+
+def test_a_cached_prefix_and_an_abort(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
+) -> None:
+    (prompt, other) = base.prompts(40, 30)
+    finals = []
+    for engine in open_both("base", block_size=4, prefill_chunk=16):
+        engine.generate([prompt], GREEDY)
+        engine.add_request(prompt, GREEDY, "again")
+        engine.add_request(other, GREEDY, "aborted")
+        for _ in range(9):
+            engine.step()
+        engine.abort("aborted")
+        engine.add_request(other[:20] + prompt[:20], GREEDY, "late")
+        finals.append(drain(engine))
+    for name in ("again", "late"):
+        assert finals[0][name].token_ids == finals[1][name].token_ids
+        assert finals[0][name].cached_tokens == finals[1][name].cached_tokens
+    assert finals[0]["again"].cached_tokens == 36
+
+
+def test_prompt_embeddings(
+    open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
+) -> None:
+    prompts = base.prompts(30, 21, 12)
+    generator = torch.Generator().manual_seed(4)
+    spans = [
+        [EmbeddedSpan(3 + i, EncodedContent.of(torch.randn(9, 48, generator=generator)))]
+        for i in range(3)
+    ]
+    batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]
+    captured, eager = open_both("base", prompt_embeds=True, block_size=4, prefill_chunk=8)
+    assert shown(captured.generate(batch, GREEDY)) == shown(eager.generate(batch, GREEDY))
+    plain = [output.token_ids for output in captured.generate(prompts, GREEDY)]
+    assert plain == base.greedy(prompts, 20)
+    check_captured(captured)
+
+
+def test_logits_of_forced_tokens(
+    open_both: Callable[..., tuple[Engine, Engine]], fake_graphs: FakeGraphs, base: TinyModel
+) -> None:
+    captured, eager = open_both("base", block_size=8, prefill_chunk=16)
+    (token_ids,) = base.prompts(60)
+    fake_graphs.stream.behind = False  # `score` takes the logits, which waits for the device
+    for prompt_len in (1, 40, 60):
+        expected = eager.score(token_ids, prompt_len)
+        torch.testing.assert_close(
+            captured.score(token_ids, prompt_len), expected, rtol=0, atol=1e-4
+        )
+    check_captured(captured)
+
+
+def test_chunks_by_time(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    """The calibration runs captured steps of the null row, and leaves no trace."""
+    engine = open_captured("base", max_itl_ms=5.0, prefill_chunk=32)
+    prompts = base.prompts(60, 3, 41)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+    assert Counter(event for event, *_ in fake_graphs.log)["replay"] > 20
+    check_captured(engine)
+
+
+def test_kernels_for_cpus_are_captured(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+) -> None:
+    """All layers are one operation there, and so is the sampler: nothing is left to compile."""
+    fake_graphs.kernels = "compile"
+    engine = open_captured("base", compile=True, block_size=8, prefill_chunk=24)
+    prompts = base.prompts(60, 3, 41, 7, 12)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
+    check_captured(engine)
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_captured(
+    open_captured: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    tiny: Callable[[str], TinyModel],
+) -> None:
+    fake_graphs.records = False
+    micro = tiny("micro")
+    engine = open_captured("micro", compile=True, block_size=8, prefill_chunk=24)
+    prompts = micro.prompts(60, 3, 41, 7, 12)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == micro.greedy(prompts, 20)
+    check_captured(engine)
+
+
+# The fake itself ----------------------------------------------------------------------------------
+
+
+def test_the_fake_finds_what_a_device_would_show(fake_graphs: FakeGraphs) -> None:
+    capturer = FakeCapturer(fake_graphs, "cpu")
+    x = torch.ones(3)
+    for wait in (lambda: x.sum().item(), lambda: x + torch.tensor(2.0), lambda: x[x > 0]):
+        with pytest.raises(NotCapturableError):
+            capturer.capture(lambda wait=wait: StepOutput(wait(), x, None))  # type: ignore[arg-type]
+    numbers = iter((2.0, 3.0, 4.0))
+    one = capturer.capture(lambda: StepOutput(x * next(numbers), x, None))
+    other = capturer.capture(lambda: StepOutput(x + 5, x, None))
+    one.replay()
+    assert one.output.tokens.tolist() == [2, 2, 2], "what the host decided is frozen"
+    assert other.output.tokens.isnan().all()
+    x.fill_(7)
+    other.replay()
+    assert other.output.tokens.tolist() == [12, 12, 12]
+    assert one.output.tokens.isnan().all()
+    assert x.tolist() == [7, 7, 7]
+    assert next(numbers) == 3.0
+
+
+def test_a_copy_of_the_fake_is_late(fake_graphs: FakeGraphs) -> None:
+    layout = dataclasses.make_dataclass("Layout", [("x", torch.Tensor)])
+    spec = {"x": TensorSpec((2,), torch.int64)}
+    buffers = StaticBuffers.allocate(layout, spec, "cpu")
+    capture = FakeCapturer(fake_graphs, "cpu").capture(
+        lambda device=buffers.device: StepOutput(device.x * 2, device.x, None)
+    )
+    fake_graphs.stream.behind = True
+
+    def shown() -> list[int]:
+        fake_graphs.stream.wait()
+        return capture.output.tokens.tolist()
+
+    buffers.host.x.fill_(1)
+    capture.replay()
+    assert shown() == [0, 0], "it was not copied"
+    buffers.copy_to_device()
+    buffers.host.x[1] = 5  # without having waited
+    capture.replay()
+    assert shown() == [2, 10]
+    buffers.copy_to_device()
+    buffers.begin_write()
+    buffers.host.x.fill_(4)
+    capture.replay()
+    assert shown() == [2, 10]
+    buffers.copy_to_device()
+    capture.replay()
+    assert shown() == [8, 8]

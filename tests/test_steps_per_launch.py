@@ -1,0 +1,323 @@
+"""Several decode steps in one launch: when there are any, and that no token is another for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+from stepgraph.runtime.kernels import have_compiler
+from stepgraph.runtime.plan import StepPlan
+from stepgraph.runtime.request import Request
+
+from .fake_device import oracle
+from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+from .scheduler_rig import Rig
+from .test_scheduler_cost import costs_of
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+
+def steps_of(rig: Rig) -> list[int]:
+    """Decode steps of each launch so far; 0: it prefilled only."""
+    return [plan.steps if plan.decode else 0 for plan in rig.runner.plans]
+
+
+# When ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [(17, [0, 8, 8]), (20, [0, 8, 8, 1, 1, 1]), (8, [0, *[1] * 7]), (9, [0, 8]), (1, [0])],
+)
+def test_the_last_tokens_are_decoded_singly(
+    max_tokens: int, expected: list[int], in_flight: int
+) -> None:
+    """The prefill samples the first one."""
+    rig = Rig(steps_per_launch=8, in_flight=in_flight)
+    request = rig.add(3, max_tokens=max_tokens)
+    rig.drain()
+    assert steps_of(rig) == expected
+    assert request.output_ids == oracle(request)[0]
+
+
+def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
+    rig = Rig(steps_per_launch=4, prefill_chunk=4)
+    first = rig.add(3, max_tokens=30)
+    rig.step(3)
+    second = rig.add(14, max_tokens=12)
+    rig.drain()
+    #                         chunks of 4    three left of the second
+    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 1, 4, 4, 1, 1, 1, 4, 1, 1]
+    for request in (first, second):
+        assert request.output_ids == oracle(request)[0]
+
+
+def test_nobody_decodes_several_tokens_while_a_prompt_waits_in_its_row() -> None:
+    """For time: a budget of time may leave none for its chunk."""
+
+    class Budget:
+        left = 3
+
+        def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
+            self.left -= bool(plan.decode)
+            return 0 if plan.decode and self.left > 0 else count
+
+    rig = Rig(steps_per_launch=4)
+    rig.add(3, max_tokens=30)
+    rig.step(3)
+    rig.scheduler._step_budget = Budget()  # type: ignore[assignment]
+    rig.add(5, max_tokens=12)
+    rig.step(4)
+    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 4]
+    assert [len(plan.prefill) for plan in rig.runner.plans] == [1, 0, 0, 0, 0, 1, 0]
+    rig.scheduler._step_budget = None
+    rig.drain()
+
+
+def test_who_waits_for_a_row_does_not_stand_against_it() -> None:
+    rig = Rig(steps_per_launch=4, max_rows=1)
+    for _ in range(2):
+        rig.add(3, max_tokens=9)
+    rig.drain()
+    assert steps_of(rig) == [0, 4, 4] * 2
+
+
+def test_where_blocks_are_short_there_are_single_steps() -> None:
+    """A window of three tokens fits, eight more beside it do not; nobody loses blocks for them."""
+    rigs = [
+        Rig(windows=(3,), block_size=1, usable_blocks=blocks, prefill_chunk=1, steps_per_launch=8)
+        for blocks in (9, 30)
+    ]
+    for rig in rigs:
+        requests = [rig.add(2, max_tokens=25) for _ in range(2)]
+        rig.drain()
+        assert rig.loop.counts["preemptions"] == 0
+        for request in requests:
+            assert request.output_ids == oracle(request, (3,))[0]
+    tight, roomy = rigs
+    assert max(steps_of(tight)) == 1
+    assert max(steps_of(roomy)) == 8
+    assert tight.loop.counts["multi_step_launches"] == 0
+    assert roomy.loop.counts["multi_step_launches"] == steps_of(roomy).count(8) >= 2
+
+
+@pytest.mark.parametrize("windows", [(None,), (3,), (None, 3)])
+def test_blocks_that_leave_a_window_are_given_back(windows: Any) -> None:
+    """A launch later than they would be otherwise, and no later than that."""
+    rig = Rig(windows=windows, steps_per_launch=4, block_size=2)
+    request = rig.add(2, max_tokens=33)
+    while rig.loop.has_unfinished:
+        rig.step()
+        for allocator in rig.cache._allocators:
+            live = len(allocator.live_columns(request.id))
+            if allocator.slides and request.row is not None:
+                assert live <= -(-(3 + 2 * 4) // 2) + 1
+    assert steps_of(rig) == [0] + [4] * 8
+    assert request.output_ids == oracle(request, windows)[0]
+
+
+def test_a_quiet_launch_costs_the_same_however_many_rows_decode() -> None:
+    costs = []
+    for rows in (2, 8):
+        rig = Rig(steps_per_launch=4, block_size=64, max_rows=9)
+        for _ in range(rows):
+            rig.add(2, max_tokens=38)
+        rig.step(2)
+        assert rig.step().steps == 4
+        costs.append(costs_of(rig, 3))
+    assert costs[0] == costs[1]
+    assert len(set(costs[0])) == 1
+
+
+# What the loop makes of it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("where", range(1, 9))
+def test_what_comes_after_a_stop_is_discarded(where: int, in_flight: int) -> None:
+    rig = Rig(steps_per_launch=4, in_flight=in_flight)
+    probe = rig.group(3, max_tokens=20).requests[0]
+    rig.arrivals -= 1  # the same prompt and seed again
+    tokens = oracle(probe)[0]
+    request = rig.add(3, max_tokens=20, stop={tokens[where]}, min_tokens=where)
+    other = rig.add(5, max_tokens=20)
+    finals = {output.request_id: output for output in rig.drain() if output.finished}
+    assert finals["request-1"].token_ids == tokens[: where + 1]
+    assert finals["request-1"].finish_reason == "stop"
+    assert finals["request-2"].token_ids == oracle(other)[0]
+    assert rig.loop.counts["output_tokens"] == where + 1 + 20
+    assert request.num_output == where + 1
+
+
+def test_outputs_show_several_new_tokens_at_once() -> None:
+    rig = Rig(steps_per_launch=4)
+    request = rig.add(3, max_tokens=13)
+    lengths = [len(output.token_ids) for output in rig.drain()]
+    assert lengths == [1, 5, 9, 13]
+    assert len(set(request.token_ns)) == 4, "they arrive together"
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_an_abort_with_tokens_under_way(in_flight: int) -> None:
+    rig = Rig(steps_per_launch=4, in_flight=in_flight, max_rows=2)
+    aborted, other = rig.group(3, max_tokens=30), rig.group(3, max_tokens=30)
+    rig.loop.add(aborted)
+    rig.loop.add(other)
+    rig.step(4)
+    shown = aborted.requests[0].num_output
+    rig.loop.abort(aborted)
+    late = rig.add(4, max_tokens=20)  # in the row, and perhaps the blocks, that are free now
+    finals = {output.request_id: output for output in rig.drain() if output.finished}
+    assert (len(finals[aborted.id].token_ids), finals[aborted.id].finish_reason) == (shown, "abort")
+    assert finals[other.id].token_ids == oracle(other.requests[0])[0]
+    assert late.output_ids == oracle(late)[0]
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def shown(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        [
+            (c.token_ids, c.finish_reason, c.text, [(p.token_id, list(p.top)) for p in c.logprobs])
+            for c in output.completions
+        ]
+        for output in outputs
+    ]
+
+
+MIXED = [
+    SamplingParams(max_tokens=26, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.9, seed=5, n=3),
+    SamplingParams(max_tokens=19, temperature=0.0, min_tokens=7, logprobs=3),
+    SamplingParams(
+        max_tokens=23, temperature=1.1, seed=8, logprobs=2, repetition_penalty=1.3,
+        presence_penalty=0.4, frequency_penalty=0.3, min_p=0.01, logit_bias={4: 3.0},
+    ),
+    SamplingParams(max_tokens=200, temperature=0.7, seed=1, ignore_eos=True),
+]  # fmt: skip
+MODES = [
+    {"mode": "eager"},
+    pytest.param(
+        {"mode": "compile"},
+        marks=pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler"),
+    ),
+    {"mode": "graph", "compile": False, "buckets": (1, 4)},
+]
+
+
+@pytest.mark.parametrize("config", MODES, ids=["eager", "compile", "graph"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_tokens_are_those_of_single_steps(
+    open_engine: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+    base: TinyModel,
+    config: dict[str, Any],
+    steps: int,
+) -> None:
+    """Penalties, forks and log-probabilities; one request reaches `max_model_len`."""
+    if config["mode"] == "compile":
+        fake_graphs.kernels = "compile"
+    sizes = {"block_size": 4, "prefill_chunk": 16, "max_model_len": 64}
+    prompts = base.prompts(30, 4, 12, 7, 9)
+    single = open_engine("base", **config, **sizes)
+    several = open_engine("base", **config, **sizes, steps_per_launch=steps)
+    fake_graphs.stream.behind = config["mode"] == "graph"
+    expected = single.generate(prompts, MIXED)
+    assert shown(several.generate(prompts, MIXED)) == shown(expected)
+    assert [len(o.token_ids) for o in expected][4] == 64 - 9
+    stats = several.stats()
+    assert stats["multi_step_launches"] > 3
+    assert stats["steps"] < single.stats()["steps"]
+    assert stats["fallbacks"] == 0
+    assert single.stats()["multi_step_launches"] == 0
+    several.check_integrity()
+
+
+def test_a_launch_reads_as_wide_as_its_last_step(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    """Where kernels read as many columns as a step is prepared for."""
+    engine = open_engine("base", block_size=4, steps_per_launch=7)
+    widths = list(engine._loop.runner.sizes.read_blocks)
+    assert widths[0] * 4 == 128
+    assert len(widths) > 1
+    prompts = base.prompts(3, 9, 31)  # tokens 123 to 129 of the last one are one launch
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == base.greedy(prompts, 100)
+    assert engine.stats()["multi_step_launches"] > 10
+
+
+def test_stop_strings(open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]) -> None:
+    engine, several = (open_engine("text", steps_per_launch=k) for k in (1, 6))
+    prompts = tiny("text").prompts(5, 9)
+    free = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+    texts = [output.text for output in engine.generate(prompts, free)]
+    for cut in range(3, 20, 4):
+        stops = [text[cut : cut + 3] for text in texts if text[cut : cut + 3].strip()]
+        params = SamplingParams(
+            max_tokens=40, temperature=0.8, seed=3, ignore_eos=True, stop=tuple(stops)
+        )
+        outputs = several.generate(prompts, params)
+        assert shown(outputs) == shown(engine.generate(prompts, params))
+    assert several.stats()["multi_step_launches"] > 5
+
+
+@pytest.mark.parametrize("choice", ["swap", "recompute"])
+def test_preemption_and_a_cached_prefix(
+    open_engine: Callable[..., Engine], base: TinyModel, choice: str
+) -> None:
+    sizes = {"block_size": 4, "num_blocks": 36, "prefill_chunk": 16, "host_cache_bytes": 1 << 20}
+    engines = [
+        open_engine("base", **sizes, preemption=choice, steps_per_launch=steps) for steps in (1, 3)
+    ]
+    prompts = base.prompts(20, 21, 22, 23, 5)
+    params = SamplingParams(max_tokens=24, temperature=0.6, seed=2, ignore_eos=True)
+    for _ in range(2):
+        single, several = (engine.generate(prompts, params) for engine in engines)
+        assert shown(several) == shown(single)
+    stats = engines[1].stats()
+    assert stats["preemptions"] > 0
+    assert stats["cache"]["hit_tokens"] > 0
+    assert stats["multi_step_launches"] > 3
+    engines[1].check_integrity()
+
+
+def test_a_steady_launch_is_one_replay(
+    open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, base: TinyModel
+) -> None:
+    engine = open_engine(
+        "base", mode="graph", compile=False, buckets=(4,), block_size=64, steps_per_launch=4
+    )
+    keys = engine._loop.runner.sizes.keys()
+    assert {key.steps for key in keys if key.phase == "decode"} == {1, 4}
+    assert {key.steps for key in keys if key.phase == "prefill"} == {1}
+    assert len(fake_graphs.graphs) == len(keys)
+    fake_graphs.stream.behind = True
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = base.prompts(5, 9, 3)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    for _ in range(4):
+        engine.step()
+    for _ in range(8):
+        mark = len(fake_graphs.log)
+        engine.step()
+        assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "bring", "read"]
+        record = engine.timeline.records()[-1]
+        assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
+    assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]
+
+
+def test_forced_tokens_are_decoded_one_by_one(
+    open_engine: Callable[..., Engine], base: TinyModel
+) -> None:
+    engine, several = (open_engine("base", steps_per_launch=k) for k in (1, 4))
+    (token_ids,) = base.prompts(30)
+    assert several.score(token_ids, 3).equal(engine.score(token_ids, 3))
+    assert several.stats()["multi_step_launches"] == 0
