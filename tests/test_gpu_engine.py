@@ -117,6 +117,18 @@ def test_quantised_engines_follow_the_plain_ones(
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
+def test_more_rows_than_the_kernels_for_few_take(
+    gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    model = tiny("micro")
+    prompts = model.prompts(*[2] * 34)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with gpu_engine("micro", max_rows=34, buckets=(34,), max_model_len=8) as engine:
+        outputs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+
+
 def test_a_layer_of_a_decode_step_is_five_kernels(gpu_engine: Callable[..., Engine]) -> None:
     with gpu_engine("base") as engine:
         runner = engine._parts.runner

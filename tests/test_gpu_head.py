@@ -15,12 +15,15 @@ FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, parts=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "config"), [(1, FEW), (3, FEW), (3, MANY), (9, MANY)])
+@pytest.mark.parametrize(
+    ("tokens", "config", "chunk"),
+    [(1, FEW, 16), (3, FEW, 16), (3, MANY, 32), (9, MANY, 32), (33, None, 1024)],
+)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_logits_and_the_best_of_each_chunk(
-    dtype: torch.dtype, tokens: int, config: LinearConfig, softcap: float
+    dtype: torch.dtype, tokens: int, config: LinearConfig | None, chunk: int, softcap: float
 ) -> None:
-    hidden, vocab = 37, 131
+    hidden, vocab = 37, 131 if config else 1100
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
     weight = torch.randn(vocab, hidden, device=DEVICE, dtype=dtype)
     norm = Norm(torch.randn(hidden, device=DEVICE, dtype=dtype), 1e-5)
@@ -29,9 +32,9 @@ def test_logits_and_the_best_of_each_chunk(
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     expected, _, _ = reference_head(x, norm, linear, softcap)
     assert (logits - expected).float().norm() <= tolerance * expected.float().norm()
-    for chunk, part in enumerate(logits.float().split(config.block_n, dim=1)):
-        assert torch.equal(maxima[:, chunk], part.amax(-1))
-        assert torch.equal(ids[:, chunk], (part.argmax(-1) + chunk * config.block_n).int())
+    for i, part in enumerate(logits.float().split(chunk, dim=1)):
+        assert torch.equal(maxima[:, i], part.amax(-1))
+        assert torch.equal(ids[:, i], (part.argmax(-1) + i * chunk).int())
 
 
 def test_equal_logits_and_what_is_no_number() -> None:

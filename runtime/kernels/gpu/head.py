@@ -9,14 +9,21 @@ from dataclasses import replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from .launch import num_multiprocessors
-from .linear import GpuLinear, LinearConfig, Norm, Pending, default_config
+from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .linear import ROW_CLASSES, GpuLinear, LinearConfig, Norm, Pending, default_config
 from .linear_kernels import launch_linear
+from .linear_tiles import capped, largest_of
+from .matmul import library_linear
+from .norm import norm_rows
 from .norm_linear import reference_norm_linear
 
 __all__ = ["head", "reference_head"]
+
+CHUNK = 1024
+"""Tokens of a program where the library makes the logits."""
 
 MOST_FEATURES = 32
 """Of a program on tensor cores: with more of them it would spill registers."""
@@ -33,14 +40,16 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. At most 32 rows.
+    maxima are float32, tokens int32, of equal logits the lowest. Up to 32 rows it is one kernel;
+    more take the library's product, with a kernel before and one behind it.
     """
+    if x_TD.shape[0] > ROW_CLASSES[-1]:
+        return _many_rows(x_TD, norm, linear, softcap, pending)
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
     config = config or _config(linear, tokens, num_multiprocessors(x_TD.device))
     chunks = triton.cdiv(vocab_size, config.block_n)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
-    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
-    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=x_TD.device)
+    maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
     launch_linear(
         "head",
         x_TD,
@@ -53,6 +62,58 @@ def head(
         best=(maxima_TC, ids_TC),
     )
     return logits_TV, maxima_TC, ids_TC
+
+
+def _many_rows(
+    x_TD: Tensor, norm: Norm, linear: GpuLinear, softcap: float, pending: Pending | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    normed_TD = torch.empty_like(x_TD)
+    norm_rows(x_TD, norm, normed_TD, pending)
+    logits_TV = x_TD.new_empty(tokens, vocab_size)
+    library_linear(normed_TD, linear, logits_TV)
+    maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
+    launch(
+        _best_of_chunks,
+        (tokens, chunks),
+        logits_TV,
+        maxima_TC,
+        ids_TC,
+        vocab_size,
+        CHUNK=CHUNK,
+        SOFTCAP=softcap,
+    )
+    return logits_TV, maxima_TC, ids_TC
+
+
+def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the best of each chunk."""
+    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=device)
+    return maxima_TC, torch.empty(tokens, chunks, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _best_of_chunks(  # type: ignore[no-untyped-def]
+    logits_ptr, best_ptr, best_id_ptr, V,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): caps the logits in place, if they are, and finds the largest."""
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    pointers = logits_ptr + row.to(tl.int64) * V + token
+    logits = tl.load(pointers, mask=token < V, other=0.0).to(tl.float32)
+    if SOFTCAP > 0.0:
+        logits = capped(logits, SOFTCAP, dtype).to(dtype)
+        tl.store(pointers, logits, mask=token < V)
+        logits = logits.to(tl.float32)
+    best, best_id = largest_of(logits, token, V, axis=0)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(best_ptr + place, best)
+    tl.store(best_id_ptr + place, best_id)
 
 
 def _config(linear: GpuLinear, tokens: int, multiprocessors: int) -> LinearConfig:
