@@ -14,7 +14,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python bench.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
