@@ -16,6 +16,7 @@ from stepgraph.runtime.kernels import Kernels, WeightStorage
 
 pytest.importorskip("triton")
 
+from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
 from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
@@ -117,10 +118,19 @@ def test_quantised_engines_follow_the_plain_ones(
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
 
 
-def test_a_layer_of_a_decode_step_is_five_kernels(gpu_engine: Callable[..., Engine]) -> None:
-    with gpu_engine("base") as engine:
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+def test_a_layer_of_a_decode_step_is_five_kernels(
+    gpu_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """However many splits attention has: one for 64 rows, several for the others."""
+    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
+    with gpu_engine("base", max_rows=rows, max_model_len=256) as engine:
         runner = engine._parts.runner
-        key = runner.sizes.decode_key(1, 1, False)
+        key = runner.sizes.decode_key(rows, runner.sizes.read_blocks.largest, False)
         with record_launches() as launches:
             runner._functions.decode(key)
     assert len(launches) == 1 + 5 * 3 + 2
+    attention = [each.grid for each in launches if each.name == "_decode_attention"]
+    assert [grid[2] for grid in attention] == [rows] * 3
+    if INTERPRETED:
+        assert all((grid[1] > 1) == (rows < 64) for grid in attention)
