@@ -16,10 +16,9 @@ import torch
 from ..cache.arena import Arena
 from .batch import StepInputs
 from .config import EngineConfig, max_prefill_rows
-from .kernel_cases import decode_cases, launch_prefill
+from .kernel_cases import launch_prefill
 from .kernels import select_kernels
 from .kernels.gpu.launch import KernelLaunch, record_launches
-from .kernels.gpu.linear import ROW_CLASSES
 from .loading import resolve_source
 from .memory_report import resolve_absent
 from .models.decoder import Decoder
@@ -28,7 +27,7 @@ from .rows import RowState
 from .startup import layer_groups
 from .step_functions import StepFunctions, StepKey
 
-__all__ = ["RecordedStep", "record_kernels", "record_steps"]
+__all__ = ["RecordedStep", "record_layers", "record_steps"]
 
 _META = torch.device("meta")
 _BLOCKS = 2
@@ -104,16 +103,16 @@ def record_steps(
     return steps
 
 
-def record_kernels(
-    source: str | Path, config: EngineConfig, *, rows: Sequence[int], tokens: Sequence[int]
+def record_layers(
+    source: str | Path, config: EngineConfig, *, tokens: Sequence[int]
 ) -> list[RecordedStep]:
-    """Record the kernels of one layer, as `kernel_cases.py` launches them.
+    """Record a layer that runs operation by operation, as `kernel_cases.py` launches it.
+
+    In steps that are recorded these operations are torch's own, which launch nothing on "meta".
 
     Args:
         source: as for `record_steps`.
         config: likewise.
-        rows: sizes of decode steps; those that are too many for the fused kernels are left out, as
-            all are for latent attention.
         tokens: sizes of prefill steps.
 
     Raises as `record_steps`.
@@ -121,14 +120,6 @@ def record_kernels(
     model = resolve_source(source, config_only=True).config
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
     steps: list[RecordedStep] = []
-    for size in rows:
-        if size > ROW_CLASSES[-1] or model.latent is not None:
-            continue
-        cases = decode_cases(model, resolved, _META, rows=size, context=resolved.max_model_len)
-        with record_launches() as launches:
-            for case in cases:
-                case.run(0)
-        steps.append(RecordedStep(f"layer of {size} rows", launches))
     for size in tokens:
         with record_launches() as launches:
             launch_prefill(model, resolved, _META, tokens=size)

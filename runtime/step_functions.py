@@ -144,20 +144,18 @@ class StepFunctions:
         return StepOutput(stacked.tokens, output.logits, stacked)
 
     def _decode_step(self, key: StepKey) -> StepOutput:
-        rows = self.inputs.decode_rows[: key.size].clone()
         if self.model.decode_step is not None:
-            return self._decode_fused(self.model.decode_step, key, rows)
+            return self._decode_fused(self.model.decode_step, key)
+        rows = self.inputs.decode_rows[: key.size].clone()
         positions = self.state.positions[rows]
         hidden = self._part(self._forward_pass)(
             self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
         )
         return self._sample(key, self.model.logits(hidden), rows, positions)
 
-    def _decode_fused(
-        self, decode_step: DecodeStep, key: StepKey, rows_B: torch.Tensor
-    ) -> StepOutput:
-        """As `decode`, by kernels that begin with the state and, if greedy, end with it."""
-        state = self.state
+    def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
+        """As `_decode_step`, by kernels that begin with the state and, if greedy, end with it."""
+        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
         result = decode_step.run(
             rows_B,
             state.token_ids,
@@ -168,7 +166,7 @@ class StepFunctions:
             self.block_size,
         )
         if key.full_sampler:
-            return self._sample(key, result.logits, rows_B, result.positions)
+            return self._sample(key, result.logits, rows_B.clone(), result.positions)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 

@@ -32,7 +32,7 @@ def config_for(count: int) -> LinearConfig:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 33])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 29])
 def test_odd_shapes(count: int, dtype: torch.dtype) -> None:
     x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)
     linear = random_linear(N, K, dtype, bias=True)
@@ -110,9 +110,9 @@ def test_default_configs_compute_the_same() -> None:
 
 
 def test_what_does_not_fit_is_an_error() -> None:
-    x_TK, linear = rows(65, K, torch.bfloat16), random_linear(N, K, torch.bfloat16)
-    with pytest.raises(ValueError, match="at most 64 rows"):
-        norm_linear(x_TK, None, linear, poisoned(65, N, dtype=torch.bfloat16))
+    x_TK, linear = rows(33, K, torch.bfloat16), random_linear(N, K, torch.bfloat16)
+    with pytest.raises(ValueError, match="at most 32 rows"):
+        norm_linear(x_TK, None, linear, poisoned(33, N, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="norm_linear: a weight of"):
         norm_linear(x_TK[:1], None, linear, poisoned(1, N + 1, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="5 rows need tensor cores"):

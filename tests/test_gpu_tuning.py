@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.gpu import linear_timing, tune, tuning
+from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors
 from stepgraph.runtime.kernels.gpu.linear import (
     LinearConfig,
     candidate_configs,
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_FOLDER = Path(tuning.__file__).parent
 KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
-TUNED = Tuned(LinearConfig(8, 512, 4, 0), 15.6, 17.25)
+TUNED = Tuned(LinearConfig(8, 512, 4, 0, prefetch=True), 15.6, 17.25)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_what_is_stored_is_found_by_later_processes() -> None:
     assert tuning.lookup(KEY) == TUNED.config
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry["kernel"] == "gate_up"
-    assert entry["config"] == {"block_n": 8, "block_k": 512, "num_warps": 4, "parts": 0}
+    assert entry["config"] == dataclasses.asdict(TUNED.config)
     assert (entry["microseconds"], entry["default_microseconds"]) == (15.6, 17.25)
 
 
@@ -181,8 +182,8 @@ def test_the_key_of_a_kernel_here() -> None:
     assert (key.rows, key.dtype, key.weight_dtype) == (4, "float16", "float8_e4m3fn")
     assert (key.device, key.triton) == ("cpu", sys.modules["triton"].__version__)
     assert len(key.source) == 16
-    with pytest.raises(ValueError, match="at most 64 rows, got 65"):
-        tuning.tuning_key("norm_linear", 65, 96, 64, torch.float16, torch.float16, CPU)
+    with pytest.raises(ValueError, match="at most 32 rows, got 33"):
+        tuning.tuning_key("norm_linear", 33, 96, 64, torch.float16, torch.float16, CPU)
 
 
 def test_the_source_is_all_that_kernels_are_made_of() -> None:
@@ -204,7 +205,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
     shape = ("residual_linear", 2, 96, 64, torch.bfloat16, torch.int8, CPU)
-    default = default_config("residual_linear", 2, 96, 64, 1, 132)
+    default = default_config("residual_linear", 2, 96, 64, 1, num_multiprocessors(CPU))
     assert tuning.best_config(*shape) == default
     tuning.store({tuning.tuning_key(*shape): TUNED})
     new_process()
@@ -313,13 +314,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
     assert "(default 20.00 µs)" in lines[3]
     for problem in asked:
-        assert tuning.lookup(problem.key(CPU)) == problem.configs(132)[-1]
+        assert tuning.lookup(problem.key(CPU)) == problem.configs(num_multiprocessors(CPU))[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model preset:llama-3.2-1b --rows 1 65", "--rows 65: these kernels take at most 64"),
+        ("--model preset:llama-3.2-1b --rows 1 33", "--rows 33: these kernels take at most 32"),
         ("--model preset:none", "preset:none: no preset is called 'none'"),
         ("--model preset:mla-small", "preset:mla-small: layers with latent attention"),
         ("--model preset:qwen3-0.6b --rows 1", "runs with none of its configurations"),

@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the command needs models, which are made of kernels.
     from ...config import EngineConfig
     from ...errors import StepgraphError
-    from ...recorded_steps import record_kernels, record_steps
+    from ...recorded_steps import record_layers, record_steps
 
     config = EngineConfig(
         dtype=options.dtype,
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for capability in options.capability:
             _check(capability)
         steps = record_steps(options.model, config, rows=options.rows, tokens=options.tokens)
-        steps += record_kernels(options.model, config, rows=options.rows, tokens=options.tokens)
+        steps += record_layers(options.model, config, tokens=options.tokens)
         for step in steps:
             counts = Counter(launch.name for launch in step.launches)
             document["steps"].append({"name": step.name, "launches": dict(counts)})

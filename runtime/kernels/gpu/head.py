@@ -33,7 +33,7 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. At most 64 rows.
+    maxima are float32, tokens int32, of equal logits the lowest. At most 32 rows.
     """
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
     config = config or _config(linear, tokens, num_multiprocessors(x_TD.device))

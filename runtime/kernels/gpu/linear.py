@@ -33,7 +33,7 @@ __all__ = [
 SCALE_BLOCK = 128
 """Input features that share a scale where an output feature has several."""
 
-ROW_CLASSES = (1, 2, 4, 16, 32, 64)
+ROW_CLASSES = (1, 2, 4, 16, 32)
 """Numbers of rows that kernels are compiled for; fewer rows run in the next larger class."""
 
 STORAGES = {

@@ -1,4 +1,4 @@
-"""The two kernels of all linear layers of a decode step: for up to 4 rows, and for up to 64.
+"""The two kernels of all linear layers of a decode step: for up to 4 rows, and for up to 32.
 
 Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
 splits, E value head_dim.

@@ -24,7 +24,7 @@ def norm_linear(
 ) -> None:
     """`out = linear(norm(x))`, or of `x + pending.norm(pending.delta)`, which is kept.
 
-    All contiguous; activations in the model's dtype; at most 64 rows. Without `norm`, of the rows
+    All contiguous; activations in the model's dtype; at most 32 rows. Without `norm`, of the rows
     as they are.
     """
     launch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)

@@ -22,7 +22,7 @@ def residual_linear(
 ) -> None:
     """`out = residual + linear(a)`, the product rounded before it is added, or the product alone.
 
-    All contiguous, activations in the model's dtype; at most 64 rows. `out_TN` may be
+    All contiguous, activations in the model's dtype; at most 32 rows. `out_TN` may be
     `residual_TN` itself.
     """
     launch_linear("residual_linear", a_TK, linear, out_TN, config, residual_TN=residual_TN)

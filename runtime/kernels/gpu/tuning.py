@@ -209,7 +209,7 @@ def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
 
 def _checked(kind: type[Any], values: dict[str, Any]) -> Any:
     """A `kind` from its fields among `values`, whose types must be those of the fields."""
-    types = {"str": str, "int": int}
+    types = {"str": str, "int": int, "bool": bool}
     found = {}
     for field in dataclasses.fields(kind):
         value = values[field.name]
