@@ -17,7 +17,7 @@ from ..cache.arena import Arena
 from .config import ResolvedConfig
 from .kernels import AttentionForm, quantise_weight
 from .kernels.gpu.activation import activate_rows
-from .kernels.gpu.combine_output import combine_output
+from .kernels.gpu.combine_output import combine_output, product_combines
 from .kernels.gpu.decode_attention import decode_attention
 from .kernels.gpu.gate_up import gate_up
 from .kernels.gpu.launch import num_multiprocessors
@@ -27,7 +27,7 @@ from .kernels.gpu.norm import norm_rows
 from .kernels.gpu.norm_linear import norm_linear
 from .kernels.gpu.paged_attention import triton_paged_attention
 from .kernels.gpu.residual_linear import residual_linear
-from .kernels.gpu.split_attention import choose_splits, choose_tile, new_partials
+from .kernels.gpu.split_attention import choose_splits, choose_tile, new_counters, new_partials
 from .kernels.gpu.store import rotate_and_store, store_keys_and_values
 from .models.config import ModelConfig
 from .startup import layer_groups
@@ -86,7 +86,8 @@ def decode_cases(
     cache = _Cache(model, config, device, form, rows, context, copies)
     tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
-    partials = new_partials(rows, heads, splits, size, device)
+    partials, counters = new_partials(rows, heads, splits, size, device), new_counters(device)
+    combining = product_combines(partials.acc, output[0], config.dtype)
     x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
     qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
     attended_TK = shapes.activations(rows, heads * size)
@@ -117,15 +118,16 @@ def decode_cases(
             cache.positions_T,
             form,
             partials,
-            attended_TN=attended_TK if splits == 1 else None,
+            attended_TN=None if combining else attended_TK,
+            counters=counters,
             next_weight=output[i % copies].weight,
         )
 
     def combine(i: int) -> None:
-        if splits == 1:  # attention left nothing to combine
-            residual_linear(attended_TK, output[i % copies], residual, target)
+        if combining:
+            combine_output(*partials, output[i % copies], residual, target)
         else:
-            combine_output(*partials, output[i % copies], residual, target, attended_TK)
+            residual_linear(attended_TK, output[i % copies], residual, target)
 
     return [
         KernelCase(

@@ -6,11 +6,18 @@ Run by `test_gpu_compile_ahead.py` in a process that does not interpret kernels.
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 import triton
 import triton.language as tl
+from stepgraph.runtime.kernels import AttentionForm
 from stepgraph.runtime.kernels.gpu.compile_ahead import compile_launches, early_reads
+from stepgraph.runtime.kernels.gpu.decode_attention import (
+    decode_attention,
+    new_counters,
+    new_partials,
+)
 from stepgraph.runtime.kernels.gpu.launch import (
     launch,
     let_dependents_start,
@@ -76,6 +83,35 @@ def spills(w_ptr, x_ptr, out_ptr, N, K, BLOCK: tl.constexpr):
     tl.store(out_ptr + k * N + K, w * tl.sum(x) + x)
 
 
+def memory_order(capability: int) -> list[str]:
+    """Instructions of decode attention with counters, from the last of its stores to partials on:
+    barriers, atomic operations, and what touches global memory."""
+    rows, heads, kv_heads, size = 8, 32, 8, 64
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    model, angles = torch.bfloat16, empty(rows, size // 2, dtype=torch.float32)
+    with record_launches() as launches:
+        decode_attention(
+            empty(rows, (heads + 2 * kv_heads) * size, dtype=model),
+            empty(1, 2, 2, kv_heads, 16, size, dtype=model), 0, None, None, 1e-5, False, angles,
+            angles, empty(rows), empty(rows, 32, dtype=torch.int32), empty(rows), empty(rows),
+            AttentionForm(16, 0.125, 0, 0.0, "model", size),
+            new_partials(rows, heads, 4, size, torch.device("meta")),
+            attended_TN=empty(rows, heads * size, dtype=model),
+            counters=new_counters(torch.device("meta")),
+        )  # fmt: skip
+    (kernel,) = compile_launches(launches, capability)
+    assert not kernel.faults
+    opcodes = re.findall(
+        r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.global|st\.global)\S*)", kernel.ptx, re.M
+    )
+    count = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("atom"))
+    before = max(i for i in range(count) if opcodes[i].startswith("st."))
+    return opcodes[before:]
+
+
 KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
 
 
@@ -100,6 +136,7 @@ def main() -> None:
             "same": kernels[0] is kernels[len(KERNELS)],
             "early_reads": early_reads(launches, kernels),
             "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
+            "combining": memory_order(capability),
         }
     print(json.dumps(document))
 

@@ -98,6 +98,21 @@ def test_wrong_kernels_are_found(examples: dict[str, Any], name: str, fault: str
     assert any(fault in text for text in kernel["faults"])
 
 
+@pytest.mark.parametrize("capability", ["90", "80"])
+def test_partials_are_read_after_their_programs_are_counted(
+    examples: dict[str, Any], capability: str
+) -> None:
+    """Stores, barrier, count, barrier, and then loads that L1 does not serve."""
+    store, *rest = examples[capability]["combining"]
+    assert store.startswith("st.global")
+    count = rest.index("atom.global.gpu.acq_rel.add.u32")
+    assert set(rest[:count]) == {"bar.sync"}
+    assert rest[count + 1] == "bar.sync"
+    loads = [opcode for opcode in rest if opcode.startswith("ld.")]
+    assert loads
+    assert all(opcode.startswith("ld.global.cg.") for opcode in loads)
+
+
 def test_inputs_loaded_before_the_wait_are_found(examples: dict[str, Any]) -> None:
     found = "right loads w_ptr, which right writes, before it waits"
     assert found in examples["90"]["early_reads"]

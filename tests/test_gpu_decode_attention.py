@@ -15,12 +15,14 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
 from stepgraph.runtime.kernels.gpu import decode_attention as da
+from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu import rotated_heads
-from stepgraph.runtime.kernels.gpu.launch import record_launches
+from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
 from stepgraph.runtime.kernels.gpu.split_attention import MOST_SPLITS
 from stepgraph.runtime.kernels.kv_storage import write_blocks
 from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
+from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -136,11 +138,26 @@ def run(cache: Cache, x: Inputs, splits: int, tile: da.Tile | None = None) -> tu
     assert not partials.m.isnan().any()
     assert torch.equal(used, partials.m.isfinite())
     assert torch.equal(used.sort(-1, descending=True).values, used)
-    da.combine_splits(partials, out)
-    again = torch.full_like(out, math.nan)
-    da.reference_combine_splits(partials, again)
-    close(out, again, TOLERANCE[out.dtype])
+    da.reference_combine_splits(partials, out)
     return out, arena
+
+
+def run_combined(
+    cache: Cache, x: Inputs, splits: int, counters: Tensor, tile: da.Tile | None = None
+) -> Tensor:
+    """Attended as the kernel puts it together, from poisoned workspace."""
+    head_dim, kv_heads = cache.form.value_dim, cache.arena.shape[3]
+    rows, heads = x.qkv.shape[0], x.qkv.shape[1] // head_dim - 2 * kv_heads
+    partials = da.new_partials(rows, heads, splits, head_dim, x.qkv.device)
+    out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
+    for tensor in (*partials, out):
+        tensor.fill_(math.nan)
+    da.decode_attention(
+        x.qkv, cache.arena.clone(), LAYER, x.q_norm, x.k_norm, x.eps, x.offset, x.cos, x.sin,
+        cache.slots, cache.block_tables, cache.token_rows, cache.positions, cache.form, partials,
+        attended_TN=out, counters=counters, tile=tile,
+    )  # fmt: skip
+    return out
 
 
 def run_reference(cache: Cache, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -207,6 +224,10 @@ def check(
 
 
 SMALL = da.Tile(16, 16, 4, 1)
+
+
+def zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -314,9 +335,11 @@ def test_queries_that_are_ready(
         tensor.fill_(math.nan)
     da.decode_ready_attention(
         q, cache.arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,
-        partials, tile=SMALL,
+        partials, attended_TN=out, tile=SMALL,
     )  # fmt: skip
-    da.combine_splits(partials, out)
+    again = torch.full_like(out, math.nan)
+    da.reference_combine_splits(partials, again)
+    close(out, again, TOLERANCE[dtype])
     real = torch.tensor(lengths, device=DEVICE) > 0
     close(out[real], expected.flatten(1)[real], TOLERANCE[dtype])
 
@@ -367,7 +390,7 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
     da.decode_attention(
         x.qkv, cache.arena, LAYER, None, None, 0.0, False, x.cos, x.sin, cache.slots,
         cache.block_tables, cache.token_rows, cache.positions, cache.form, partials,
-        attended_TN=out, tile=SMALL,
+        attended_TN=out, counters=zeros(6), tile=SMALL,
     )  # fmt: skip
     close(out[:2], expected[:2], TOLERANCE[dtype])
     q = rotated_heads.reference_turned(x.qkv[:, :96].view(3, 6, 16), x.cos, x.sin)
@@ -378,6 +401,65 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
     )  # fmt: skip
     close(out[:2], expected[:2], TOLERANCE[dtype])
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("splits", range(2, 9))
+def test_the_last_program_puts_the_splits_together(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short rows use one of the splits, or some; the counters are left as they were found, and
+    whoever is last finds the same."""
+    dtype = torch.bfloat16 if splits % 2 else torch.float32
+    cache, x = make_cache([90, 1, 0, 40], 1, 10, 8, dtype), make_inputs(4, 3, 1, 10, dtype)
+    counters = zeros(5)
+    out = run_combined(cache, x, splits, counters, SMALL)
+    assert not counters.any()
+    expected, _ = run_reference(cache, x)
+    close(out[[0, 1, 3]], expected[[0, 1, 3]], TOLERANCE[dtype])
+    assert out.isfinite().all()
+    if INTERPRETED:  # in turn: from the last split to the first, then the middle last
+        order = [*range(splits - 1, -1, -1)]
+        for _ in range(2):
+            run_in_order(monkeypatch, order)
+            assert torch.equal(run_combined(cache, x, splits, counters, SMALL), out)
+            order.append(order.pop(splits // 2))
+    for _ in range(3):
+        assert torch.equal(run_combined(cache, x, splits, counters, SMALL), out)
+    assert not counters.any()
+
+
+def run_in_order(monkeypatch: pytest.MonkeyPatch, splits: list[int]) -> None:
+    """Let the interpreter run the programs of splits in this order."""
+    builder = interpreter.InterpreterBuilder
+    original = getattr(builder.set_grid_idx, "original", builder.set_grid_idx)
+
+    def set_grid_idx(self: object, x: int, y: int, z: int) -> None:
+        original(self, x, splits[y], z)
+
+    set_grid_idx.original = original  # type: ignore[attr-defined]
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+@pytest.mark.parametrize("shape", [(33, 1, 64), (6, 2, 80)])
+def test_groups_that_are_put_together_in_turns(shape: tuple[int, int, int]) -> None:
+    cache = make_cache([50], *shape[1:], 16, torch.float32)
+    x, counters = make_inputs(1, *shape, torch.float32), zeros(shape[1])
+    out = run_combined(cache, x, 3, counters, SMALL._replace(heads=64, num_warps=1))
+    close(out, run_reference(cache, x)[0], TOLERANCE[torch.float32])
+    assert not counters.any()
+
+
+@given(rows=st.integers(1, 256), kv_heads=st.integers(1, 64), processors=st.integers(1, 200))
+def test_there_are_counters_for_all_that_is_split(
+    rows: int, kv_heads: int, processors: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "MULTIPROCESSORS", processors)
+        counters = da.new_counters(torch.device("meta"))
+    assert counters.dtype == torch.int32
+    splits = da.choose_splits(rows, kv_heads, 1 << 17, processors)
+    assert splits == 1 or counters.numel() >= rows * kv_heads
+    assert not da.new_counters(torch.device(DEVICE)).any()
 
 
 def test_known_choices() -> None:

@@ -16,9 +16,12 @@ from stepgraph.runtime.kernels import Kernels, WeightStorage
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.kernels.gpu import stack
+from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
 from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+from stepgraph.runtime.recorded_steps import record_steps
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -129,10 +132,44 @@ def test_more_rows_than_the_kernels_for_few_take(
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
 
 
-def test_a_layer_of_a_decode_step_is_five_kernels(gpu_engine: Callable[..., Engine]) -> None:
-    with gpu_engine("base") as engine:
-        runner = engine._parts.runner
-        key = runner.sizes.decode_key(1, 1, False)
-        with record_launches() as launches:
-            runner._functions.decode(key)
-    assert len(launches) == 1 + 5 * 3 + 2
+def test_a_layer_of_a_decode_step_is_five_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many splits attention has, and whichever kernel puts them together."""
+    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
+    splits = {"1": 16, "3": 11, "8": 4, "32": 1}
+    config = EngineConfig(max_rows=32)
+    steps = record_steps("preset:llama-3.2-1b", config, rows=[*map(int, splits)], tokens=[])
+    greedy = [step for step in steps if step.name.endswith("greedy")]
+    assert len(greedy) == len(splits)
+    for step, (rows, count) in zip(greedy, splits.items(), strict=True):
+        assert step.name.split()[1] == rows
+        assert len(step.launches) == 1 + 5 * 16 + 2
+        attention = [each.grid for each in step.launches if each.name == "_decode_attention"]
+        assert attention == [(8, count, int(rows))] * 16
+
+
+@pytest.mark.slow  # the positions of a tile are many for the interpreter
+@pytest.mark.parametrize("product", [False, True])
+def test_splits_of_attention(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    product: bool,
+) -> None:
+    """Behind 64 positions, a tile, there are two runs, which attention or the product combines."""
+    monkeypatch.setattr(launching, "MULTIPROCESSORS", 8)
+    asked = []
+
+    def product_combines(acc_THSE: torch.Tensor, *_: object) -> bool:
+        asked.append(acc_THSE.shape[2])
+        return product
+
+    monkeypatch.setattr(stack, "product_combines", product_combines)
+    model = tiny("base")
+    (token_ids,) = model.prompts(67, seed=5)
+    expected = model.logits(token_ids)
+    sizes = {"max_rows": 1, "max_model_len": 128, "block_size": 16, "prefill_chunk": 64}
+    with gpu_engine("base", **sizes) as engine:
+        logits = engine.score(token_ids, 64).cpu()
+        torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
+        assert asked[-1] > 1
+        assert not engine._parts.model.stack._counters.any()

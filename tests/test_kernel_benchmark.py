@@ -97,7 +97,7 @@ def test_kernels_are_timed_on_cuda_only(
 def test_rows_that_the_library_decodes_are_refused() -> None:
     model = tiny("llama-3.2-1b")
     config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="eager"), model)
-    with pytest.raises(ConfigError, match="at most 64"):
+    with pytest.raises(ConfigError, match="at most 32"):
         next(
             measure_kernels(
                 model, config, torch.device("cuda"), rows=65, context=9, bandwidth=4.3e12

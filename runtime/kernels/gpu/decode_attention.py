@@ -2,7 +2,8 @@
 
 Shapes: T rows of the step, H query heads, G kv heads, E head_dim, S splits.
 
-The positions that a row sees are shared out among splits, see `split_attention.py`. The new token's
+The positions that a row sees are shared out among splits, see `split_attention.py`; the last
+program of a row's kv head to be done puts them together, or the next kernel does. The new token's
 key and value do not go through memory: the first split without tiles, or the last one, computes
 them, writes them to the slot, and starts its softmax from them (as they would be read back, where
 the cache is quantised). The others read what earlier steps wrote.
@@ -31,8 +32,10 @@ from .split_attention import (
     attend_run,
     choose_splits,
     choose_tile,
+    combine_as_last,
     combine_splits,
     in_log2,
+    new_counters,
     new_partials,
     padded,
     reference_combine_splits,
@@ -49,6 +52,7 @@ __all__ = [
     "combine_splits",
     "decode_attention",
     "decode_ready_attention",
+    "new_counters",
     "new_partials",
     "reference_combine_splits",
     "reference_decode_attention",
@@ -117,12 +121,12 @@ def _bring_tile(  # type: ignore[no-untyped-def]
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
-    acc_ptr, m_ptr, l_ptr, out_ptr, weight_ptr, table_rows, table_stride, num_blocks, window,
-    eps, scale, lines, lines_each,
+    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_rows, table_stride,
+    num_blocks, window, eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
     OFFSET_NORMS: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    LANES: tl.constexpr, LINE: tl.constexpr, BRING_TILE: tl.constexpr,
+    LANES: tl.constexpr, LINE: tl.constexpr, BRING_TILE: tl.constexpr, COMBINED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g, s, t): kv head g of row t, split s."""
@@ -153,10 +157,12 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     begin, behind, owner = split_tiles(first, position, split, splits, TILE)
     h = tl.arange(0, HEADS)
     inside = h < GROUP
-    at = ((t.to(tl.int64) * (G * GROUP) + g * GROUP + h) * splits) + split
+    head = t.to(tl.int64) * (G * GROUP) + g * GROUP
+    at = (head + h) * splits + split
     if split > owner:
-        tl.store(m_ptr + at, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
-        tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
+        if counters_ptr is None:  # whoever combines the splits does not know how many are empty
+            tl.store(m_ptr + at, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
+            tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
     else:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
         block = table_entries(table_ptr, first, position, begin, BLOCK_SIZE, TILE)
@@ -195,7 +201,18 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
             STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
         )  # fmt: skip
-        store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        if counters_ptr is None:
+            store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        elif owner == 0:
+            store_partials(
+                acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, head + h, inside, E, BLOCK_E
+            )
+        else:
+            store_partials(acc_ptr, m_ptr, l_ptr, None, m, total, acc, at, inside, E, BLOCK_E)
+            combine_as_last(
+                acc_ptr, m_ptr, l_ptr, counters_ptr + t * G + g, out_ptr, head, splits, owner + 1,
+                GROUP, E, BLOCK_E, COMBINED,
+            )  # fmt: skip
 
 
 def decode_attention(
@@ -216,6 +233,7 @@ def decode_attention(
     partials: Partials,
     *,
     attended_TN: Tensor | None = None,
+    counters: Tensor | None = None,
     next_weight: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -225,8 +243,9 @@ def decode_attention(
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
         attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
-            None: the kernel that comes next combines the partials. A single split writes the result
-            instead of partials.
+            None: the kernel that comes next combines the partials.
+        counters: `new_counters`, which are zeros before and after; to combine more than one split
+            in `attended_TN`. No two launches that share them may run at the same time.
         next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be
             brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
@@ -243,20 +262,26 @@ def decode_attention(
     if next_weight is not None:
         lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
         lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
-    only = attended_TN if splits == 1 else None
+    threads, combined = 32 * tile.num_warps, 0
+    if attended_TN is None or splits == 1:
+        counters = None
+    else:
+        assert counters is not None
+        assert counters.numel() >= tokens * kv_heads
+        # Eight numbers a thread of each of the four splits that are in flight.
+        combined = min(triton.next_power_of_2(group), max(1, 8 * threads // padded(head_dim)))
     launch(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
-        positions_T, *partials, only, next_weight, *block_tables.shape, kv.shape[1],
-        form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
+        positions_T, *partials, counters, attended_TN, next_weight, *block_tables.shape,
+        kv.shape[1], form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, OFFSET_NORMS=offset_norms,
         BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
-        TILE=tile.positions, LANES=32 * tile.num_warps, LINE=LINE_BYTES, BRING_TILE=splits > 1,
+        TILE=tile.positions, LANES=threads, LINE=LINE_BYTES, BRING_TILE=splits > 1,
+        COMBINED=combined,
     )  # fmt: skip
-    if attended_TN is not None and only is None:
-        combine_splits(partials, attended_TN)
 
 
 def reference_decode_attention(
@@ -276,7 +301,7 @@ def reference_decode_attention(
     read_blocks: int,
     form: AttentionForm,
 ) -> Tensor:
-    """What `decode_attention` and `combine_splits` compute, in plain torch: `[T, H * E]`.
+    """What `decode_attention` computes, in plain torch: `[T, H * E]`.
 
     Args:
         qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.

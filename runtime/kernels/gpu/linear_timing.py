@@ -93,15 +93,13 @@ class LinearProblem:
             self.kernel, self.rows, self.n, self.k, self.dtype, self.weight_dtype, device
         )
 
-    def configs(self, multiprocessors: int) -> list[LinearConfig | None]:
+    def configs(self, multiprocessors: int) -> list[LinearConfig]:
         """Return what is worth timing, what is run untuned first."""
         sizes = (self.kernel, self.rows, self.n, self.k, self.weight_dtype.itemsize)
-        candidates = candidate_configs(*sizes, multiprocessors)
-        return [None, *candidates] if self.kernel == "combine_output" else [*candidates]
+        return candidate_configs(*sizes, multiprocessors)
 
 
-Configs = Sequence[LinearConfig | None]
-"""None is what `combine_output` chooses by itself."""
+Configs = Sequence[LinearConfig]
 
 Timer = Callable[[LinearProblem, Configs], Sequence[float | None]]
 """Seconds of one launch with each configuration; None for one that cannot run."""
@@ -116,9 +114,9 @@ def problems_of(
 ) -> Iterator[LinearProblem]:
     """Yield the linear kernels of a model's layers, each once for a class of rows.
 
-    The output projection is one of a kernel of its own too, behind one that combines the splits of
-    attention: for more than a few rows always. Of the rows of one class the most are taken. Raises
-    ValueError for more rows than the kernels take.
+    The output projection is one of a kernel of its own too, where attention combines its splits:
+    for more than a few rows always (see `product_combines`). Of the rows of one class the most are
+    taken. Raises ValueError for more rows than the kernels take.
     """
     hidden, queries = model.hidden_size, model.query_size
     normed = model.family.output_norms
@@ -198,7 +196,6 @@ class Operands:
             random(*cells),
             random(*cells).abs() + 0.1,
         )
-        self.attended_TK = torch.empty_like(self.x_TK)
 
     def run(self, number: int, config: LinearConfig | None) -> None:
         """Launch the kernel over copy `number` of the weight, modulo the copies there are."""
@@ -219,9 +216,7 @@ class Operands:
             case "residual_linear":
                 residual_linear(self.x_TK, linear, self.residual_TN, self.out_TN, config)
             case _:
-                combine_output(
-                    *self.partials, linear, self.residual_TN, self.out_TN, self.attended_TK, config
-                )
+                combine_output(*self.partials, linear, self.residual_TN, self.out_TN, config)
 
     def error(self) -> float:
         """Return how far the last result is off: ||out - reference|| / ||reference||."""

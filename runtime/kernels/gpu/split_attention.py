@@ -8,7 +8,8 @@ Dao et al. 2023; the running softmax is that of Milakov and Gimelshein 2018). Th
 share the keys that it loads. S is fixed when a step is captured, the length of a run is that of
 the row when the step runs: the tiles of the positions that the row sees (of its window, if it has
 one) are dealt in equal runs, so short rows leave the last splits empty. What the splits found is
-put together by `combine_splits`, or by the kernel that projects it (see `Partials`).
+put together by the program that is done last (`combine_as_last`), by the kernel that projects it
+(see `Partials`), or by `combine_splits`.
 
 Positions that a row does not see are masked when they are loaded: what stands there is never part
 of a product.
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
 from .quantised_cache import load_numbers, load_scales, scale_offset, vector_offset
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "attend_run",
     "choose_splits",
     "choose_tile",
+    "combine_as_last",
     "combine_splits",
     "in_log2",
+    "new_counters",
     "new_partials",
     "padded",
     "reference_combine_splits",
@@ -74,6 +77,15 @@ def new_partials(
         for shape_ in ((*shape, value_dim), shape, shape)
     )
     return Partials(acc, m, denominator)
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """Workspace of `combine_as_last`: int32 zeros, one for each row and kv head that can be split.
+
+    `choose_splits` makes no more than twice as many programs as there are processors, so there are
+    at most as many rows times heads with two splits as there are processors.
+    """
+    return torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
 
 
 class Tile(NamedTuple):
@@ -234,6 +246,56 @@ def store_partials(  # type: ignore[no-untyped-def]
         tl.store(m_ptr + at, m, mask=inside)
         tl.store(l_ptr + at, total, mask=inside)
         tl.store(acc_ptr + at[:, None] * V + i[None, :], acc, mask=mask)
+
+
+@triton.jit
+def combine_as_last(  # type: ignore[no-untyped-def]
+    acc_ptr, m_ptr, l_ptr, counter_ptr, out_ptr, head, splits, used, GROUP: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Count this program at `counter_ptr`; the last of `used` puts together what all of them have
+    stored of the heads `head` ... `head + GROUP - 1` of all rows, `ROWS` at a time.
+
+    It does so in the order of the splits: the result is the same whoever is last, whose counter is
+    zero again for the next launch. What a program stored is visible to the last one: the barrier
+    puts the stores of its threads before the count, which releases them and acquires those of the
+    programs that were counted before (PTX ISA, "Memory Consistency Model"); the second barrier
+    holds back the other threads. No load is served by L1, which other processors do not write to.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if before == used - 1:
+        tl.store(counter_ptr, 0)
+        i = tl.arange(0, BLOCK_V)
+        for start in range(0, GROUP, ROWS):
+            h = start + tl.arange(0, ROWS)
+            inside = h < GROUP
+            mask = inside[:, None] & (i < V)[None, :]
+            m = tl.where(inside, float("-inf"), 0.0)
+            total = tl.where(inside, 0.0, 1.0)
+            acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+            for first in range(0, used, 4):
+                for step in tl.static_range(4):  # in flight together
+                    split = first + step
+                    at = (head + h) * splits + split
+                    there = inside & (split < used)
+                    # The first split has positions, so the maximum is a number from there on.
+                    m_split = tl.load(
+                        m_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    l_split = tl.load(l_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+                    acc_split = tl.load(
+                        acc_ptr + at[:, None] * V + i[None, :], mask=mask & (split < used),
+                        other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    top = tl.maximum(m, m_split)
+                    shrink, weight = tl.exp2(m - top), tl.exp2(m_split - top)
+                    total = total * shrink + l_split * weight
+                    acc = acc * shrink[:, None] + acc_split * weight[:, None]
+                    m = top
+            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (head + h)[:, None] * V + i[None, :], out, mask=mask)
 
 
 @triton.jit

@@ -1,10 +1,13 @@
 """All layers of a decoder on a GPU: five kernels a layer for the few rows of a decode step.
 
     1 norm_linear        norm, then queries, keys and values
-    2 decode_attention   norms of queries and keys, rotation, write to the cache, attention's splits
-    3 combine_output     what the splits make together, output projection, residual
+    2 decode_attention   norms of queries and keys, rotation, write to the cache, attention
+    3 residual_linear    output projection, residual
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
+
+The positions of few rows are split. For up to four rows the third kernel (`combine_output` then)
+puts together what the splits found, where that is little; else attention's last program does.
 
 Families that norm what attention and the MLP return leave the addition to the kernel that follows,
 which norms anyway. Many rows and the chunks of a prefill step are bound by arithmetic instead of
@@ -27,11 +30,11 @@ from torch import Tensor
 from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
 from .activation import activate_rows
-from .combine_output import combine_output
+from .combine_output import combine_output, product_combines
 from .decode_attention import (
-    Partials,
     choose_splits,
     decode_attention,
+    new_counters,
     new_partials,
 )
 from .gate_up import gate_up
@@ -73,6 +76,8 @@ class GpuStack:
         self.shape = shape
         self._layers = list(layers)
         self._norm = norm.detach()
+        # Kept, as graphs are replayed with their address and each launch leaves zeros for the next.
+        self._counters = new_counters(norm.device)
 
     def close(self) -> None:
         """Let go of the weights."""
@@ -112,7 +117,7 @@ class GpuStack:
         tokens = x_TD.shape[0]
         step: _Decoding | _Prefilling
         if inputs.rows.shape[0] == tokens:
-            step = _Decoding(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+            step = _Decoding(self._counters, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         else:
             step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         few = isinstance(step, _Decoding) and tokens <= MOST_ROWS
@@ -134,11 +139,14 @@ class GpuStack:
         qkv_TN = new(tokens, qkv.weight.shape[0])
         norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
         x_TD = hidden.x if pending is None else pending.out
-        partials = step.attend(layer, qkv_TN, next_weight=output.weight)
-        attended_TK = new(tokens, output.weight.shape[1])
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if layer.attention_output_norm is None else None
-        combine_output(*partials, output, residual_TD, out_TD, attended_TK)
+        if product_combines(step.partials.acc, output, x_TD.dtype):
+            step.attend(layer, qkv_TN, None, output.weight)
+            combine_output(*step.partials, output, residual_TD, out_TD)
+        else:
+            attended_TK = step.attended(layer, qkv_TN, output.weight)
+            residual_linear(attended_TK, output, residual_TD, out_TD)
         hidden = self._added(x_TD, out_TD, layer.attention_output_norm)
 
         pending = hidden.pending()
@@ -225,10 +233,11 @@ class _Attending:
 
 
 class _Decoding(_Attending):
-    """A token a row: the kernel from projections to splits, with one workspace for all layers."""
+    """A token a row: the kernel from projections to attention, one workspace for all layers."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, counters: Tensor, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._counters = counters
         tokens, shape, device = self.x.shape[0], self.shape, self.x.device
         most = self.inputs.read_blocks * self.inputs.block_size
         splits = choose_splits(tokens, shape.num_kv_heads, most, num_multiprocessors(device))
@@ -238,11 +247,10 @@ class _Decoding(_Attending):
         self,
         layer: StackLayer,
         qkv_TN: Tensor,
-        *,
-        attended_TK: Tensor | None = None,
-        next_weight: Tensor | None = None,
-    ) -> Partials:
-        """Write keys and values; what the splits find, put together in `attended_TK` if it is."""
+        attended_TK: Tensor | None,
+        next_weight: Tensor | None,
+    ) -> None:
+        """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
         inputs, shape = self.inputs, self.shape
         decode_attention(
             qkv_TN,
@@ -261,15 +269,17 @@ class _Decoding(_Attending):
             self.form(layer),
             self.partials,
             attended_TN=attended_TK,
+            counters=self._counters,
             next_weight=next_weight,
         )
-        return self.partials
 
-    def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
+    def attended(
+        self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
+    ) -> Tensor:
         """Attention of the layer, `[T, H * E]`."""
         shape = self.shape
         attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
-        self.attend(layer, qkv_TN, attended_TK=attended_TK)
+        self.attend(layer, qkv_TN, attended_TK, next_weight)
         return attended_TK
 
 

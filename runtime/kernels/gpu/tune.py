@@ -94,10 +94,9 @@ def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, R
 
 
 def _line(problem: LinearProblem, tuned: Tuned) -> str:
-    config, chosen = tuned.config, "its own choice"
-    if config is not None:
-        chosen = f"{config.block_n} x {config.block_k}, {config.num_warps} warps"
-        chosen += f", {config.parts} parts" if config.parts else ""
+    config = tuned.config
+    chosen = f"{config.block_n} x {config.block_k}, {config.num_warps} warps"
+    chosen += f", {config.parts} parts" if config.parts else ""
     dtype = str(problem.weight_dtype).removeprefix("torch.")
     return (
         f"{problem.kernel:15} {problem.rows:2} rows, {problem.n} x {problem.k} {dtype}:"

@@ -78,12 +78,11 @@ class TuningKey:
 class Tuned:
     """What was measured to be best."""
 
-    config: LinearConfig | None
-    """None, which only `combine_output` takes: what it chooses by itself."""
+    config: LinearConfig
     microseconds: float
     """Of one launch, the edge to the next included; the median."""
     default_microseconds: float
-    """The same with `default_config`, or with what `combine_output` chooses by itself."""
+    """The same with `default_config`."""
 
 
 def tuning_key(
@@ -113,7 +112,7 @@ def tuning_key(
 
 
 def lookup(key: TuningKey) -> LinearConfig | None:
-    """Return what was tuned for `key`, or None (see `Tuned.config` too).
+    """Return what was tuned for `key`, or None.
 
     The file is read at the first call and not again: what is tuned later serves later processes.
     """
@@ -129,13 +128,10 @@ def best_config(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
-) -> LinearConfig | None:
-    """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
-
-    None is for `combine_output` only, which then chooses by itself.
-    """
+) -> LinearConfig:
+    """Return what was tuned, or the default; arguments and errors as for `tuning_key`."""
     tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
-    if tuned is not None or kernel == "combine_output":
+    if tuned is not None:
         return tuned
     multiprocessors = num_multiprocessors(device)
     return default_config(kernel, rows, n, k, weight_dtype.itemsize, multiprocessors)
@@ -201,12 +197,10 @@ def _read(path: Path) -> dict[TuningKey, Tuned]:
 def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
     """One entry of the file. Raises ValueError, KeyError or TypeError if it is none."""
     key = _checked(TuningKey, entry)
-    config = None
-    if entry["config"] is not None or key.kernel != "combine_output":
-        config = _checked(LinearConfig, entry["config"])
-        powers = [config.block_n, config.block_k, config.num_warps, config.parts or 1]
-        if any(value < 1 or value & (value - 1) for value in powers):
-            raise ValueError(f"{config} has what is no power of two")
+    config = _checked(LinearConfig, entry["config"])
+    powers = [config.block_n, config.block_k, config.num_warps, config.parts or 1]
+    if any(value < 1 or value & (value - 1) for value in powers):
+        raise ValueError(f"{config} has what is no power of two")
     times = [float(entry[name]) for name in ("microseconds", "default_microseconds")]
     if not all(0 < time < math.inf for time in times):
         raise ValueError(f"{times} are no times")
