@@ -5,8 +5,6 @@ Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, on
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -15,12 +13,9 @@ from .launch import num_multiprocessors
 from .linear import GpuLinear, LinearConfig, Norm, Pending, default_config
 from .linear_kernels import launch_linear
 from .norm_linear import reference_norm_linear
+from .tuning import is_tight
 
 __all__ = ["head", "reference_head"]
-
-MOST_FEATURES = 32
-"""Of a program on tensor cores: with more of them it would spill registers."""
-
 
 def head(
     x_TD: Tensor,
@@ -36,7 +31,11 @@ def head(
     maxima are float32, tokens int32, of equal logits the lowest. At most 32 rows.
     """
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
-    config = config or _config(linear, tokens, num_multiprocessors(x_TD.device))
+    if config is None:
+        sizes = (*linear.weight.shape, linear.weight.element_size())
+        multiprocessors = num_multiprocessors(x_TD.device)
+        tight = is_tight(pending is not None)
+        config = default_config("head", tokens, *sizes, multiprocessors, tight=tight)
     chunks = triton.cdiv(vocab_size, config.block_n)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
     maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
@@ -53,13 +52,6 @@ def head(
         best=(maxima_TC, ids_TC),
     )
     return logits_TV, maxima_TC, ids_TC
-
-
-def _config(linear: GpuLinear, tokens: int, multiprocessors: int) -> LinearConfig:
-    """The default, with fewer features a program: finding the best takes registers."""
-    n, k = linear.weight.shape
-    config = default_config("head", tokens, n, k, linear.weight.element_size(), multiprocessors)
-    return replace(config, block_n=min(config.block_n, MOST_FEATURES)) if config.parts else config
 
 
 def reference_head(
