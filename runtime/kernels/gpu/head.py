@@ -17,6 +17,7 @@ from .tuning import is_tight
 
 __all__ = ["head", "reference_head"]
 
+
 def head(
     x_TD: Tensor,
     norm: Norm,

@@ -135,7 +135,8 @@ def best_config(
 ) -> LinearConfig | None:
     """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
 
-    `pending`: what a layer has yet to add is added. None is for `combine_output` only, which then chooses by itself.
+    With `pending`, what a layer has yet to add is added on the way. None is for `combine_output`
+    only, which then chooses by itself.
     """
     tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
     if tuned is not None or kernel == "combine_output":
