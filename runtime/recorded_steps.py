@@ -18,7 +18,7 @@ from .batch import StepInputs
 from .config import EngineConfig, max_prefill_rows
 from .kernel_cases import launch_prefill
 from .kernels import select_kernels
-from .kernels.gpu.launch import KernelLaunch, record_launches
+from .kernels.gpu.launch import CAPABILITY, KernelLaunch, record_launches
 from .loading import resolve_source
 from .memory_report import resolve_absent
 from .models.decoder import Decoder
@@ -44,7 +44,12 @@ class RecordedStep:
 
 
 def record_steps(
-    source: str | Path, config: EngineConfig, *, rows: Sequence[int], tokens: Sequence[int]
+    source: str | Path,
+    config: EngineConfig,
+    *,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    capability: int = CAPABILITY,
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
@@ -53,6 +58,7 @@ def record_steps(
         config: of the engine; its device and mode are those of a CUDA device that captures graphs.
         rows: sizes of decode steps.
         tokens: sizes of prefill steps.
+        capability: compute capability, times ten, of the device that sizes are chosen for.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -96,7 +102,7 @@ def record_steps(
     ]
     steps: list[RecordedStep] = []
     for key in keys:
-        with record_launches() as launches:
+        with record_launches(capability) as launches:
             functions.bind(key)()
         sampler = "sampled" if key.full_sampler else "greedy"
         steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}", launches))
@@ -104,7 +110,11 @@ def record_steps(
 
 
 def record_layers(
-    source: str | Path, config: EngineConfig, *, tokens: Sequence[int]
+    source: str | Path,
+    config: EngineConfig,
+    *,
+    tokens: Sequence[int],
+    capability: int = CAPABILITY,
 ) -> list[RecordedStep]:
     """Record a layer that runs operation by operation, as `kernel_cases.py` launches it.
 
@@ -114,6 +124,7 @@ def record_layers(
         source: as for `record_steps`.
         config: likewise.
         tokens: sizes of prefill steps.
+        capability: compute capability, times ten, of the device that sizes are chosen for.
 
     Raises as `record_steps`.
     """
@@ -121,7 +132,7 @@ def record_layers(
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
     steps: list[RecordedStep] = []
     for size in tokens:
-        with record_launches() as launches:
+        with record_launches(capability) as launches:
             launch_prefill(model, resolved, _META, tokens=size)
         steps.append(RecordedStep(f"layer of {size} tokens", launches))
     return steps

@@ -169,9 +169,21 @@ def test_the_steps_of_the_demo_model(triton_cache: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"])
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "smollm2-135m",
+        "llama-3.2-1b",
+        "llama-3.1-8b",
+        "qwen3-0.6b",
+        "mistral-7b",
+        "gemma-2-2b",
+        "gemma-3-1b",
+    ],
+)
+@pytest.mark.parametrize("weights", ["auto", "int8", "fp8"])
 def test_the_steps_of_presets(triton_cache: Path, tmp_path: Path, model: str, weights: str) -> None:
+    """With the sizes that they are launched with where nothing was tuned."""
     rows = [str(1 << power) for power in range(9)]
     check(
         triton_cache,

@@ -120,6 +120,16 @@ def test_quantised_engines_follow_the_plain_ones(
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
 
 
+def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
+    """Its tokens see each other: the kernel of decode steps would read keys as they are written."""
+    config = EngineConfig(max_rows=4, prefill_chunk=4)
+    steps = record_steps("demo", config, rows=[1], tokens=[4])
+    step = next(step for step in steps if step.name.startswith("prefill"))
+    names = {launch.name for launch in step.launches}
+    assert "_attention_kernel" in names
+    assert "_decode_attention" not in names
+
+
 @pytest.mark.slow
 def test_more_rows_than_the_kernels_for_few_take(
     gpu_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]

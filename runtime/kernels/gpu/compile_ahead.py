@@ -283,13 +283,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for capability in options.capability:
             _check(capability)
-        steps = record_steps(options.model, config, rows=options.rows, tokens=options.tokens)
-        steps += record_layers(options.model, config, tokens=options.tokens)
-        for step in steps:
-            counts = Counter(launch.name for launch in step.launches)
-            document["steps"].append({"name": step.name, "launches": dict(counts)})
-            print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
         for capability in options.capability:
+            steps = record_steps(
+                options.model,
+                config,
+                rows=options.rows,
+                tokens=options.tokens,
+                capability=capability,
+            )
+            steps += record_layers(
+                options.model, config, tokens=options.tokens, capability=capability
+            )
+            if not document["steps"]:  # of any device there are as many
+                for step in steps:
+                    counts = Counter(launch.name for launch in step.launches)
+                    document["steps"].append({"name": step.name, "launches": dict(counts)})
+                    print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
             launches = itertools.chain.from_iterable(step.launches for step in steps)
             compiled = compile_launches(launches, capability)
             for step in steps:

@@ -62,7 +62,7 @@ class GpuDecodeStep:
             read_blocks=read_blocks,
             block_size=block_size,
         )
-        hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin)
+        hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
         logits, maxima, ids = head(
             hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
         )

@@ -5,8 +5,6 @@ Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, on
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +17,12 @@ from .linear_tiles import capped, largest_of
 from .matmul import library_linear
 from .norm import norm_rows
 from .norm_linear import reference_norm_linear
+from .tuning import is_tight
 
 __all__ = ["head", "reference_head"]
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
-
-MOST_FEATURES = 32
-"""Of a program on tensor cores: with more of them it would spill registers."""
 
 
 def head(
@@ -46,7 +42,17 @@ def head(
     if x_TD.shape[0] > ROW_CLASSES[-1]:
         return _many_rows(x_TD, norm, linear, softcap, pending)
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
-    config = config or _config(linear, tokens, num_multiprocessors(x_TD.device))
+    if config is None:
+        n, k = linear.weight.shape
+        config = default_config(
+            "head",
+            tokens,
+            n,
+            k,
+            linear.weight.element_size(),
+            num_multiprocessors(x_TD.device),
+            tight=is_tight(pending is not None),
+        )
     chunks = triton.cdiv(vocab_size, config.block_n)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
     maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
@@ -114,13 +120,6 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     place = row * tl.num_programs(1) + chunk
     tl.store(best_ptr + place, best)
     tl.store(best_id_ptr + place, best_id)
-
-
-def _config(linear: GpuLinear, tokens: int, multiprocessors: int) -> LinearConfig:
-    """The default, with fewer features a program: finding the best takes registers."""
-    n, k = linear.weight.shape
-    config = default_config("head", tokens, n, k, linear.weight.element_size(), multiprocessors)
-    return replace(config, block_n=min(config.block_n, MOST_FEATURES)) if config.parts else config
 
 
 def reference_head(

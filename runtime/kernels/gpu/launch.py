@@ -78,14 +78,29 @@ class KernelLaunch:
         return name
 
 
-_recorded: ContextVar[list[KernelLaunch] | None] = ContextVar("recorded launches", default=None)
+CAPABILITY = 90
+"""Compute capability, times ten, of the device that sizes are chosen for where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """What launches are collected in, and what for."""
+
+    launches: list[KernelLaunch]
+    capability: int
+
+
+_recorded: ContextVar[_Recording | None] = ContextVar("recorded launches", default=None)
 
 
 @contextmanager
-def record_launches() -> Iterator[list[KernelLaunch]]:
-    """Collect the launches of this block instead of carrying them out."""
+def record_launches(capability: int = CAPABILITY) -> Iterator[list[KernelLaunch]]:
+    """Collect the launches of this block instead of carrying them out.
+
+    Their sizes are chosen for a device of this compute capability (times ten).
+    """
     launches: list[KernelLaunch] = []
-    token = _recorded.set(launches)
+    token = _recorded.set(_Recording(launches, capability))
     try:
         yield launches
     finally:
@@ -115,7 +130,7 @@ def launch(
     if recorded is not None:
         if dependent:
             constants["PDL"] = True
-        recorded.append(KernelLaunch(kernel, grid, args, constants, num_warps, num_stages))
+        recorded.launches.append(KernelLaunch(kernel, grid, args, constants, num_warps, num_stages))
         return
     options: dict[str, Any] = {}
     if dependent:
@@ -136,6 +151,23 @@ def num_multiprocessors(device: torch.device) -> int:
 def _device_multiprocessors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def compute_capability() -> int:
+    """Times ten: of what launches are recorded for, else of the current CUDA device.
+
+    That of the device that sizes are chosen for where there is none.
+    """
+    recorded = _recorded.get()
+    if recorded is not None:
+        return recorded.capability
+    return _device_capability() if torch.cuda.is_available() else CAPABILITY
+
+
+@cache
+def _device_capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 @cache

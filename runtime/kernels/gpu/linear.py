@@ -112,7 +112,14 @@ def row_class(rows: int) -> int:
 
 
 def default_config(
-    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    *,
+    tight: bool = False,
 ) -> LinearConfig:
     """What `kernel` is launched with where nothing was tuned.
 
@@ -123,6 +130,9 @@ def default_config(
         k: input features.
         weight_bytes: of an element of the weight.
         multiprocessors: of the device.
+        tight: the kernel needs more registers than others of these sizes; see `tuning.is_tight`.
+
+    No such kernel spills registers, of the models and devices that are known.
     """
     rows = row_class(rows)
     halves = 2 if kernel == "gate_up" else 1
@@ -134,6 +144,10 @@ def default_config(
         wide = rows == 16 and (weight_bytes == 1 or -(-n // block_n) <= multiprocessors)
         num_warps = 8 if wide else 4
         block_k = _tile_width(k, 64, width * num_warps // 4)
+        if tight and rows == 16 and block_n * halves == 16 and k > 2 * block_k:
+            block_k //= 2
+        elif tight and rows == 32:
+            num_warps = 8  # of a tile that is no wider
         parts = min(num_warps, block_k // 16)
         ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
         return LinearConfig(block_n, block_k, num_warps, parts, ahead)
@@ -155,10 +169,18 @@ def default_config(
 
 
 def candidate_configs(
-    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    *,
+    tight: bool = False,
 ) -> list[LinearConfig]:
     """What is worth timing, the default first; arguments as for `default_config`."""
-    default = default_config(kernel, rows, n, k, weight_bytes, multiprocessors)
+    sizes = (n, k, weight_bytes, multiprocessors)
+    default = default_config(kernel, rows, *sizes, tight=tight)
     configs = [default]
     for size_n in (0.5, 1, 2):
         for size_k in (0.5, 1, 2):
@@ -169,7 +191,7 @@ def candidate_configs(
                 for ahead in (False, True):
                     configs.append(LinearConfig(block_n, block_k, num_warps, default.parts, ahead))
     if 1 < row_class(rows) <= FEW_ROWS and kernel != "combine_output":
-        configs.append(default_config(kernel, FEW_ROWS + 1, n, k, weight_bytes, multiprocessors))
+        configs.append(default_config(kernel, FEW_ROWS + 1, *sizes, tight=tight))
     return list(dict.fromkeys(configs))
 
 

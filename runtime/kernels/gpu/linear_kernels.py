@@ -420,7 +420,8 @@ def launch_linear(
     storage = STORAGES[linear.weight.dtype]
     weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
     if config is None:
-        config = best_config(name, rows, n, k, out_TN.dtype, linear.weight.dtype, x.device)
+        dtypes = (out_TN.dtype, linear.weight.dtype)
+        config = best_config(name, rows, n, k, *dtypes, x.device, pending=pending is not None)
     row_count = row_class(rows)
     blocks = 0
     if linear.scales is not None and linear.scales.dim() == 2:

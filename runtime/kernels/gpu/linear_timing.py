@@ -34,7 +34,7 @@ from .linear import (
 )
 from .norm_linear import norm_linear, reference_norm_linear
 from .residual_linear import reference_residual_linear, residual_linear
-from .tuning import Tuned, TuningKey, tuning_key
+from .tuning import Tuned, TuningKey, is_tight, tuning_key
 
 __all__ = ["LinearProblem", "Operands", "Timer", "problems_of", "time_on_device", "tune"]
 
@@ -96,7 +96,8 @@ class LinearProblem:
     def configs(self, multiprocessors: int) -> list[LinearConfig]:
         """Return what is worth timing, what is run untuned first."""
         sizes = (self.kernel, self.rows, self.n, self.k, self.weight_dtype.itemsize)
-        return candidate_configs(*sizes, multiprocessors)
+        tight = is_tight(self.pending)
+        return candidate_configs(*sizes, multiprocessors, tight=tight)
 
 
 Configs = Sequence[LinearConfig]

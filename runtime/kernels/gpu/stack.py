@@ -100,8 +100,8 @@ class GpuStack:
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
-        """See `Stack.run`. A step whose rows are its tokens decodes; any other prefills."""
-        hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE)
+        """See `Stack.run`. Tokens of a row see each other: decode steps take `layers`."""
+        hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE, decodes=False)
         normed_TD, _ = self._normed(hidden, self._norm)
         return normed_TD
 
@@ -112,15 +112,21 @@ class GpuStack:
         inputs: AttentionInputs,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
+        *,
+        decodes: bool,
     ) -> Hidden:
-        """Hidden states behind the last layer, not normed."""
+        """Hidden states behind the last layer, not normed.
+
+        A step that `decodes` has one token a row, and attends while it writes: no token of it sees
+        another's key.
+        """
         tokens = x_TD.shape[0]
         step: _Decoding | _Prefilling
-        if inputs.rows.shape[0] == tokens:
+        if decodes:
             step = _Decoding(self._counters, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         else:
             step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
-        few = isinstance(step, _Decoding) and tokens <= MOST_ROWS
+        few = decodes and tokens <= MOST_ROWS
         hidden = Hidden(x_TD)
         for layer in self._layers:
             hidden = self._few(layer, hidden, step) if few else self._many(layer, hidden, step)

@@ -28,13 +28,14 @@ import torch
 import triton
 
 from ..cpu import cache_directory
-from .launch import num_multiprocessors
+from .launch import compute_capability, num_multiprocessors
 from .linear import LinearConfig, default_config, row_class
 
 __all__ = [
     "Tuned",
     "TuningKey",
     "best_config",
+    "is_tight",
     "lookup",
     "store",
     "tuning_file",
@@ -128,13 +129,27 @@ def best_config(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
+    *,
+    pending: bool = False,
 ) -> LinearConfig:
-    """Return what was tuned, or the default; arguments and errors as for `tuning_key`."""
+    """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
+
+    With `pending`, what a layer has yet to add is added on the way.
+    """
     tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
     if tuned is not None:
         return tuned
-    multiprocessors = num_multiprocessors(device)
-    return default_config(kernel, rows, n, k, weight_dtype.itemsize, multiprocessors)
+    sizes = (n, k, weight_dtype.itemsize, num_multiprocessors(device))
+    return default_config(kernel, rows, *sizes, tight=is_tight(pending))
+
+
+def is_tight(pending: bool) -> bool:
+    """Return whether a kernel of the current device needs more registers than its sizes say.
+
+    It does where something `pending` is added and normed, and below compute capability 9: compiled
+    for these devices the same kernel takes up to 50 registers more.
+    """
+    return pending or compute_capability() < 90
 
 
 def store(results: Mapping[TuningKey, Tuned]) -> Path:
