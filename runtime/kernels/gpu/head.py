@@ -33,10 +33,14 @@ def head(
     """
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
     if config is None:
-        sizes = (*linear.weight.shape, linear.weight.element_size())
-        multiprocessors = num_multiprocessors(x_TD.device)
-        tight = is_tight(pending is not None)
-        config = default_config("head", tokens, *sizes, multiprocessors, tight=tight)
+        config = default_config(
+            "head",
+            tokens,
+            *linear.weight.shape,
+            weight_bytes=linear.weight.element_size(),
+            multiprocessors=num_multiprocessors(x_TD.device),
+            tight=is_tight(pending is not None),
+        )
     chunks = triton.cdiv(vocab_size, config.block_n)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
     maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
