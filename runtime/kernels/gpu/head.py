@@ -36,7 +36,8 @@ def head(
         config = default_config(
             "head",
             tokens,
-            *linear.weight.shape,
+            vocab_size,
+            x_TD.shape[1],
             weight_bytes=linear.weight.element_size(),
             multiprocessors=num_multiprocessors(x_TD.device),
             tight=is_tight(pending is not None),
