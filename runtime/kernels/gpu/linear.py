@@ -144,10 +144,11 @@ def default_config(
         wide = rows == 16 and (weight_bytes == 1 or -(-n // block_n) <= multiprocessors)
         num_warps = 8 if wide else 4
         block_k = _tile_width(k, 64, width * num_warps // 4)
-        if tight and rows == 16 and block_n * halves == 16 and k > 2 * block_k:
-            block_k //= 2
-        elif tight and rows == 32:
+        masked = weight_bytes == 1 and k % block_k > 0  # which takes registers
+        if tight and rows == 32:
             num_warps = 8  # of a tile that is no wider
+        elif tight and k > 2 * block_k and (block_n * halves == 16 or masked):
+            block_k //= 2
         parts = min(num_warps, block_k // 16)
         ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
         return LinearConfig(block_n, block_k, num_warps, parts, ahead)
