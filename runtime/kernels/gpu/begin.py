@@ -151,7 +151,7 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _begin_decode(  # type: ignore[no-untyped-def]
     rows_ptr,
     token_ids_ptr,

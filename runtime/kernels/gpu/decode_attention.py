@@ -117,7 +117,7 @@ def _bring_tile(  # type: ignore[no-untyped-def]
         _bring_line(value_scales_ptr, scale_at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "lines_each"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,

@@ -135,13 +135,13 @@ def prefill_tiles(
         tokens,
         count,
         TOKENS=tokens_of_tile,
-        BLOCK=min(_SCAN, triton.next_power_of_2(tokens)),
+        BLOCK=_SCAN,
         num_warps=4,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "COUNT"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     token_rows_ptr, tiles_ptr, T, COUNT,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
