@@ -28,7 +28,8 @@ from .kernels.gpu.norm import norm_rows
 from .kernels.gpu.norm_linear import norm_linear
 from .kernels.gpu.paged_attention import triton_paged_attention
 from .kernels.gpu.residual_linear import residual_linear
-from .kernels.gpu.split_attention import choose_splits, choose_tile, new_counters, new_partials
+from .kernels.gpu.split_attention import choose_tile, new_counters, new_partials
+from .kernels.gpu.splits import choose_splits
 from .kernels.gpu.store import rotate_and_store, store_keys_and_values
 from .models.config import ModelConfig
 from .startup import layer_groups

@@ -275,6 +275,14 @@ def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuning, name, unused)
 
 
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What `torch.empty` returns is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Return the model of a variant, written to disk when it is first asked for."""
