@@ -1,6 +1,6 @@
 """What each kernel of a decode step on a GPU must move, and how long that takes at least.
 
-A decode step is `begin`, five kernels a layer (`LAYER_KERNELS`), `head` and `greedy`. Each reads
+A decode step is `begin`, five kernels a layer, `head` and `greedy`. Each reads
 its weights once and its share of the cache, like the floor of the step (`roofline.py`); and beside
 those it reads and writes what the floor leaves out: activations, partial results of attention, the
 keys and values of the new tokens. All of that is counted as if it came from memory, though what one
@@ -19,7 +19,6 @@ from .roofline import floor_seconds
 __all__ = [
     "DEPENDENT_EDGE_SECONDS",
     "EDGE_SECONDS",
-    "LAYER_KERNELS",
     "DecoderShape",
     "KernelCost",
     "floor_bytes",
@@ -34,10 +33,9 @@ DEPENDENT_EDGE_SECONDS = 0.35e-6
 """The same with programmatic dependent launch (CUDA Programming Guide), where the next kernel is
 set up and may load its weights before the one before it has ended."""
 
-LAYER_KERNELS = ("norm_linear", "decode_attention", "combine_output", "gate_up", "down")
-
-VOCABULARY_CHUNK = 128
-"""Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from."""
+VOCABULARY_CHUNK = 32
+"""Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from: those
+of a program, which is what its default size is for vocabularies of more than 17,000."""
 
 _FLOAT32 = 4
 _INT32 = 4

@@ -70,7 +70,8 @@ def _measure(
     # These need triton, which is where torch has CUDA.
     from .kernel_cases import decode_cases
     from .kernels.gpu.launch import num_multiprocessors
-    from .kernels.gpu.split_attention import choose_splits, choose_tile
+    from .kernels.gpu.split_attention import choose_tile
+    from .kernels.gpu.splits import choose_splits
 
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
     tile = choose_tile(heads // kv_heads, size, size, config.kv_element_bytes)

@@ -20,6 +20,7 @@ from .kernels.gpu.activation import activate_rows
 from .kernels.gpu.combine_output import combine_output, product_combines
 from .kernels.gpu.decode_attention import decode_attention
 from .kernels.gpu.gate_up import gate_up
+from .kernels.gpu.head import head
 from .kernels.gpu.launch import num_multiprocessors
 from .kernels.gpu.linear import GpuLinear, Norm, Pending
 from .kernels.gpu.matmul import library_linear
@@ -27,7 +28,8 @@ from .kernels.gpu.norm import norm_rows
 from .kernels.gpu.norm_linear import norm_linear
 from .kernels.gpu.paged_attention import triton_paged_attention
 from .kernels.gpu.residual_linear import residual_linear
-from .kernels.gpu.split_attention import choose_splits, choose_tile, new_counters, new_partials
+from .kernels.gpu.split_attention import choose_tile, new_counters, new_partials
+from .kernels.gpu.splits import choose_splits
 from .kernels.gpu.store import rotate_and_store, store_keys_and_values
 from .models.config import ModelConfig
 from .startup import layer_groups
@@ -63,7 +65,7 @@ def decode_cases(
         model: shapes; without latent attention.
         config: dtype, storage of weights and cache, block size.
         device: where the tensors are; "meta" for none.
-        rows: that decode, at most 64.
+        rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
         copies: of weights and cache.
     """
@@ -80,7 +82,7 @@ def decode_cases(
     output = [shapes.linear(hidden, heads * size, biased) for _ in range(copies)]
     gates = [shapes.linear(2 * inner, hidden, mlp_biased) for _ in range(copies)]
     down = [shapes.linear(hidden, inner, mlp_biased) for _ in range(copies)]
-    head = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
+    vocabulary = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
     q_norm, k_norm = (shapes.ones(size) if family.qk_norm else None for _ in range(2))
 
     cache = _Cache(model, config, device, form, rows, context, copies)
@@ -91,7 +93,6 @@ def decode_cases(
     x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
     qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
     attended_TK = shapes.activations(rows, heads * size)
-    logits_TV = shapes.activations(rows, model.vocab_size)
     angles = torch.rand(rows, size // 2, device=device)
     cos_TE, sin_TE = angles.cos(), angles.sin()
 
@@ -129,6 +130,10 @@ def decode_cases(
         else:
             residual_linear(attended_TK, output[i % copies], residual, target)
 
+    def project(i: int) -> None:
+        linear = vocabulary[i % len(vocabulary)]
+        head(x, norms[i % copies], linear, model.final_logit_softcapping or 0.0, pending())
+
     return [
         KernelCase(
             "norm_linear",
@@ -143,9 +148,7 @@ def decode_cases(
             ),
         ),
         KernelCase("down", lambda i: residual_linear(gated_TF, down[i % copies], residual, target)),
-        KernelCase(
-            "head", lambda i: norm_linear(x, norms[i % copies], head[i % len(head)], logits_TV)
-        ),
+        KernelCase("head", project),
     ]
 
 

@@ -18,6 +18,7 @@ arguments that are the same tensor.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class StepFunctions:
         step = self.decode if key.phase == "decode" else self.prefill
 
         def run() -> StepOutput:
-            with torch.inference_mode(False), torch.no_grad():
+            with _current(self.arena.device), torch.inference_mode(False), torch.no_grad():
                 return step(key)
 
         return run
@@ -264,6 +265,11 @@ class StepFunctions:
         positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
         state.token_ids.index_put_((rows_B,), tokens_B)
         state.positions.index_put_((rows_B,), positions_B)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one: Triton launches there, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _own_code(bound: Callable[..., Any]) -> MethodType:

@@ -19,6 +19,7 @@ from .benchmark_report import step_table
 from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .kernels import stored_bytes
+from .kernels.gpu.splits import choose_splits
 from .loading import resolve_source
 from .models.config import ModelConfig
 
@@ -26,8 +27,6 @@ __all__ = ["decoder_shape", "explain_step"]
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM)."""
-
-MOST_SPLITS = 32
 
 
 def explain_step(
@@ -56,7 +55,7 @@ def explain_step(
         raise ConfigError(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
-    splits = max(1, min(MULTIPROCESSORS // (rows * model.num_kv_heads), MOST_SPLITS))
+    splits = choose_splits(rows, model.num_kv_heads, context, MULTIPROCESSORS)
     costs = kernel_costs(decoder_shape(model, resolved), rows=rows, context=context, splits=splits)
     return "\n".join(
         [

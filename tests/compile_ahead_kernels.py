@@ -13,17 +13,14 @@ import triton
 import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm
 from stepgraph.runtime.kernels.gpu.compile_ahead import compile_launches, early_reads
-from stepgraph.runtime.kernels.gpu.decode_attention import (
-    decode_attention,
-    new_counters,
-    new_partials,
-)
+from stepgraph.runtime.kernels.gpu.decode_attention import decode_attention
 from stepgraph.runtime.kernels.gpu.launch import (
     launch,
     let_dependents_start,
     record_launches,
     wait_for_inputs,
 )
+from stepgraph.runtime.kernels.gpu.split_attention import new_counters, new_partials
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -259,6 +260,27 @@ def quiet_and_single_threaded() -> Iterator[None]:
     transformers.utils.logging.set_verbosity_error()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are of default sizes, whatever the user tuned, and what a test tunes is its own."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from stepgraph.runtime.kernels.gpu import tuning
+
+    monkeypatch.setattr(tuning, "cache_directory", lambda: tmp_path / "stepgraph")
+    for name in ("_known", "_best_config"):
+        unused = functools.cache(getattr(tuning, name).__wrapped__)
+        monkeypatch.setattr(tuning, name, unused)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What `torch.empty` returns is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,11 @@ from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
 from stepgraph.runtime.kernels.gpu import decode_attention as da
 from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu import rotated_heads
+from stepgraph.runtime.kernels.gpu import split_attention as sa
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
-from stepgraph.runtime.kernels.gpu.split_attention import MOST_SPLITS
+from stepgraph.runtime.kernels.gpu.linear import Norm, reference_norm
+from stepgraph.runtime.kernels.gpu.ready_attention import decode_ready_attention
+from stepgraph.runtime.kernels.gpu.splits import MOST_SPLITS, choose_splits
 from stepgraph.runtime.kernels.kv_storage import write_blocks
 from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
@@ -120,12 +123,12 @@ def make_inputs(
     )
 
 
-def run(cache: Cache, x: Inputs, splits: int, tile: da.Tile | None = None) -> tuple[Tensor, Tensor]:
+def run(cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None) -> tuple[Tensor, Tensor]:
     """Attended `[T, H * E]` and the arena, from poisoned workspace."""
     arena, rows = cache.arena.clone(), x.qkv.shape[0]
     head_dim, kv_heads = cache.form.value_dim, arena.shape[3]
     heads = x.qkv.shape[1] // head_dim - 2 * kv_heads
-    partials = da.new_partials(rows, heads, splits, head_dim, arena.device)
+    partials = sa.new_partials(rows, heads, splits, head_dim, arena.device)
     out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
     for tensor in (*partials, out):
         tensor.fill_(math.nan)
@@ -138,17 +141,17 @@ def run(cache: Cache, x: Inputs, splits: int, tile: da.Tile | None = None) -> tu
     assert not partials.m.isnan().any()
     assert torch.equal(used, partials.m.isfinite())
     assert torch.equal(used.sort(-1, descending=True).values, used)
-    da.reference_combine_splits(partials, out)
+    out.copy_(sa.reference_combine_splits(partials))
     return out, arena
 
 
 def run_combined(
-    cache: Cache, x: Inputs, splits: int, counters: Tensor, tile: da.Tile | None = None
+    cache: Cache, x: Inputs, splits: int, counters: Tensor, tile: sa.Tile | None = None
 ) -> Tensor:
     """Attended as the kernel puts it together, from poisoned workspace."""
     head_dim, kv_heads = cache.form.value_dim, cache.arena.shape[3]
     rows, heads = x.qkv.shape[0], x.qkv.shape[1] // head_dim - 2 * kv_heads
-    partials = da.new_partials(rows, heads, splits, head_dim, x.qkv.device)
+    partials = sa.new_partials(rows, heads, splits, head_dim, x.qkv.device)
     out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
     for tensor in (*partials, out):
         tensor.fill_(math.nan)
@@ -201,7 +204,7 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     splits: int = 2,
-    tile: da.Tile | None = None,
+    tile: sa.Tile | None = None,
     *,
     norms: bool = False,
     offset: bool = False,
@@ -223,7 +226,7 @@ def check(
     same_cache(arena, expected_arena, cache, dtype)
 
 
-SMALL = da.Tile(16, 16, 4, 1)
+SMALL = sa.Tile(16, 16, 4, 1)
 
 
 def zeros(count: int) -> Tensor:
@@ -329,16 +332,15 @@ def test_queries_that_are_ready(
         q, k, None if latent else v, cache.arena, LAYER, cache.slots, cache.block_tables,
         cache.token_rows, cache.token_rows, cache.positions, cache.read_blocks, cache.form,
     )  # fmt: skip
-    partials = da.new_partials(3, heads, 3, value_dim, q.device)
+    partials = sa.new_partials(3, heads, 3, value_dim, q.device)
     out = torch.full((3, heads * value_dim), math.nan, dtype=dtype, device=DEVICE)
     for tensor in partials:
         tensor.fill_(math.nan)
-    da.decode_ready_attention(
+    decode_ready_attention(
         q, cache.arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,
         partials, attended_TN=out, tile=SMALL,
     )  # fmt: skip
-    again = torch.full_like(out, math.nan)
-    da.reference_combine_splits(partials, again)
+    again = sa.reference_combine_splits(partials).to(dtype)
     close(out, again, TOLERANCE[dtype])
     real = torch.tensor(lengths, device=DEVICE) > 0
     close(out[real], expected.flatten(1)[real], TOLERANCE[dtype])
@@ -361,7 +363,7 @@ def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None
     x = torch.randn(3, 4, 10).bfloat16()
     norm = RMSNorm(1e-5, offset=offset)
     norm.weight = torch.nn.Parameter(torch.randn(10).bfloat16())
-    assert torch.equal(rotated_heads.reference_normed(x, norm.weight, 1e-5, offset), norm(x))
+    assert torch.equal(reference_norm(x, Norm(norm.weight, 1e-5, offset)), norm(x))
     cos, sin = torch.randn(2, 3, 5)
     assert torch.equal(rotated_heads.reference_turned(x, cos, sin), rotate(x, cos, sin))
 
@@ -373,10 +375,10 @@ def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None
     processors=st.integers(1, 200),
 )
 def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, processors: int) -> None:
-    splits = da.choose_splits(rows, kv_heads, positions, processors)
+    splits = choose_splits(rows, kv_heads, positions, processors)
     assert 1 <= splits <= min(-(-positions // 64), MOST_SPLITS)
     assert splits == 1 or rows * kv_heads * splits <= 2 * processors
-    assert splits >= da.choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
+    assert splits >= choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -385,7 +387,7 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
     """A single split writes the result itself, in both kernels."""
     cache, x = make_cache([35, 1, 0], 2, 16, 16, dtype), make_inputs(3, 6, 2, 16, dtype)
     expected, arena = run_reference(cache, x)
-    partials = da.new_partials(3, 6, splits, 16, x.qkv.device)
+    partials = sa.new_partials(3, 6, splits, 16, x.qkv.device)
     out = torch.full((3, 96), math.nan, dtype=dtype, device=DEVICE)
     da.decode_attention(
         x.qkv, cache.arena, LAYER, None, None, 0.0, False, x.cos, x.sin, cache.slots,
@@ -395,7 +397,7 @@ def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> N
     close(out[:2], expected[:2], TOLERANCE[dtype])
     q = rotated_heads.reference_turned(x.qkv[:, :96].view(3, 6, 16), x.cos, x.sin)
     out.fill_(math.nan)
-    da.decode_ready_attention(
+    decode_ready_attention(
         q, arena, LAYER, cache.block_tables, cache.token_rows, cache.positions, cache.form,
         partials, attended_TN=out, tile=SMALL,
     )  # fmt: skip
@@ -455,30 +457,30 @@ def test_there_are_counters_for_all_that_is_split(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launching, "MULTIPROCESSORS", processors)
-        counters = da.new_counters(torch.device("meta"))
+        counters = sa.new_counters(torch.device("meta"))
     assert counters.dtype == torch.int32
-    splits = da.choose_splits(rows, kv_heads, 1 << 17, processors)
+    splits = choose_splits(rows, kv_heads, 1 << 17, processors)
     assert splits == 1 or counters.numel() >= rows * kv_heads
-    assert not da.new_counters(torch.device(DEVICE)).any()
+    assert not sa.new_counters(torch.device(DEVICE)).any()
 
 
 def test_known_choices() -> None:
-    assert da.choose_splits(1, 8, 131072, 132) == 16
-    assert da.choose_splits(32, 8, 131072, 132) == 1
-    assert da.choose_splits(1, 8, 100, 132) == 2
-    assert da.choose_tile(4, 64, 64, 2) == da.Tile(16, 64, 4, 4)
-    assert da.choose_tile(4, 128, 128, 2) == da.Tile(16, 32, 4, 4)
-    assert da.choose_tile(8, 256, 256, 2) == da.Tile(16, 16, 8, 4)
-    assert da.choose_tile(4, 128, 128, 1) == da.Tile(16, 64, 8, 4)
-    assert da.choose_tile(128, 576, 512, 2) == da.Tile(32, 32, 8, 2)
-    assert da.choose_tile(128, 576, 512, 1).heads == 16
+    assert choose_splits(1, 8, 131072, 132) == 16
+    assert choose_splits(32, 8, 131072, 132) == 1
+    assert choose_splits(1, 8, 100, 132) == 2
+    assert sa.choose_tile(4, 64, 64, 2) == sa.Tile(16, 64, 4, 4)
+    assert sa.choose_tile(4, 128, 128, 2) == sa.Tile(16, 32, 4, 4)
+    assert sa.choose_tile(8, 256, 256, 2) == sa.Tile(16, 16, 8, 4)
+    assert sa.choose_tile(4, 128, 128, 1) == sa.Tile(16, 64, 8, 4)
+    assert sa.choose_tile(128, 576, 512, 2) == sa.Tile(32, 32, 8, 2)
+    assert sa.choose_tile(128, 576, 512, 1).heads == 16
 
 
 def test_nothing_but_hints_comes_before_the_wait() -> None:
     """What a launch asks for: the grid, and that the next weight goes only where it can."""
     cache = make_cache([20, 3], 2, 16, 16, torch.bfloat16)
     x = make_inputs(2, 4, 2, 16, torch.bfloat16)
-    partials = da.new_partials(2, 4, 3, 16, x.qkv.device)
+    partials = sa.new_partials(2, 4, 3, 16, x.qkv.device)
     with record_launches() as launches:
         da.decode_attention(
             x.qkv, cache.arena, LAYER, x.q_norm, x.k_norm, x.eps, x.offset, x.cos, x.sin,

@@ -6,12 +6,13 @@ On the CPU they run in Triton's interpreter, so models and prompts are as small 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, startup
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams, recorded_steps, startup
 from stepgraph.runtime.kernels import Kernels, WeightStorage
 
 pytest.importorskip("triton")
@@ -22,6 +23,7 @@ from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
 from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
 from stepgraph.runtime.recorded_steps import record_steps
+from stepgraph.runtime.step_functions import StepKey
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -104,6 +106,44 @@ def test_sampled_tokens_are_those_of_the_plain_engine(
         outputs = engine.generate(prompts, params)
     for output, other in zip(outputs, expected, strict=True):
         assert output.token_ids == other.token_ids
+        for found, wanted in zip(output.logprobs, other.logprobs, strict=True):
+            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert list(found.top) == list(wanted.top)
+            assert found.top == pytest.approx(wanted.top, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_two_steps_a_launch(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    temperature: float,
+) -> None:
+    """Two rows whose contexts are in several blocks, one of them done in the middle of a launch."""
+    prompts = tiny("micro").prompts(5, 9)
+    params = [
+        SamplingParams(max_tokens=count, temperature=temperature, seed=3, ignore_eos=True)
+        for count in (6, 9)
+    ]
+    expected = open_engine("micro").generate(prompts, params)
+    with gpu_engine("micro", steps_per_launch=2) as engine:
+        outputs = engine.generate(prompts, params)
+        assert engine.stats()["multi_step_launches"] > 1
+        engine.check_integrity()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_two_steps_a_launch_are_twice_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_rows=4)
+    single = record_steps("demo", config, rows=[2], tokens=[])
+    monkeypatch.setattr(recorded_steps, "StepKey", functools.partial(StepKey, steps=2))
+    double = record_steps("demo", config, rows=[2], tokens=[])
+    for one, two in zip(single, double, strict=True):
+        assert len(one.launches) > 5
+        assert [launch.name for launch in two.launches] == 2 * [
+            launch.name for launch in one.launches
+        ]
 
 
 @pytest.mark.parametrize("settings", [{"weight_dtype": "int8"}, {"kv_dtype": "int8"}])

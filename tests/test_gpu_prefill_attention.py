@@ -27,6 +27,7 @@ from stepgraph.runtime.kernels.gpu.store import reference_store
 from .attention_cases import Attention, check, make_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 SMALL = PrefillTiling(block_m=16, block_n=16, num_warps=4, num_stages=1)
 # (positions before, tokens now) of each row
 CHUNKS = [(0, 37), (45, 1), (130, 21), (5, 1)]
@@ -52,9 +53,8 @@ def attend(tiling: PrefillTiling) -> Attention:
         reference_store(k, v, arena, layer, slots, form)
         tokens_of_tile = tiling.tokens(q.shape[1] // arena.shape[3])
         tiles = prefill_tiles(token_rows, len(rows), tokens_of_tile)
-        out = torch.full((*q.shape[:2], form.value_dim), torch.nan, dtype=q.dtype, device=q.device)
         return prefill_attention(
-            q, arena, layer, block_tables, token_rows, positions, tiles, form, tiling, out
+            q, arena, layer, block_tables, token_rows, positions, tiles, form, tiling
         )
 
     return attention

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.gpu import linear_timing, tune, tuning
-from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors
+from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors, record_launches
 from stepgraph.runtime.kernels.gpu.linear import (
     LinearConfig,
     candidate_configs,
@@ -39,13 +39,14 @@ KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "
 TUNED = Tuned(LinearConfig(8, 512, 4, 0, prefetch=True), 15.6, 17.25)
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def new_process() -> None:
     tuning._known.cache_clear()
+    tuning._best_config.cache_clear()
+
+
+def test_tests_have_a_file_of_their_own(tmp_path: Path) -> None:
+    assert tuning.tuning_file() == tmp_path / "stepgraph" / "tuned_linear.json"
+    assert tuning._known.cache_info().currsize == 0
 
 
 def test_what_is_stored_is_found_by_later_processes() -> None:
@@ -211,6 +212,22 @@ def test_the_best_is_what_was_tuned_or_the_default() -> None:
     new_process()
     assert TUNED.config != default
     assert tuning.best_config(*shape) == TUNED.config
+
+
+def test_what_is_best_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is not captured asks at every launch."""
+    shape = ("norm_linear", 2, 96, 64, torch.bfloat16, torch.int8, CPU)
+    with record_launches(90):
+        newer = tuning.best_config(*shape)
+    with record_launches(80):
+        older = tuning.best_config(*shape)
+    monkeypatch.setattr(tuning, "tuning_key", None)
+    with record_launches(90):
+        assert tuning.best_config(*shape) is newer
+    with record_launches(80):
+        assert tuning.best_config(*shape) is older
+    with pytest.raises(TypeError):
+        tuning.best_config("norm_linear", 4, *shape[2:])
 
 
 def problem_of(kernel: str, weights: WeightStorage = "model", **more: Any) -> LinearProblem:

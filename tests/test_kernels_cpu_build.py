@@ -241,6 +241,12 @@ def test_cuda_gets_kernels_of_its_own(
         assert chosen.make_stack is not None
         assert (chosen.bounded_by_length, chosen.masks) == (True, 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for mode in ("compile", "graph"):
+        with pytest.raises(kernels.KernelBuildError, match="TRITON_INTERPRET=1 has kernels interp"):
+            kernels.select_kernels("cuda", mode, torch.bfloat16)
+    assert kernels.select_kernels("cuda", "eager", torch.bfloat16).name == "torch"
+    monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
         plain = kernels.select_kernels("cuda", "graph", torch.bfloat16)

@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, predicted_seconds
+from stepgraph.profiling.kernel_costs import (
+    VOCABULARY_CHUNK,
+    floor_bytes,
+    kernel_costs,
+    predicted_seconds,
+)
 from stepgraph.profiling.roofline import floor_seconds, step_bytes
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.kernels.gpu.linear import ROW_CLASSES, default_config
 from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.step_report import decoder_shape, explain_step
+from stepgraph.runtime.step_report import MULTIPROCESSORS, decoder_shape, explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 BANDWIDTH = 4.3e12
@@ -76,6 +82,14 @@ def test_the_report_of_a_model() -> None:
     assert 583 < int(found[0][0]) < int(found[1][0]) < 720
     shares = [float(line.split("|")[-2].strip(" %")) for line in lines if line.endswith("% |")]
     assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3-1b"])
+def test_chunks_of_the_vocabulary_are_those_of_the_head(name: str) -> None:
+    model = preset(name)
+    for rows in ROW_CLASSES:
+        sizes = (model.vocab_size, model.hidden_size, 2, MULTIPROCESSORS)
+        assert default_config("head", rows, *sizes).block_n == VOCABULARY_CHUNK
 
 
 def test_a_step_that_is_stored_in_fewer_bytes() -> None:

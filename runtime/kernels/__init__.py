@@ -6,6 +6,7 @@ difference.
 
 import importlib.util
 import logging
+import os
 from typing import Literal
 
 import torch
@@ -59,7 +60,8 @@ def select_kernels(
     `weights` says how those of linear layers are stored. There is no fast linear layer over fp8
     weights for a CPU: a warning says so where it was not chosen by `eager`.
 
-    Raises KernelBuildError where the fast CPU kernels cannot be built.
+    Raises KernelBuildError where the fast CPU kernels cannot be built, and on a CUDA device where
+    Triton is told to interpret kernels instead of building them.
     """
     device_type = torch.device(device).type
     if device_type == "cpu" and mode != "eager":
@@ -83,6 +85,11 @@ def select_kernels(
             make_stack=DecoderStack if packs else None,
         )
     if device_type == "cuda" and mode != "eager":
+        if os.environ.get("TRITON_INTERPRET") == "1" and torch.cuda.is_available():
+            raise KernelBuildError(
+                "TRITON_INTERPRET=1 has kernels interpreted on the CPU, those that torch compiles"
+                " too: unset it, or choose mode='eager', which runs without kernels"
+            )
         if importlib.util.find_spec("triton") is not None or not torch.cuda.is_available():
             from .gpu.selection import gpu_kernels  # which needs this package
 

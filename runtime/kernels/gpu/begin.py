@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..weight_storage import dequantise_weight
 from .launch import launch, let_dependents_start, wait_for_inputs
+from .quantised_cache import decode_fp8
 
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode", "reference_begin_decode"]
 
@@ -151,7 +152,7 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _begin_decode(  # type: ignore[no-untyped-def]
     rows_ptr,
     token_ids_ptr,
@@ -209,7 +210,7 @@ def _begin_decode(  # type: ignore[no-untyped-def]
         token_id = tl.load(token_ids_ptr + row)
         x = tl.load(embedding_ptr + token_id * hidden + d, mask=inside, other=0)
         if FP8:
-            x = _float8(x)
+            x = decode_fp8(x, False)
         x = x.to(tl.float32)
         if SCALES == 1:
             x = x * tl.load(scales_ptr + token_id)
@@ -220,15 +221,6 @@ def _begin_decode(  # type: ignore[no-untyped-def]
         if SCALED:
             x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + token * hidden + d, x, mask=inside)
-
-
-@triton.jit
-def _float8(byte):  # type: ignore[no-untyped-def]
-    """float8_e4m3fn as float32, exactly: its exponent, moved into place, is too small by 120."""
-    magnitude = (byte & 0x7F).to(tl.int32)
-    value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where((byte & 0x80) != 0, -value, value)
 
 
 @triton.jit

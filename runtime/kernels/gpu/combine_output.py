@@ -17,12 +17,12 @@ from torch import Tensor
 from .linear import FEW_ROWS, GpuLinear, LinearConfig
 from .linear_kernels import launch_linear
 from .residual_linear import reference_residual_linear
+from .split_attention import Partials, reference_combine_splits
 from .tuning import best_config
 
 __all__ = [
     "combine_output",
     "product_combines",
-    "reference_combine",
     "reference_combine_output",
 ]
 
@@ -81,15 +81,6 @@ def combine_output(
     )
 
 
-def reference_combine(acc_THSE: Tensor, max_THS: Tensor, sum_THS: Tensor) -> Tensor:
-    """What the splits make together, `[T, H * E]`, in float32."""
-    weight_THS = torch.exp2(max_THS - max_THS.amax(-1, keepdim=True))
-    weight_THS = torch.where(sum_THS > 0, weight_THS, 0.0)
-    acc_THSE = torch.where(weight_THS[..., None] > 0, acc_THSE, 0.0) * weight_THS[..., None]
-    total_TH = (weight_THS * sum_THS).sum(-1)
-    return (acc_THSE.sum(2) / total_TH[..., None]).flatten(1)
-
-
 def reference_combine_output(
     acc_THSE: Tensor,
     max_THS: Tensor,
@@ -99,5 +90,5 @@ def reference_combine_output(
     dtype: torch.dtype,
 ) -> Tensor:
     """What `combine_output` does, in plain torch, for activations of `dtype`."""
-    attended_TK = reference_combine(acc_THSE, max_THS, sum_THS).to(dtype)
+    attended_TK = reference_combine_splits(Partials(acc_THSE, max_THS, sum_THS)).to(dtype)
     return reference_residual_linear(attended_TK, linear, residual_TN)

@@ -41,7 +41,6 @@ __all__ = [
     "CompileAheadError",
     "CompiledKernel",
     "SHARED_MEMORY_LIMIT",
-    "compile_launch",
     "compile_launches",
     "early_reads",
 ]
@@ -135,24 +134,16 @@ class CompiledKernel:
         return found
 
 
-def compile_launch(launch: KernelLaunch, capability: int) -> CompiledKernel:
-    """Compile what a launch asks for.
+def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Iterator[CompiledKernel]:
+    """Compile each of the launches, equal ones once; yield a kernel for each launch, in order.
 
     Args:
-        launch: as `record_launches` returns it; its tensors may be on any device, "meta" too.
+        launches: as `record_launches` returns them; tensors may be on any device, "meta" too.
         capability: compute capability times ten, one of `SHARED_MEMORY_LIMIT`.
 
     Raises:
         CompileAheadError: kernels are interpreted in this process, or the capability is unknown.
         triton.CompilationError: what Triton does not compile.
-    """
-    return next(iter(compile_launches([launch], capability)))
-
-
-def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Iterator[CompiledKernel]:
-    """Compile each of the launches, equal ones once; yield a kernel for each launch, in order.
-
-    Raises as `compile_launch`.
     """
     _check(capability)
     target = GPUTarget("cuda", capability, 32)

@@ -22,41 +22,24 @@ from torch import Tensor
 
 from ..attention import AttentionForm, reference_paged_attention
 from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import Norm, reference_norm
 from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
-from .ready_attention import decode_ready_attention
-from .rotated_heads import normed_and_turned, reference_normed, reference_turned
+from .rotated_heads import normed_and_turned, reference_turned
 from .split_attention import (
     NO_WINDOW,
     Partials,
     Tile,
     attend_run,
-    choose_splits,
     choose_tile,
     combine_as_last,
-    combine_splits,
     in_log2,
-    new_counters,
-    new_partials,
     padded,
-    reference_combine_splits,
     split_tiles,
     store_partials,
     table_entries,
 )
 
-__all__ = [
-    "Partials",
-    "Tile",
-    "choose_splits",
-    "choose_tile",
-    "combine_splits",
-    "decode_attention",
-    "decode_ready_attention",
-    "new_counters",
-    "new_partials",
-    "reference_combine_splits",
-    "reference_decode_attention",
-]
+__all__ = ["decode_attention", "reference_decode_attention"]
 
 LINE_BYTES = 128
 """Of a line of the L2 cache."""
@@ -117,7 +100,7 @@ def _bring_tile(  # type: ignore[no-untyped-def]
         _bring_line(value_scales_ptr, scale_at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "lines_each"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
     cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
@@ -324,7 +307,8 @@ def reference_decode_attention(
     qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = (reference_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
+        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
+        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
     q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
     out = reference_paged_attention(
         q, k, v, arena, layer, slots_T, block_tables, token_rows_T, token_rows_T, positions_T,

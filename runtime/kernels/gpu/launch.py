@@ -117,7 +117,7 @@ def launch(
     num_stages: int = 1,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` on the current stream.
+    """Launch `kernel` on the current stream of the current device, where its tensors must be.
 
     Args:
         kernel: a `triton.jit` function; its constants come last and have upper-case names.
@@ -163,16 +163,17 @@ def compute_capability() -> int:
     recorded = _recorded.get()
     if recorded is not None:
         return recorded.capability
-    return _device_capability() if torch.cuda.is_available() else CAPABILITY
+    if not torch.cuda.is_available():
+        return CAPABILITY
+    return _device_capability(torch.cuda.current_device())
 
 
 @cache
-def _device_capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
+def _device_capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-@cache
 def _can_depend() -> bool:
     """Whether the current device has programmatic dependent launch (compute capability 9)."""
-    return torch.cuda.get_device_capability()[0] >= 9
+    return _device_capability(torch.cuda.current_device()) >= 90

@@ -246,7 +246,7 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
-@triton.jit(repr=_name)
+@triton.jit(repr=_name, do_not_specialize=["T"])
 def linear_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
     residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
@@ -433,7 +433,7 @@ def launch_linear(
         "ROWS": row_count,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "STATISTICS": min(_power_of_two(k), _STATISTICS // row_count),
+        "STATISTICS": min(triton.next_power_of_2(k), _STATISTICS // row_count),
         "STORAGE": storage,
         "NATIVE_FP8": fp8_is_native(x.device),
         "SCALE_BLOCKS": blocks,
@@ -508,8 +508,3 @@ def launch_linear(
         V=vector,
         **sizes,
     )
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
-    return 1 << (number - 1).bit_length()

@@ -21,7 +21,6 @@ from triton.errors import TritonError
 from ...models.config import ModelConfig
 from ..weight_storage import WeightStorage, quantise_weight, quantised_dtype
 from .combine_output import combine_output, reference_combine_output
-from .decode_attention import choose_splits
 from .gate_up import gate_up, reference_gate_up
 from .linear import (
     FEW_ROWS,
@@ -34,6 +33,7 @@ from .linear import (
 )
 from .norm_linear import norm_linear, reference_norm_linear
 from .residual_linear import reference_residual_linear, residual_linear
+from .splits import choose_splits
 from .tuning import Tuned, TuningKey, is_tight, tuning_key
 
 __all__ = ["LinearProblem", "Operands", "Timer", "problems_of", "time_on_device", "tune"]

@@ -28,7 +28,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     let_dependents_start(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(0) + tl.arange(0, 1)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     reciprocal, post_reciprocal = row_statistics(
         x_ptr, delta_ptr, post_ptr, sum_ptr, row, row >= 0, True, eps, post_eps, K, BLOCK, True,
         POST_OFFSET, dtype,

@@ -17,7 +17,8 @@ from .launch import num_multiprocessors
 from .prefill_attention import prefill_attention
 from .prefill_tiles import prefill_tiles, prefill_tiling
 from .ready_attention import decode_ready_attention
-from .split_attention import choose_splits, choose_tile, new_partials
+from .split_attention import choose_tile, new_partials
+from .splits import choose_splits
 from .store import store_keys_and_values
 
 __all__ = ["register", "triton_paged_attention"]

@@ -44,7 +44,6 @@ def prefill_attention(
     tiles: Tensor,
     form: AttentionForm,
     tiling: PrefillTiling,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Attend to what `arena[layer]` holds: `[T, H, E]`, finite for padded tokens too.
 
@@ -58,17 +57,14 @@ def prefill_attention(
         tiles: of these token rows, as `prefill_tiles` makes them for `tiling.tokens(H // G)`.
         form: what the attention is; its scale is above 0.
         tiling: as `prefill_tiling` chooses it.
-        out: `[T, H, E]`, contiguous.
     """
     t, h, d = q_THD.shape
     g, e = arena.shape[3], form.value_dim
     group = h // g
     if q_THD.stride(-1) != 1:
         q_THD = q_THD.contiguous()
-    if out is None:
-        out = q_THD.new_empty(t, h, e)
+    out = q_THD.new_empty(t, h, e)
     assert form.scale > 0
-    assert out.is_contiguous()
     views = cache_views(arena[layer], d, form.block_size, form.storage)
     latent = views.values is None
     block_d, block_rest = _pieces(d)

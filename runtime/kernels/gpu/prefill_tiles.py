@@ -111,22 +111,17 @@ def reference_prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int
     return tiles
 
 
-def prefill_tiles(
-    token_rows_T: Tensor, rows: int, tokens_of_tile: int, out: Tensor | None = None
-) -> Tensor:
+def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
     """First token of each tile, then T: int32 `[num_prefill_tiles(...) + 1]`.
 
     Args:
         token_rows_T: int64; equal ones are neighbours.
         rows: most distinct rows besides the null row.
         tokens_of_tile: most tokens of a tile.
-        out: what is written.
     """
     tokens = token_rows_T.shape[0]
     count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    if out is None:
-        out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
-    assert out.shape == (count,)
+    out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
     launch(
         _tiles_kernel,
         (1,),
@@ -135,13 +130,13 @@ def prefill_tiles(
         tokens,
         count,
         TOKENS=tokens_of_tile,
-        BLOCK=min(_SCAN, triton.next_power_of_2(tokens)),
+        BLOCK=_SCAN,
         num_warps=4,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "COUNT"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     token_rows_ptr, tiles_ptr, T, COUNT,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

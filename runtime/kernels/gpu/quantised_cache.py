@@ -15,6 +15,7 @@ compute capability 8.9 on processors convert it (`NATIVE_FP8`); elsewhere intege
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ def cache_views(kv: Tensor, head_dim: int, block_size: int, storage: str) -> Cac
     return CacheViews(*sides[0], *(sides[1] if len(sides) > 1 else (None, None)))
 
 
+@cache
 def fp8_is_native(device: torch.device) -> bool:
     """Whether kernels on this device may use conversions of fp8; so does the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

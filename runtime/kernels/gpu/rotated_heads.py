@@ -11,18 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["normed_and_turned", "reference_normed", "reference_turned"]
+from .linear_tiles import normed
 
-
-@triton.jit
-def _scaled(x, rms, weights, dtype: tl.constexpr, OFFSET_NORMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x / rms * weights`, rounded where `modules.RMSNorm` rounds; float32."""
-    x = x * rms[:, None]
-    if OFFSET_NORMS:
-        y = (x * (1.0 + weights[None, :])).to(dtype)
-    else:
-        y = (x.to(dtype).to(tl.float32) * weights[None, :]).to(dtype)
-    return y.to(tl.float32)
+__all__ = ["normed_and_turned", "reference_turned"]
 
 
 @triton.jit
@@ -42,18 +33,11 @@ def normed_and_turned(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + starts[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(x_ptr + starts[:, None] + opposite[None, :], mask=mask, other=0.0).to(tl.float32)
     if weights is not None:
-        rms = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)
-        x = _scaled(x, rms, weights, dtype, OFFSET_NORMS)
-        y = _scaled(y, rms, weights_opposite, dtype, OFFSET_NORMS)
+        reciprocal = tl.rsqrt(tl.sum(x * x, axis=1) / E + eps)[:, None]
+        x = normed(x, reciprocal, weights[None, :], dtype, OFFSET_NORMS)
+        y = normed(y, reciprocal, weights_opposite[None, :], dtype, OFFSET_NORMS)
     turned = x * cos[None, :] + tl.where((i < E // 2)[None, :], -y, y) * sin[None, :]
     return tl.where(mask, turned, 0.0).to(dtype)
-
-
-def reference_normed(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    """`models.modules.RMSNorm`, which is not to be had from here, of `[..., E]`."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * (1.0 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
 
 
 def reference_turned(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

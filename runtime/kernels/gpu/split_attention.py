@@ -32,7 +32,6 @@ __all__ = [
     "Partials",
     "Tile",
     "attend_run",
-    "choose_splits",
     "choose_tile",
     "combine_as_last",
     "combine_splits",
@@ -45,8 +44,6 @@ __all__ = [
     "store_partials",
     "table_entries",
 ]
-
-MOST_SPLITS = 32
 
 NO_WINDOW = 1 << 30
 """Tokens of the window of a layer that has none."""
@@ -82,8 +79,8 @@ def new_partials(
 def new_counters(device: torch.device) -> Tensor:
     """Workspace of `combine_as_last`: int32 zeros, one for each row and kv head that can be split.
 
-    `choose_splits` makes no more than twice as many programs as there are processors, so there are
-    at most as many rows times heads with two splits as there are processors.
+    `splits.choose_splits` makes no more than twice as many programs as there are processors, so
+    there are at most as many rows times heads with two splits as there are processors.
     """
     return torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
 
@@ -115,20 +112,6 @@ def choose_tile(group: int, head_dim: int, value_dim: int, element_bytes: int) -
     width = triton.next_power_of_2(head_dim)
     positions = max(16, min(64, 8192 // (width * element_bytes)))
     return Tile(heads, positions, 8 if element_bytes == 1 or width > 128 else 4, 4)
-
-
-def choose_splits(
-    rows: int, kv_heads: int, most_positions: int, multiprocessors: int, tile_positions: int = 64
-) -> int:
-    """How many splits a captured step of `rows` rows gets.
-
-    As many programs as processors for few rows, where each split costs the kernel that combines
-    them more than a second program on a processor brings; twice as many for more rows. No more
-    than there can be tiles.
-    """
-    programs = multiprocessors * (1 if rows <= 2 else 2)
-    tiles = -(-most_positions // tile_positions)
-    return max(1, min(programs // (rows * kv_heads), tiles, MOST_SPLITS))
 
 
 def padded(size: int) -> int:
@@ -328,10 +311,10 @@ def combine_splits(partials: Partials, out_TN: Tensor) -> None:
     )  # fmt: skip
 
 
-def reference_combine_splits(partials: Partials, out_TN: Tensor) -> None:
-    """`combine_splits` in plain torch."""
+def reference_combine_splits(partials: Partials) -> Tensor:
+    """What the splits make together, in plain torch: `[T, H * V]` in float32."""
     acc, m, total = partials
     weight = torch.where(total == 0, 0.0, torch.exp2(m - m.amax(-1, keepdim=True)))
     values = torch.where((total == 0)[..., None], 0.0, acc)
     out = (values * weight[..., None]).sum(2) / (total * weight).sum(2, keepdim=True)
-    out_TN.copy_(out.flatten(1))
+    return out.flatten(1)

@@ -31,12 +31,7 @@ from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
 from .activation import activate_rows
 from .combine_output import combine_output, product_combines
-from .decode_attention import (
-    choose_splits,
-    decode_attention,
-    new_counters,
-    new_partials,
-)
+from .decode_attention import decode_attention
 from .gate_up import gate_up
 from .launch import num_multiprocessors
 from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
@@ -46,6 +41,8 @@ from .norm_linear import norm_linear
 from .prefill_attention import prefill_attention
 from .prefill_tiles import PrefillTiling, prefill_tiles, prefill_tiling
 from .residual_linear import residual_linear
+from .split_attention import new_counters, new_partials
+from .splits import choose_splits
 from .store import rotate_and_store
 
 __all__ = ["GpuStack", "Hidden", "gpu_linear", "product"]

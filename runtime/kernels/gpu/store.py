@@ -17,8 +17,9 @@ from torch import Tensor
 from ..attention import AttentionForm
 from ..kv_storage import write_blocks
 from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import Norm, reference_norm
 from .quantised_cache import cache_views, store_vectors
-from .rotated_heads import normed_and_turned, reference_normed, reference_turned
+from .rotated_heads import normed_and_turned, reference_turned
 
 __all__ = [
     "reference_rotate_and_store",
@@ -103,7 +104,8 @@ def reference_rotate_and_store(
     heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
     q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = (reference_normed(x, w, eps, offset_norms) for x, w in ((q, q_norm), (k, k_norm)))
+        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
+        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
     q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
     reference_store(k, v, arena, layer, slots_T, form)
     return q
@@ -121,9 +123,9 @@ def rotate_and_store(
     sin_TE: Tensor,
     slots_T: Tensor,
     form: AttentionForm,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Norm (if any) and rotate queries and keys, cache keys and values, return the queries.
+    """Norm (if any) and rotate queries and keys, cache keys and values, return the queries
+    `[T, H, E]`.
 
     Args:
         qkv_TN: `[T, (H + 2G) * E]`, contiguous: all query heads, then key heads, then value heads.
@@ -138,15 +140,12 @@ def rotate_and_store(
         sin_TE: likewise.
         slots_T: int64, where each token goes.
         form: block size, storage and E (its value_dim) are what counts.
-        out: `[T, H, E]` for the queries, contiguous.
     """
     tokens, g, e = qkv_TN.shape[0], arena.shape[3], form.value_dim
     h = qkv_TN.shape[1] // e - 2 * g
     assert qkv_TN.is_contiguous()
     assert (q_norm is None) == (k_norm is None)
-    if out is None:
-        out = qkv_TN.new_empty(tokens, h, e)
-    assert out.is_contiguous()
+    out = qkv_TN.new_empty(tokens, h, e)
     heads, warps = _heads_of_program(max(h, g), e)
     launch(
         _rotate_and_store_kernel,

@@ -134,13 +134,29 @@ def best_config(
 ) -> LinearConfig:
     """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
 
-    With `pending`, what a layer has yet to add is added on the way.
+    With `pending`, what a layer has yet to add is added on the way. It is asked for at each launch
+    of a step that is not captured, so what was found once is kept.
     """
+    shape = (kernel, rows, n, k, dtype, weight_dtype, device)
+    return _best_config(*shape, num_multiprocessors(device), is_tight(pending))
+
+
+@cache
+def _best_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    multiprocessors: int,
+    tight: bool,
+) -> LinearConfig:
     tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
     if tuned is not None:
         return tuned
-    sizes = (n, k, weight_dtype.itemsize, num_multiprocessors(device))
-    return default_config(kernel, rows, *sizes, tight=is_tight(pending))
+    return default_config(kernel, rows, n, k, weight_dtype.itemsize, multiprocessors, tight=tight)
 
 
 def is_tight(pending: bool) -> bool:

@@ -1,0 +1,48 @@
+"""Kernels run on the device of their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.step_functions import StepFunctions, StepKey
+
+
+def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, torch on that of the tensors."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        seen.append(f"enter {device}")
+        yield
+        seen.append(f"leave {device}")
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    steps = StepFunctions.__new__(StepFunctions)
+    monkeypatch.setattr(StepFunctions, "decode", lambda self, key: seen.append("step"))
+    for name in ("cuda:1", "cpu"):
+        steps.arena = SimpleNamespace(device=torch.device(name))  # type: ignore[assignment]
+        steps.bind(StepKey("decode", 1, 1, False))()
+    assert seen == ["enter cuda:1", "step", "leave cuda:1", "step"]
+
+
+def test_what_a_device_can_do_is_asked_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities, current = [(8, 0), (9, 0)], 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    launching._device_capability.cache_clear()
+    try:
+        for current in (0, 1, 0):
+            assert launching.compute_capability() == (80, 90)[current]
+            assert launching._can_depend() == bool(current)
+    finally:
+        launching._device_capability.cache_clear()
