@@ -139,6 +139,22 @@ def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_p
         assert case["fallbacks"] == 0
 
 
+def test_what_was_measured_before_a_failure_is_kept(bench, monkeypatch, tmp_path):
+    def measure(engine, case, **_):
+        if case.batch_size == 2:
+            raise StepgraphError("enough")
+        return real(engine, case, num_warmup=0, num_iters=1, seed=0)
+
+    real = bench.measure
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr(bench, "measure", measure)
+    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 1
+    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert case["batch_size"] == 1
+
+
 def test_percentiles_appear_only_where_n_supports_them(document):
     case = document["cases"][0]
     assert case["step_ms"]["p90"] is not None  # 11 samples
