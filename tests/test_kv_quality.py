@@ -60,7 +60,7 @@ def test_bad_windows() -> None:
         ("--tokens -5", "from --window, 1024, to the 3000 tokens .*, not -5"),
         ("--tokens 3001", "from --window, 1024, to the 3000 tokens .*, not 3001"),
         ("--kv-dtype int4", "invalid choice: 'int4'"),
-        ("--weight-dtype fp8", "invalid choice: 'fp8'"),
+        ("--weight-dtype fp4", "invalid choice: 'fp4'"),
     ],
 )
 def test_a_wrong_command_line_starts_no_engine(

@@ -36,8 +36,8 @@ class AttentionInputs:
     token_rows: Tensor
     """int64 `[T]`: row of each token."""
     rows: Tensor
-    """int64 `[R]`: the distinct rows of the pass, padded with the null row. R = T when decoding and,
-    by chance, in other passes."""
+    """int64 `[R]`: the distinct rows of the pass, padded with the null row. R = T when decoding,
+    and by chance in other passes."""
     block_tables: Tensor
     """int32 `[groups, max_rows + 1, max_blocks_per_row]`: the read index of every row."""
     read_blocks: int

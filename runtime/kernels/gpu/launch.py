@@ -28,8 +28,10 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "CAPABILITY",
     "INTERPRETED",
     "KernelLaunch",
+    "compute_capability",
     "launch",
     "let_dependents_start",
     "num_multiprocessors",

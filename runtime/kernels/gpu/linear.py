@@ -141,13 +141,18 @@ def default_config(
         block_n = max(16 // halves, _smallest_wave(n, 2 * multiprocessors, 32 // halves))
         width = min(512, 8192 // rows, 8192 // (block_n * halves))
         # A program that has a multiprocessor to itself, or small weights, has twice the warps.
-        wide = rows == 16 and (weight_bytes == 1 or -(-n // block_n) <= multiprocessors)
+        alone = -(-n // block_n) <= multiprocessors
+        wide = rows == 16 and (weight_bytes == 1 or alone)
         num_warps = 8 if wide else 4
         block_k = _tile_width(k, 64, width * num_warps // 4)
-        if tight and rows == 16 and block_n * halves == 16 and k > 2 * block_k:
-            block_k //= 2
-        elif tight and rows == 32:
+        masked = weight_bytes == 1 and k % block_k > 0  # which takes registers
+        if tight and rows == 32:
             num_warps = 8  # of a tile that is no wider
+        elif rows == 16 and k > 2 * block_k:  # there is a loop
+            # Programs of 8-bit weights that are not alone can be two on a multiprocessor instead.
+            low = block_n * halves == 16
+            if (tight and (low or masked)) or (low and weight_bytes == 1 and not alone):
+                block_k //= 2
         parts = min(num_warps, block_k // 16)
         ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
         return LinearConfig(block_n, block_k, num_warps, parts, ahead)
@@ -164,8 +169,9 @@ def default_config(
     elif rows == 4 and (halves == 2 or weight_bytes == 1):
         width //= 2
     block_k = _tile_width(k, 16, width)
+    num_warps = 8 if tight and rows > 1 and block_n * halves >= 32 else 4
     ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
-    return LinearConfig(block_n, block_k, prefetch=ahead)
+    return LinearConfig(block_n, block_k, num_warps, prefetch=ahead)
 
 
 def candidate_configs(
