@@ -89,6 +89,12 @@ def modes_of(device: torch.device) -> tuple[str, ...]:
     return ("eager", "compile") if have_compiler() else ("eager",)
 
 
+def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Write what there is so far where it was asked for."""
+    if options.output_json is not None:
+        options.output_json.write_text(json.dumps(document, indent=1) + "\n")
+
+
 class Bench:
     """One run of the command line: which engines to start, what to measure on each."""
 
@@ -113,9 +119,14 @@ class Bench:
         self.console.print(text, style="dim", highlight=False)
 
     def run(self) -> dict[str, Any]:
-        """Measure every case; return the document that `--output-json` writes."""
+        """Measure every case; return the document that `--output-json` writes after each."""
         options = self.options
         cases: list[dict[str, Any]] = []
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "environment": describe_environment(self.device, self.bandwidth),
+            "cases": cases,
+        }
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
@@ -130,17 +141,14 @@ class Bench:
                         eager: dict[BenchmarkCase, Measurement] = {}
                         for mode in self.modes:
                             run = self.run_engine(*kind, mode, eager, baseline)
-                            for case, measured, document in run:
+                            for case, measured, entry in run:
                                 if mode == "eager":
                                     eager[case] = measured
-                                cases.append(document)
+                                cases.append(entry)
+                                write_json(options, document)
                                 name = " ".join((*kind, mode))
                                 progress.update(task, advance=1, description=name)
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "environment": describe_environment(self.device, self.bandwidth),
-            "cases": cases,
-        }
+        return document
 
     @contextmanager
     def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:
@@ -328,13 +336,13 @@ def _write_costs(
         options.output_md.write_text(table + "\n")
     if options.output_json is not None:
         device = torch.device("cpu")
-        document = {
+        document: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(device, measure_read_bandwidth(device)),
             "cases": [],
             name: [dataclasses.asdict(cost) for cost in costs],
         }
-        options.output_json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options, document)
 
 
 class Scenarios:
@@ -352,17 +360,23 @@ class Scenarios:
         self.console.print(text, style="dim", highlight=False)
 
     def run(self) -> dict[str, Any]:
-        """Measure; return the document that `--output-json` writes."""
+        """Measure; return the document that `--output-json` writes after each entry."""
         options = self.options
         measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
-        return {
+        entries: list[dict[str, Any]] = []
+        document = {
             "schema_version": SCHEMA_VERSION,
             "environment": describe_environment(self.device, measure_read_bandwidth(self.device)),
             "cases": [],
-            options.scenario: [entry for engine in engines for entry in measure(*engine)],
+            options.scenario: entries,
         }
+        for engine in engines:
+            for entry in measure(*engine):
+                entries.append(entry)
+                write_json(options, document)
+        return document
 
     def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
@@ -475,8 +489,7 @@ def main() -> int:
     )
     if options.output_md is not None:
         options.output_md.write_text(markdown_table(document) + "\n")
-    if options.output_json is not None:
-        options.output_json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options, document)
     return 0
 
 

@@ -2,10 +2,10 @@
 
 A case prefills `batch_size` random prompts of `input_len` tokens and decodes them greedily, until
 `output_len` - 1 steps have decoded the whole batch, `num_iters` times. Only those steps count, each
-with everything between two sets of tokens on the host, plan and commit included. Where a launch is
-several steps (`steps_per_launch`), a step is taken to last as long as the launch divided by them.
-Prompts that are
-prefilled first decode alone for a while; that time is in nobody's figures.
+from one set of tokens on the host to the next: plan, commit and what the caller does with them are
+in it. Where a launch is several steps (`steps_per_launch`), a step is taken to last as long as the
+launch divided by them. Prompts that are prefilled first decode alone for a while; that time is in
+nobody's figures.
 """
 
 from __future__ import annotations
@@ -157,16 +157,18 @@ def _run(
     durations: list[float] = []
     decoding: set[str] = set()
     counted = 0
+    before = time.perf_counter()
     while counted < steps:
-        started = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
         # Whole: every request got a token by this step, and had one before it.
         if len(decoding) == len(outputs) == len(ids):
             first = outputs[0]
-            new = len(first.token_ids) - len(latest[first.request_id].token_ids)
-            durations.append(1e3 * (ended - started) / new)
+            new = _num_tokens(first) - _num_tokens(latest[first.request_id])
+            # From the tokens of the step before: a device works on while the caller does this.
+            durations.append(1e3 * (ended - before) / new)
             counted += new
+        before = ended
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
@@ -175,6 +177,10 @@ def _run(
     while engine.has_unfinished():
         engine.step()
     return [latest[request_id] for request_id in ids], durations, counted
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return output.completions[0].num_tokens
 
 
 def dtype_names(engine: Engine) -> dict[str, str]:

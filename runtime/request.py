@@ -236,6 +236,11 @@ class CompletionOutput:
         return self._request.output_ids[: self._num_tokens]
 
     @property
+    def num_tokens(self) -> int:
+        """How many `token_ids` there are, without making the list."""
+        return self._num_tokens
+
+    @property
     def logprobs(self) -> list[TokenLogprobs]:
         """One entry a token; empty unless `SamplingParams.logprobs` was given."""
         return self._request.logprobs[: self._num_tokens]

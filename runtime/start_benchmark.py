@@ -1,7 +1,7 @@
 """Measures starts of an engine: the first, with nothing in any cache, and those that follow.
 
 Each start is a process of its own, and counts from its creation to an engine that is ready. The
-kernel library and compiled code are kept in a directory that is empty at first.
+kernel library, compiled code and Triton's kernels are kept in a directory that is empty at first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def _start(model: str, config: Mapping[str, Any], cache: str) -> dict[str, Any]:
     result = subprocess.run(
         [sys.executable, "-m", "stepgraph.runtime.start_benchmark"],
         input=json.dumps({"began": began, "model": model, "config": config}),
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TRITON_CACHE_DIR": os.path.join(cache, "triton"),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from stepgraph.cache.benchmark import OperationCost
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime import StepgraphError, start_benchmark
+from stepgraph.runtime import StepgraphError, benchmark, start_benchmark
 from stepgraph.runtime.benchmark_report import (
     CHURN_COLUMNS,
     COLUMNS,
@@ -79,6 +79,52 @@ def test_only_whole_decode_steps_are_counted(document):
         assert case["padding"] == 0.0
 
 
+def test_a_step_lasts_until_the_next_tokens(monkeypatch):
+    """What the caller does between two steps is in the time of the second one."""
+    clock = [0.0]
+
+    class Completion:
+        def __init__(self, num_tokens):
+            self.tokens = num_tokens
+
+        @property
+        def num_tokens(self):
+            clock[0] += 1e-3  # a caller that takes its time
+            return self.tokens
+
+        @property
+        def token_ids(self):
+            raise AssertionError("a list of all tokens is made in the loop")
+
+    class Output:
+        request_id = "a"
+
+        def __init__(self, num_tokens):
+            self.completions = (Completion(num_tokens),)
+
+    class Engine:
+        num_steps = 0
+
+        def add_request(self, prompt, params):
+            return "a"
+
+        def abort(self, request_id):
+            pass
+
+        def has_unfinished(self):
+            return False
+
+        def step(self):
+            clock[0] += 4e-3
+            self.num_steps += 1
+            return [Output(self.num_steps)]
+
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: clock[0])
+    _, durations, counted = benchmark._run(Engine(), [[1]], None, 3)
+    assert counted == 3
+    assert durations == pytest.approx([4.0, 6.0, 6.0])
+
+
 def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_path, document):
     monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
     arguments = f"{SMALL} --mode eager --steps-per-launch 4 --output-json {tmp_path}/a.json"
@@ -91,6 +137,22 @@ def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_p
         assert case["itl_ms"]["n"] == case["batch_size"] * 12
         assert case["itl_ms"]["p50"] < 0.1 * case["step_ms"]["p50"] < case["itl_ms"]["max"]
         assert case["fallbacks"] == 0
+
+
+def test_what_was_measured_before_a_failure_is_kept(bench, monkeypatch, tmp_path):
+    def measure(engine, case, **_):
+        if case.batch_size == 2:
+            raise StepgraphError("enough")
+        return real(engine, case, num_warmup=0, num_iters=1, seed=0)
+
+    real = bench.measure
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr(bench, "measure", measure)
+    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
+    assert bench.main() == 1
+    (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
+    assert case["batch_size"] == 1
 
 
 def test_percentiles_appear_only_where_n_supports_them(document):
@@ -363,6 +425,7 @@ def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
 
     def run(command, *, input, env, **_):
         task, cache = json.loads(input), env["TORCHINDUCTOR_CACHE_DIR"]
+        assert Path(env["TRITON_CACHE_DIR"]).is_relative_to(cache)
         processes.append((task["model"], task["config"], cache, list(Path(cache).iterdir())))
         Path(cache, "library").touch()
         code = len(processes) // 3

@@ -17,6 +17,7 @@ from stepgraph.runtime.kernels.gpu.compile_ahead import (
     SHARED_MEMORY_LIMIT,
     CompileAheadError,
     compile_launches,
+    main,
 )
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
 from stepgraph.runtime.kernels.gpu.ptx import PtxSummary, summarize_ptx
@@ -131,6 +132,29 @@ def test_unknown_capabilities_are_one_clear_error(triton_cache: Path) -> None:
     assert done.stderr.splitlines()[-1] == (
         "compile_ahead: error: unknown compute capability 70: one of 80, 86, 89, 90"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", "0"), "argument --rows: '0' is not an integer of at least 1"),
+        (("--tokens", "many"), "argument --tokens: 'many' is not an integer of at least 1"),
+        (("--weight-dtype", "int4"), "argument --weight-dtype: invalid choice: 'int4'"),
+        (("--dtype", "half"), "argument --dtype: invalid choice: 'half'"),
+        (("--kv-dtype", "int4"), "argument --kv-dtype: invalid choice: 'int4'"),
+        (("--max-model-len", "0"), "error: max_model_len must be an integer from 1"),
+    ],
+)
+def test_wrong_command_lines_are_one_clear_error(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    status: object
+    try:
+        status = main(arguments)
+    except SystemExit as left:
+        status = left.code
+    assert status in (1, 2)
+    assert message in capsys.readouterr().err
 
 
 def check(triton_cache: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:

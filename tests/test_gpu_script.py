@@ -6,6 +6,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
+import zipfile
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -39,41 +41,81 @@ def test_the_command_lines_are_right(script: ModuleType, tmp_path: Path, dry_run
             parse_arguments(part.arguments[1:])
 
 
-def one_case(model: str, p50: float, **more: Any) -> dict[str, Any]:
-    found = {"model": model, "batch_size": 1, "dtype": "bfloat16", "weight_dtype": "bfloat16"}
-    return {**found, "step_ms": {"p50": p50}, **more}
+def test_whole_limits_fit_up_to_the_tests(script: ModuleType, tmp_path: Path) -> None:
+    parts = script.parts(tmp_path, False)
+    names = [part.name for part in parts]
+    first = parts[: 1 + max(names.index("kernel tests"), names.index("gpu tests"))]
+    assert sum(part.seconds for part in first) <= script.WHOLE_SECONDS
+    assert names.index("tune") == len(names) - 2  # what was tuned changes no other part
+
+
+def one_part(p50: float, **more: Any) -> dict[str, Any]:
+    return {"cases": [{"batch_size": 1, "step_ms": {"p50": p50}, **more}]}
+
+
+def shown(script: ModuleType, documents: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What was measured, and whether it reached its aim."""
+    rows = [line.split(" | ") for line in script.summary(documents).splitlines()[2:]]
+    return {cells[0].strip("| "): (cells[2], cells[3].strip(" |")) for cells in rows}
 
 
 def test_the_summary_compares_with_the_aims(script: ModuleType) -> None:
-    one, small, eight = "preset:llama-3.2-1b", "preset:qwen3-0.6b", "preset:llama-3.1-8b"
-    documents = {
-        "batch 1": {"cases": [one_case(one, 0.7), one_case(small, 0.43)]},
-        "8b": {
-            "cases": [
-                one_case(eight, 3.9),
-                one_case(eight, 2.5, weight_dtype="int8"),
-                one_case(eight, float("nan"), weight_dtype="fp8"),
-            ]
+    quality = {"auto": 5.0, "int8": 5.01, "fp8": 5.1}
+    found = shown(
+        script,
+        {
+            "1b": one_part(0.7),
+            "0.6b": one_part(0.43),
+            "8b": one_part(3.9),
+            "8b int8": one_part(2.5),
+            "8b fp8": one_part(float("nan")),
+            "tail": one_part(0.7, itl_ms={"p50": 0.7, "p99": 0.714, "n": 5120}),
+            "baseline": one_part(0.7, baseline={"speedup": 3.5}),
+            "start": {"start": [{"total_seconds": 26.0}, {"total_seconds": 7.0}]},
+            "idle": {"uncovered_us": {"p50": 3.25}},
+            "quality": [{"weight_dtype": k, "perplexity": v} for k, v in quality.items()],
+            "8 steps in a launch": one_part(0.56),
+            "kernel tests": {"failed": 0, "passed": 9},
+            "gpu tests": {"failed": 0, "passed": 0},
+            "parts": {name: {"status": "done"} for name in ("kernel tests", "gpu tests")},
         },
-        "tail": {"cases": [one_case(one, 0.7, itl_ms={"p50": 0.7, "p99": 0.714})]},
-        "baseline": {"cases": [one_case(one, 0.7, baseline={"speedup": 3.5})]},
-        "start": {"start": [{"total_seconds": 26.0}, {"total_seconds": 7.0}]},
-        "kernel tests": {"failed": 0},
+    )
+    assert found == {
+        "Llama-3.2-1B, batch 1, context 1k": ("700 µs", "yes"),
+        "Qwen3-0.6B, batch 1, context 1k": ("430 µs", "no"),
+        "Llama-3.1-8B, batch 1, context 1k": ("3900 µs", "yes"),
+        "Llama-3.2-1B, batch 32, context 8k": ("not measured", "-"),
+        "Llama-3.1-8B, batch 32, context 8k": ("not measured", "-"),
+        "1B against transformers, batch 1": ("3.5 times", "yes"),
+        "1B against transformers, batch 32": ("not measured", "-"),
+        "p99 / p50 of ITL, 1B, n >= 5000": ("1.02", "yes"),
+        "between two steps of 1B no kernel runs": ("3.25 µs", "yes"),
+        "start of 1B with 12 buckets, cold": ("26 s", "no"),
+        "start of 1B with 12 buckets, warm": ("7 s", "yes"),
+        "8B with int8 weights, batch 1": ("1.56 times", "yes"),
+        "8B with fp8 weights, batch 1": ("nan times", "no"),
+        "perplexity of int8 weights, demo model": ("0.2 % more", "yes"),
+        "perplexity of fp8 weights, demo model": ("2 % more", "no"),
+        "8 steps in a launch, 1B, batch 1": ("1.25 times", "yes"),
+        "Llama-3.2-1B, batch 1, tuned": ("not measured", "-"),
+        "tests of kernels that fail": ("0", "yes"),
+        "tests for CUDA that fail": ("not measured", "-"),  # all were skipped
     }
-    rows = [line.split(" | ") for line in script.summary(documents).splitlines()[2:]]
-    shown = {cells[0].strip("| "): (cells[2], cells[3].strip(" |")) for cells in rows}
-    assert shown["Llama-3.2-1B, batch 1, context 1k"] == ("700 µs", "yes")
-    assert shown["Qwen3-0.6B, batch 1, context 1k"] == ("430 µs", "no")
-    assert shown["Llama-3.1-8B, batch 1, context 1k"] == ("3900 µs", "yes")
-    assert shown["Llama-3.1-8B, batch 32, context 8k"] == ("not measured", "-")
-    assert shown["1B against transformers, batch 1"] == ("3.5 times", "yes")
-    assert shown["1B against transformers, batch 32"] == ("not measured", "-")
-    assert shown["p99 / p50 of ITL, 1B, n >= 5000"] == ("1.02", "yes")
-    assert shown["start of 1B with 12 buckets, cold"] == ("26 s", "no")
-    assert shown["start of 1B with 12 buckets, warm"] == ("7 s", "yes")
-    assert shown["8B with int8 weights, batch 1"] == ("1.56 times", "yes")
-    assert shown["8B with fp8 weights, batch 1"] == ("nan times", "no")
-    assert shown["tests of kernels that fail"] == ("0", "yes")
+
+
+def test_too_little_is_no_measurement(script: ModuleType) -> None:
+    found = shown(
+        script,
+        {
+            "tail": one_part(0.7, itl_ms={"p50": 0.7, "p99": 0.7, "n": 4999}),
+            "kernel tests": {"failed": 0, "passed": 9},
+            "gpu tests": {"failed": 1, "passed": 9},
+            "parts": {name: {"status": "over 70 s"} for name in ("kernel tests", "gpu tests")},
+        },
+    )
+    assert found["p99 / p50 of ITL, 1B, n >= 5000"] == ("not measured", "-")
+    assert found["tests of kernels that fail"] == ("not measured", "-")
+    assert found["tests for CUDA that fail"] == ("1", "no")
 
 
 def test_a_part_that_fails_stops_none_of_the_others(
@@ -87,17 +129,18 @@ def test_a_part_that_fails_stops_none_of_the_others(
     program = tmp_path / "report.py"
     program.write_text(report)
     xml = f"--junitxml={tmp_path / 'a.xml'}"
+    endless = "import time\ntry: time.sleep(600)\nfinally: print('what it has')"
     monkeypatch.setattr(
         script,
         "parts",
         lambda folder, dry_run: [
             script.Part("broken", ("-c", "print('no'); raise SystemExit(3)"), 60),
-            script.Part("endless", ("-c", "import time; time.sleep(600)"), 6),
+            script.Part("endless", ("-c", endless), 6),
             script.Part("kernel tests", (str(program), xml), 60),
             script.Part("environment", ("-c", "print('{\"device\": 1}')"), 60),
         ],
     )
-    run = script.Run(tmp_path, True, 100)
+    run = script.Run(tmp_path, True, time.monotonic() + 100)
     run.run()
     document = json.loads((tmp_path / "gpu.json").read_text())
     states = {name: part["status"] for name, part in document["parts"].items()}
@@ -116,14 +159,53 @@ def test_a_part_that_fails_stops_none_of_the_others(
     }
     assert document["environment"]["device"] == 1
     assert "| tests of kernels that fail | ≤ 0 | 1 | no |" in (tmp_path / "summary.md").read_text()
-    assert "=== broken" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    assert "=== broken" in log
+    assert "what it has" in log
 
 
 def test_no_part_begins_when_time_is_up(script: ModuleType, tmp_path: Path) -> None:
-    run = script.Run(tmp_path, True, 1)
+    run = script.Run(tmp_path, True, time.monotonic() + 1)
     part = script.Part("late", ("-c", "print('{}')"), 60)
     run.part(part, tmp_path, lambda text: None)
     assert run.documents["parts"]["late"]["status"] == "no time left"
+
+
+def test_what_is_missing_is_written_down(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "NEEDED", ("torch", "no_such_module"))
+    monkeypatch.setattr(script, "WANTED", ("neither_this",))
+    assert script.main([str(tmp_path / "a"), "--dry-run"]) == 2
+    document = json.loads((tmp_path / "a" / "gpu.json").read_text())
+    assert document["missing"] == ["no_such_module", "neither_this"]
+    assert document["environment"]["packages"]["no_such_module"] is None
+    assert document["environment"]["packages"]["torch"]
+    assert document["parts"] == {}
+    assert "| not measured | - |" in (tmp_path / "a" / "summary.md").read_text()
+    assert "not there: no_such_module, neither_this: put wheels" in capsys.readouterr().err
+
+
+def test_parts_import_this_tree_and_the_wheels_beside_it(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("runtime", "graphs", "cache", "profiling", ".whl"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+    (tmp_path / "tree" / "graphs" / "__init__.py").write_text("print('this tree')")
+    with zipfile.ZipFile(tmp_path / "tree" / ".whl" / "thing-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("thing.py", "print('this wheel')")
+    monkeypatch.setattr(script, "ROOT", tmp_path / "tree")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    environment = script.environment_of_parts(tmp_path / "site", False)
+    assert "TRITON_INTERPRET" not in environment
+    assert environment["XDG_CACHE_HOME"] == str(tmp_path / "cache")
+    status, said = script.execute(
+        [sys.executable, "-c", "import stepgraph.graphs, thing"], 60, environment
+    )
+    assert (status, said) == ("done", "this tree\nthis wheel\n")
 
 
 @pytest.mark.slow

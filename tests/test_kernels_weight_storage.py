@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import weight_storage
+from stepgraph.runtime.kernels import WeightStorage, weight_storage
+from stepgraph.runtime.models import modules
+from stepgraph.runtime.models.modules import Projection
 from torch import Tensor
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
@@ -280,3 +282,23 @@ def test_arguments_that_do_not_fit_are_refused(packed: Tensor, scales: Tensor | 
     for dtype in DTYPES:
         with pytest.raises(RuntimeError, match="packed_linear"):
             kernels.packed_linear(torch.zeros(3, 8, dtype=dtype), packed, None, 40, scales)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_a_weight_is_quantised_where_it_will_lie(
+    storage: WeightStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def quantise(weight: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
+        devices.append(weight.device.type)
+        return weight_storage.quantise_weight(weight, storage)
+
+    monkeypatch.setattr(modules, "quantise_weight", quantise)
+    chosen = kernels.select_kernels("cpu", "eager", torch.bfloat16, storage)  # packs nothing
+    projection = Projection(chosen, 5, 300)
+    projection.store(torch.randn(5, 300, dtype=torch.bfloat16), torch.device("meta"))
+    assert devices == ["meta"]
+    for stored in (projection.weight, projection.scales):
+        assert stored is not None
+        assert stored.is_meta

@@ -33,9 +33,13 @@ class Projection(nn.Module):
     def store(self, weight: torch.Tensor, device: torch.device) -> None:
         """Take the weight `[out_features, in_features]`, quantised and packed as the kernels want.
 
+        It is quantised where it will lie, but packed by the processor.
+
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
         self.dtype = weight.dtype
+        if self.kernels.pack is None:
+            weight = weight.to(device)
         if self.kernels.weights != "model":
             weight, scales = quantise_weight(weight, self.kernels.weights)
             self.scales = nn.Parameter(scales.to(device), requires_grad=False)

@@ -262,16 +262,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ...errors import StepgraphError
     from ...recorded_steps import record_layers, record_steps
 
-    config = EngineConfig(
-        dtype=options.dtype,
-        weight_dtype=options.weight_dtype,
-        kv_dtype=options.kv_dtype,
-        max_model_len=options.max_model_len,
-    )
     document: dict[str, Any] = {"model": options.model, "steps": [], "kernels": []}
     kernels: dict[CompiledKernel, list[str]] = {}
     faults: list[str] = []
     try:
+        config = EngineConfig(
+            dtype=options.dtype,
+            weight_dtype=options.weight_dtype,
+            kv_dtype=options.kv_dtype,
+            max_model_len=options.max_model_len,
+        )
         for capability in options.capability:
             _check(capability)
         for capability in options.capability:
@@ -345,15 +345,32 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compile the kernels of a model's steps for a GPU that need not be there.",
     )
     parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="decode steps")
-    parser.add_argument("--tokens", nargs="*", type=int, default=[512], help="prefill steps")
+    parser.add_argument(
+        "--rows", nargs="+", type=_positive, default=[1, 8, 32], help="decode steps"
+    )
+    parser.add_argument("--tokens", nargs="*", type=_positive, default=[512], help="prefill steps")
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
-    parser.add_argument("--dtype", default="auto", help="as of bench.py, so the next ones")
-    parser.add_argument("--weight-dtype", default="auto")
-    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="as of bench.py, so the next ones",
+    )
+    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
 
 
 if __name__ == "__main__":
