@@ -169,7 +169,8 @@ def default_config(
     elif rows == 4 and (halves == 2 or weight_bytes == 1):
         width //= 2
     block_k = _tile_width(k, 16, width)
-    num_warps = 8 if tight and rows > 1 and block_n * halves >= 32 else 4
+    scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
+    num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
     ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
     return LinearConfig(block_n, block_k, num_warps, prefetch=ahead)
 
