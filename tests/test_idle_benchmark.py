@@ -58,7 +58,7 @@ def test_one_row_decodes_while_it_is_traced() -> None:
         assert seen == [SETTLING_STEPS + 3 + 2]
         assert gaps == pytest.approx([1.5, 1.6, 1.7])
         assert not engine.has_unfinished()
-        with pytest.raises(StepgraphError, match=r"0 gaps between steps .* not 3"):
+        with pytest.raises(StepgraphError, match=r"saw 0 gaps .* not 3"):
             measure_idle(engine, input_len=8, num_steps=3, seed=0, trace=lambda run: [])
 
 
