@@ -16,6 +16,7 @@ the step before, in which case it asks in vain; nothing is computed from them.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -243,6 +244,7 @@ def decode_attention(
     splits = partials.m.shape[2]
     lines = lines_each = 0
     if next_weight is not None:
+        next_weight = next_weight.view(torch.uint8)  # not every device knows float8
         lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
         lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
     threads, combined = 32 * tile.num_warps, 0

@@ -147,7 +147,7 @@ def default_config(
         block_k = _tile_width(k, 64, width * num_warps // 4)
         masked = weight_bytes == 1 and k % block_k > 0  # which takes registers
         short = block_n * halves == 32 and k <= 4 * block_k  # a loop of few rounds is unrolled
-        if rows == 32 and (tight or short):
+        if rows == 32 and (tight or short or (weight_bytes == 1 and block_n * halves == 16)):
             num_warps = 8  # of a tile that is no wider
         elif rows == 16 and k > 2 * block_k:  # there is a loop
             # Programs of 8-bit weights that are not alone can be two on a multiprocessor instead.
