@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,12 +66,25 @@ class Hidden:
         return Pending(self.delta, self.norm, torch.empty_like(self.x))
 
 
+class _Products(NamedTuple):
+    """The linear layers of a decoder layer."""
+
+    qkv: GpuLinear
+    output: GpuLinear
+    gate_up: GpuLinear
+    down: GpuLinear
+
+    @classmethod
+    def of(cls, layer: StackLayer) -> _Products:
+        return cls(*map(gpu_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+
+
 class GpuStack:
     """The layers of one model and its final norm, as kernels in one stream."""
 
     def __init__(self, shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> None:
         self.shape = shape
-        self._layers = list(layers)
+        self._layers = [(layer, _Products.of(layer)) for layer in layers]
         self._norm = norm.detach()
         # Kept, as graphs are replayed with their address and each launch leaves zeros for the next.
         self._counters = new_counters(norm.device)
@@ -125,18 +138,23 @@ class GpuStack:
             step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         few = decodes and tokens <= MOST_ROWS
         hidden = Hidden(x_TD)
-        for layer in self._layers:
-            hidden = self._few(layer, hidden, step) if few else self._many(layer, hidden, step)
+        run = self._few if few else self._many
+        for layer, products in self._layers:
+            hidden = run(layer, products, hidden, step)
         return hidden
 
-    def _few(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
+    def _few(
+        self,
+        layer: StackLayer,
+        products: _Products,
+        hidden: Hidden,
+        step: _Decoding | _Prefilling,
+    ) -> Hidden:
         """The five kernels."""
         assert isinstance(step, _Decoding)
         shape, new = self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
-        qkv, output, mlp, down = map(
-            gpu_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+        qkv, output, mlp, down = products
 
         pending = hidden.pending()
         qkv_TN = new(tokens, qkv.weight.shape[0])
@@ -166,18 +184,24 @@ class GpuStack:
         """After a product that added x itself, unless a norm comes first."""
         return Hidden(out_TD) if norm is None else Hidden(x_TD, out_TD, self.norm(norm))
 
-    def _many(self, layer: StackLayer, hidden: Hidden, step: _Decoding | _Prefilling) -> Hidden:
+    def _many(
+        self,
+        layer: StackLayer,
+        products: _Products,
+        hidden: Hidden,
+        step: _Decoding | _Prefilling,
+    ) -> Hidden:
         """Products of the library, with kernels between them."""
         normed_TD, x_TD = self._normed(hidden, layer.input_norm)
-        qkv_TN = product(normed_TD, gpu_linear(layer.qkv))
+        qkv_TN = product(normed_TD, products.qkv)
         attended_TK = step.attended(layer, qkv_TN)
-        out_TD = product(attended_TK, gpu_linear(layer.output))
+        out_TD = product(attended_TK, products.output)
         hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
         normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
-        gate_up_TF = product(normed_TD, gpu_linear(layer.gate_up))
+        gate_up_TF = product(normed_TD, products.gate_up)
         inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
         activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
-        out_TD = product(inner_TF, gpu_linear(layer.down))
+        out_TD = product(inner_TF, products.down)
         return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
 
     def _to_add(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
