@@ -15,7 +15,7 @@ from ..profiling.kernel_costs import (
     predicted_seconds,
 )
 from ..profiling.roofline import floor_seconds
-from .benchmark_report import step_table
+from .benchmarks.tables import step_table
 from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .kernels import stored_bytes

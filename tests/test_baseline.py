@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
-from stepgraph.runtime import baseline as module
-from stepgraph.runtime.baseline import (
+from stepgraph.runtime.benchmarks import baseline as module
+from stepgraph.runtime.benchmarks.baseline import (
     BaselineError,
     TransformersBaseline,
     hf_config,
     whole_batch_steps,
 )
-from stepgraph.runtime.benchmark_report import BASELINE_COLUMNS, columns, rows
+from stepgraph.runtime.benchmarks.tables import BASELINE_COLUMNS, columns, rows
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 
+from .bench_rig import run_bench
 from .conftest import TinyModel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,27 +92,10 @@ def test_transformers_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         hf_config(PRESETS["qwen3-0.6b"])
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-def test_the_benchmark_takes_turns(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+def test_the_benchmark_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-iters 2"
     file = tmp_path / "a.json"
-    monkeypatch.setattr(
-        "sys.argv",
-        ["bench.py", *arguments.split(), "--baseline", "transformers", "--output-json", str(file)],
-    )
-    assert bench.main() == 0
+    assert run_bench(monkeypatch, f"{arguments} --baseline transformers --output-json {file}") == 0
     document = json.loads(file.read_text())
     (case,) = document["cases"]
     assert case["step_ms"]["n"] == case["baseline"]["step_ms"]["n"] == 14

@@ -1,6 +1,5 @@
 """bench.py from its command line to its JSON and its table."""
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -8,39 +7,32 @@ from pathlib import Path
 import pytest
 from stepgraph.cache.benchmark import OperationCost
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime import StepgraphError, benchmark, start_benchmark
-from stepgraph.runtime.benchmark_report import (
+from stepgraph.runtime import StepgraphError
+from stepgraph.runtime.benchmarks import run_scenarios, run_steady, start, steady
+from stepgraph.runtime.benchmarks.host import HostCost
+from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.benchmarks.start import measure_starts
+from stepgraph.runtime.benchmarks.tables import (
     CHURN_COLUMNS,
     COLUMNS,
     INTERFERENCE_COLUMNS,
     markdown_table,
     rows,
 )
-from stepgraph.runtime.host_benchmark import HostCost
-from stepgraph.runtime.start_benchmark import measure_starts
 
-ROOT = Path(__file__).resolve().parent.parent
+from .bench_rig import ROOT, run_bench
+
 SMALL = "--batch-size 1 2 --input-len 24 --output-len 12 --num-warmup 0 --num-iters 1"
 SUMMARY = {"n", "mean", "std", "min", "p50", "p90", "p99", "max"}
 
 
 @pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def document(bench, tmp_path_factory):
+def document(tmp_path_factory):
     """A real run of the demo model, eager, as `--output-json` leaves it."""
     folder = tmp_path_factory.mktemp("bench")
     patch = pytest.MonkeyPatch()
-    patch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
     arguments = f"{SMALL} --mode eager --output-json {folder}/a.json --output-md {folder}/a.md"
-    patch.setattr("sys.argv", ["bench.py", *arguments.split()])
-    assert bench.main() == 0
+    assert run_bench(patch, arguments) == 0
     patch.undo()
     document = json.loads((folder / "a.json").read_text())
     assert (folder / "a.md").read_text() == markdown_table(document) + "\n"
@@ -119,17 +111,15 @@ def test_a_step_lasts_until_the_next_tokens(monkeypatch):
             self.num_steps += 1
             return [Output(self.num_steps)]
 
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: clock[0])
-    _, durations, counted = benchmark._run(Engine(), [[1]], None, 3)
+    monkeypatch.setattr(steady.time, "perf_counter", lambda: clock[0])
+    _, durations, counted = steady._run(Engine(), [[1]], None, 3)
     assert counted == 3
     assert durations == pytest.approx([4.0, 6.0, 6.0])
 
 
-def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_path, document):
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+def test_launches_of_several_steps_are_divided_by_them(monkeypatch, tmp_path, document):
     arguments = f"{SMALL} --mode eager --steps-per-launch 4 --output-json {tmp_path}/a.json"
-    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
-    assert bench.main() == 0
+    assert run_bench(monkeypatch, arguments) == 0
     cases = json.loads((tmp_path / "a.json").read_text())["cases"]
     for case, single in zip(cases, document["cases"], strict=True):
         assert (case["steps_per_launch"], single["steps_per_launch"]) == (4, 1)
@@ -139,18 +129,16 @@ def test_launches_of_several_steps_are_divided_by_them(bench, monkeypatch, tmp_p
         assert case["fallbacks"] == 0
 
 
-def test_what_was_measured_before_a_failure_is_kept(bench, monkeypatch, tmp_path):
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
     def measure(engine, case, **_):
         if case.batch_size == 2:
             raise StepgraphError("enough")
         return real(engine, case, num_warmup=0, num_iters=1, seed=0)
 
-    real = bench.measure
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr(bench, "measure", measure)
+    real = run_steady.measure
+    monkeypatch.setattr(run_steady, "measure", measure)
     arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
-    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
-    assert bench.main() == 1
+    assert run_bench(monkeypatch, arguments) == 1
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["batch_size"] == 1
 
@@ -210,9 +198,9 @@ def test_bytes_of_a_step(document):
         ("--explain-step --bandwidth-gb-s 0", "'0' is not a positive number of gigabytes per sec"),
     ],
 )
-def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, message):
+def test_a_wrong_command_line_is_one_clear_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
-        bench.parse_arguments(arguments.split())
+        parse_arguments(arguments.split())
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
@@ -234,21 +222,21 @@ def test_a_wrong_command_line_is_one_clear_line(bench, capsys, arguments, messag
         "--steps-per-launch 8",
     ],
 )
-def test_flags_that_go_together(bench, arguments):
-    bench.parse_arguments(arguments.split())
+def test_flags_that_go_together(arguments):
+    parse_arguments(arguments.split())
 
 
-def test_defaults_follow_the_scenario(bench):
-    steady = bench.parse_arguments([])
+def test_defaults_follow_the_scenario():
+    steady = parse_arguments([])
     assert (steady.batch_size, steady.input_len, steady.output_len) == ([1, 8], [128, 1024], [64])
     assert (steady.num_warmup, steady.num_iters) == (1, 3)
-    interference = bench.parse_arguments(["--scenario", "interference"])
+    interference = parse_arguments(["--scenario", "interference"])
     assert (interference.batch_size, interference.input_len) == ([8], [1024])
-    churn = bench.parse_arguments(["--scenario", "churn", "--num-steps", "60"])
+    churn = parse_arguments(["--scenario", "churn", "--num-steps", "60"])
     assert (churn.output_len, churn.num_steps, churn.max_itl_ms) == ([32], 60, None)
 
 
-def test_cache_scenario(bench, capsys, monkeypatch, tmp_path):
+def test_cache_scenario(capsys, monkeypatch, tmp_path):
     def measure_cache(seed):
         return [
             OperationCost(operation, size, nanoseconds, 2 * nanoseconds, 5)
@@ -256,11 +244,9 @@ def test_cache_scenario(bench, capsys, monkeypatch, tmp_path):
             for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
         ]
 
-    monkeypatch.setattr(bench, "measure_cache", measure_cache)
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr("stepgraph.cache.benchmark.measure_cache", measure_cache)
     arguments = f"--scenario cache --seed 4 --output-json {tmp_path}/a --output-md {tmp_path}/b"
-    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
-    assert bench.main() == 0
+    assert run_bench(monkeypatch, arguments) == 0
     table = """\
 | operation | ns, 1,000 blocks | ns, 1,000,000 blocks | ratio |
 | --------- | ---------------: | -------------------: | ----: |
@@ -283,7 +269,7 @@ nanoseconds a block (a row for `step`), n = 5
     }
 
 
-def test_host_scenario(bench, capsys, monkeypatch, tmp_path):
+def test_host_scenario(capsys, monkeypatch, tmp_path):
     def measure_host(num_steps, seed):
         times = [10.0 + seed + i % 10 for i in range(num_steps)]
         return [
@@ -292,12 +278,10 @@ def test_host_scenario(bench, capsys, monkeypatch, tmp_path):
             for queued, slower in ((10, 1.0), (100_000, 1.25))
         ]
 
-    monkeypatch.setattr(bench, "measure_host", measure_host)
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr("stepgraph.runtime.benchmarks.host.measure_host", measure_host)
     files = f"--output-json {tmp_path}/a --output-md {tmp_path}/b"
     arguments = f"--scenario host --seed 4 --num-steps 100 {files}"
-    monkeypatch.setattr("sys.argv", ["bench.py", *arguments.split()])
-    assert bench.main() == 0
+    assert run_bench(monkeypatch, arguments) == 0
     table = """\
 | rows |  queued | blocks | host µs p50 / p90 / p99 |  min | ratio |
 | ---: | ------: | -----: | ----------------------: | ---: | ----: |
@@ -316,17 +300,14 @@ microseconds of a step, outputs included, n = 100
     assert set(document["host"][0]["host_us"]) == SUMMARY
 
 
-def test_more_steps_than_the_cache_holds_is_one_clear_line(bench, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench.py", "--scenario", "host", "--num-steps", "100000"])
-    assert bench.main() == 1
+def test_more_steps_than_the_cache_holds_is_one_clear_line(capsys, monkeypatch):
+    assert run_bench(monkeypatch, "--scenario host --num-steps 100000") == 1
     assert capsys.readouterr().err.startswith("bench.py: error: 100060 steps make")
 
 
-def run_scenario(bench, monkeypatch, folder, arguments):
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
+def run_scenario(monkeypatch, folder, arguments):
     files = f"--output-json {folder}/a.json --output-md {folder}/a.md"
-    monkeypatch.setattr("sys.argv", ["bench.py", *f"{arguments} {files}".split()])
-    assert bench.main() == 0
+    assert run_bench(monkeypatch, f"{arguments} {files}") == 0
     document = json.loads((folder / "a.json").read_text())
     assert document["schema_version"] == 1
     assert document["cases"] == []
@@ -335,9 +316,9 @@ def run_scenario(bench, monkeypatch, folder, arguments):
     return document, text.splitlines()
 
 
-def test_interference_scenario(bench, capsys, monkeypatch, tmp_path):
+def test_interference_scenario(capsys, monkeypatch, tmp_path):
     arguments = "--scenario interference --mode eager --batch-size 2 --input-len 40 --num-steps 100"
-    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    document, lines = run_scenario(monkeypatch, tmp_path, arguments)
     plain, budgeted = document["interference"]
     assert plain["max_itl_ms"] is None
     assert plain["step_budget"] is None
@@ -355,10 +336,10 @@ def test_interference_scenario(bench, capsys, monkeypatch, tmp_path):
     assert [line.count("|") for line in lines[:4]] == [len(INTERFERENCE_COLUMNS) + 1] * 4
 
 
-def test_churn_scenario(bench, capsys, monkeypatch, tmp_path):
+def test_churn_scenario(capsys, monkeypatch, tmp_path):
     arguments = "--scenario churn --mode eager --batch-size 2 --input-len 20 --output-len 4"
     arguments += " --num-steps 40 --max-itl-ms 50 500"
-    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    document, lines = run_scenario(monkeypatch, tmp_path, arguments)
     assert [entry["max_itl_ms"] for entry in document["churn"]] == [50, 500]
     for entry in document["churn"]:
         assert set(entry["itl_ms"]) == set(entry["step_ms"]) == SUMMARY
@@ -378,10 +359,8 @@ def test_churn_scenario(bench, capsys, monkeypatch, tmp_path):
         ("--input-len 4000", "max_model_len"),
     ],
 )
-def test_what_cannot_run_is_one_clear_line(bench, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr("sys.argv", ["bench.py", "--mode", "eager", *arguments.split()])
-    assert bench.main() == 1
+def test_what_cannot_run_is_one_clear_line(capsys, monkeypatch, arguments, message):
+    assert run_bench(monkeypatch, f"--mode eager {arguments}") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     last = captured.err.splitlines()[-1]
@@ -389,7 +368,7 @@ def test_what_cannot_run_is_one_clear_line(bench, capsys, monkeypatch, arguments
     assert message in captured.err
 
 
-def test_start_scenario(bench, monkeypatch, tmp_path):
+def test_start_scenario(monkeypatch, tmp_path):
     asked = []
 
     def measure_starts(model, config):
@@ -405,9 +384,9 @@ def test_start_scenario(bench, monkeypatch, tmp_path):
             dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
             yield {"total_seconds": seconds, "import_seconds": 2.0, "start": start, **dtypes}
 
-    monkeypatch.setattr(bench, "measure_starts", measure_starts)
+    monkeypatch.setattr(run_scenarios, "measure_starts", measure_starts)
     arguments = "--scenario start --model demo --dtype bfloat16 --mode compile --batch-size 8 1 8"
-    document, lines = run_scenario(bench, monkeypatch, tmp_path, arguments)
+    document, lines = run_scenario(monkeypatch, tmp_path, arguments)
     ((model, config),) = asked
     assert model == "demo"
     assert (config["max_rows"], config["buckets"], config["mode"]) == (8, [1, 8], "compile")
@@ -431,7 +410,7 @@ def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
         code = len(processes) // 3
         return subprocess.CompletedProcess(command, code, 'noise\n{"total_seconds": 3.5}\n', "oh")
 
-    monkeypatch.setattr(start_benchmark.subprocess, "run", run)
+    monkeypatch.setattr(start.subprocess, "run", run)
     assert measure_starts("demo", {"buckets": [1]}) == [{"total_seconds": 3.5}] * 2
     (model, config, cache, empty), (_, _, again, kept) = processes
     assert (model, config, empty) == ("demo", {"buckets": [1]}, [])

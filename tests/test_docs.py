@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.ranges import RANGES
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.benchmark_report import (
+from stepgraph.runtime.benchmarks.tables import (
     BASELINE_COLUMNS,
     CHURN_COLUMNS,
     COLUMNS,

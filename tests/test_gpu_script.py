@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from stepgraph.runtime.benchmark_options import parse_arguments
+from stepgraph.runtime.benchmarks.options import parse_arguments
 
 SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
-from stepgraph.runtime.idle_benchmark import (
+from stepgraph.runtime.benchmarks.idle import (
     SETTLING_STEPS,
     longest_sequence,
     main,

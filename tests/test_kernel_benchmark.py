@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.benchmark_report import KERNEL_COLUMNS, columns, rows
+from stepgraph.runtime.benchmarks.kernels import _measure, measure_kernels
+from stepgraph.runtime.benchmarks.tables import KERNEL_COLUMNS, columns, rows
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.kernel_benchmark import _measure, measure_kernels
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
+
+from .bench_rig import run_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,14 +82,7 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
 def test_kernels_are_timed_on_cuda_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr("sys.argv", ["bench.py", "--scenario", "kernels", "--device", "cpu"])
-    assert bench.main() == 1
+    assert run_bench(monkeypatch, "--scenario kernels --device cpu") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "bench.py: error: kernels are timed on CUDA devices, and cpu is none"
     )

@@ -9,15 +9,13 @@ import pytest
 from stepgraph.graphs.buckets import default_token_buckets
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime import scenarios as module
-from stepgraph.runtime.scenarios import (
+from stepgraph.runtime.benchmarks import churn, interference
+from stepgraph.runtime.benchmarks.churn import ChurnCase, churn_to_json, measure_churn
+from stepgraph.runtime.benchmarks.interference import (
     Chunks,
-    ChurnCase,
     Interference,
     InterferenceCase,
-    churn_to_json,
     interference_to_json,
-    measure_churn,
     measure_interference,
 )
 
@@ -49,7 +47,7 @@ def test_interference_counts_a_gap_for_each_step(
     # Each prompt takes two chunks and decodes alone in another row for three steps more.
     assert sum(chunks.n for chunks in measured.chunks) == 8
     assert {chunks.bucket for chunks in measured.chunks} == {16}
-    assert len(measured.decode_step_ms) == module.SETTLING_STEPS + CASE.num_steps - 4 * 5
+    assert len(measured.decode_step_ms) == interference.SETTLING_STEPS + CASE.num_steps - 4 * 5
     assert not engine.has_unfinished()
     engine.check_integrity()
 
@@ -68,11 +66,11 @@ def test_interference_beside_a_device(
         records.extend(seen)
         return [1.0], []
 
-    monkeypatch.setattr(module, "_chunks", chunks)
-    monkeypatch.setattr(module, "_steps_under_way", lambda engine: 1)
+    monkeypatch.setattr(interference, "_chunks", chunks)
+    monkeypatch.setattr(interference, "_steps_under_way", lambda engine: 1)
     measured = measure_interference(engine, CASE, seed=3)
     assert len(measured.itl_ms) == CASE.num_steps
-    assert len(ended) == len(records) == module.SETTLING_STEPS + CASE.num_steps
+    assert len(ended) == len(records) == interference.SETTLING_STEPS + CASE.num_steps
     assert all(record.rows >= CASE.batch_size for record in records)
     assert sum(record.prefill_tokens for record in records) == 4 * CASE.input_len
 
@@ -92,24 +90,26 @@ def test_chunks_are_told_apart_by_bucket_and_place() -> None:
         (15.0, record(9, 0)),  # nobody's decode step
         (33.0, record(9, 256)),  # from 0 again
     ]
-    decode_ms, chunks = module._chunks(
+    decode_ms, chunks = interference._chunks(
         [ms for ms, _ in steps], [r for _, r in steps], case, default_token_buckets(512)
     )
     assert decode_ms == [10.0, 12.0, 11.0]
     assert chunks == [Chunks(0, 256, 250, 3, 20.0), Chunks(256, 128, 110, 1, 49.0)]
 
 
-def interference(chunks: list[Chunks], itl_ms: list[float]) -> Interference:
+def measured_interference(chunks: list[Chunks], itl_ms: list[float]) -> Interference:
     return Interference(CASE, itl_ms, [10.0, 11.0, 12.0], chunks, [], 4)
 
 
 def test_the_bound_is_a_decode_step_and_the_costliest_chunk() -> None:
     seldom = Chunks(512, 512, 512, 2, 500.0)
-    measured = interference([Chunks(0, 64, 64, 5, 20.0), Chunks(0, 128, 99, 3, 35.0), seldom], [])
+    measured = measured_interference(
+        [Chunks(0, 64, 64, 5, 20.0), Chunks(0, 128, 99, 3, 35.0), seldom], []
+    )
     assert measured.chunk_ms == 35.0
     assert measured.bound_ms == pytest.approx(1.1 * (11.0 + 35.0))
-    assert interference([seldom], []).chunk_ms == 500.0
-    assert interference([], []).chunk_ms == 0.0
+    assert measured_interference([seldom], []).chunk_ms == 500.0
+    assert measured_interference([], []).chunk_ms == 0.0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_p99_is_judged_where_n_supports_it(
     open_engine: Callable[..., Engine], itl_ms: list[float], within: bool | None
 ) -> None:
     engine = open_for(open_engine, CASE)
-    document = interference_to_json(engine, interference([], itl_ms), None)
+    document = interference_to_json(engine, measured_interference([], itl_ms), None)
     assert document["p99_within_bound"] is within
     assert document["bound_ms"] == pytest.approx(12.1)
     assert document["ttft_ms"] is None
@@ -172,9 +172,9 @@ def test_churn_is_the_same_for_the_same_seed(
 ) -> None:
     engine = open_for_churn(open_engine)
     config = engine.model_config
-    schedule = module._schedule(config, CHURN, 1)
-    assert schedule == module._schedule(config, CHURN, 1)
-    assert schedule != module._schedule(config, CHURN, 2)
+    schedule = churn._schedule(config, CHURN, 1)
+    assert schedule == churn._schedule(config, CHURN, 1)
+    assert schedule != churn._schedule(config, CHURN, 2)
     assert all(5 <= len(arrival.prompt) <= 20 for arrival in schedule)
     assert all(1 <= arrival.output_len <= 24 for arrival in schedule)
     leaving = [arrival for arrival in schedule if arrival.leaves_after is not None]

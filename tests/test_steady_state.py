@@ -21,7 +21,7 @@ import pytest
 import torch
 from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.host_benchmark import HostRig, measure_host
+from stepgraph.runtime.benchmarks.host import HostRig, measure_host
 from stepgraph.runtime.launch import HostOutputs
 from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
 from stepgraph.runtime.sampling import SampleOutput

@@ -17,21 +17,20 @@ from typing import Any
 
 import torch
 
-from ..profiling.roofline import Roofline, step_bytes, step_flops
-from ..profiling.stats import Summary
-from .engine import Engine
-from .models.config import ModelConfig
-from .models.layout import weights_per_step
-from .request import RequestOutput
-from .sampling_params import SamplingParams
+from ...profiling.roofline import Roofline, step_bytes, step_flops
+from ...profiling.stats import Summary
+from ..engine import Engine
+from ..models.layout import weights_per_step
+from ..request import RequestOutput
+from ..sampling_params import SamplingParams
+from .environment import dtype_names
+from .workload import abort_all, random_prompts
 
 __all__ = [
     "BenchmarkCase",
     "Measurement",
-    "dtype_names",
     "longest_sequence",
     "measure",
-    "random_prompts",
     "to_json",
 ]
 
@@ -65,15 +64,6 @@ class Measurement:
     """The first `output_len` tokens of each prompt, of the first repetition."""
     logits: torch.Tensor
     """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
-
-
-def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> list[list[int]]:
-    """Return prompts of random token ids, the same for the same arguments."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts: list[list[int]] = torch.randint(
-        config.vocab_size, (count, length), generator=generator
-    ).tolist()
-    return prompts
 
 
 def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
@@ -172,26 +162,12 @@ def _run(
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
-    for request_id in ids:
-        engine.abort(request_id)
-    while engine.has_unfinished():
-        engine.step()
+    abort_all(engine, ids)
     return [latest[request_id] for request_id in ids], durations, counted
 
 
 def _num_tokens(output: RequestOutput) -> int:
     return output.completions[0].num_tokens
-
-
-def dtype_names(engine: Engine) -> dict[str, str]:
-    """Return what the model computes in, and how weights and cache are stored, for the JSON."""
-    config = engine.config
-    dtype = str(config.dtype).removeprefix("torch.")
-    return {
-        "dtype": dtype,
-        "weight_dtype": dtype if config.weights == "model" else config.weights,
-        "kv_dtype": dtype if config.storage == "model" else config.storage,
-    }
 
 
 def to_json(

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from ..profiling.stats import Summary
-from .errors import StepgraphError
-from .models.config import ModelConfig
-from .models.families import Family
-from .models.rope import Rope
+from ...profiling.stats import Summary
+from ..errors import StepgraphError
+from ..models.config import ModelConfig
+from ..models.families import Family
+from ..models.rope import Rope
 
 __all__ = [
     "BaselineCase",

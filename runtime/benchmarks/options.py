@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import EngineConfig
-from .memory_report import parse_bytes
+from ..config import EngineConfig
+from ..memory_report import parse_bytes
 
 __all__ = ["MODES", "parse_arguments"]
 

@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["describe_environment"]
+from ..engine import Engine
+
+__all__ = ["describe_engine", "describe_environment", "dtype_names"]
 
 
 def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -35,6 +37,32 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
         "system": platform.platform(),
         "commit": _commit(),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def dtype_names(engine: Engine) -> dict[str, str]:
+    """Return what the model computes in, and how weights and cache are stored, for the JSON."""
+    config = engine.config
+    dtype = str(config.dtype).removeprefix("torch.")
+    return {
+        "dtype": dtype,
+        "weight_dtype": dtype if config.weights == "model" else config.weights,
+        "kv_dtype": dtype if config.storage == "model" else config.storage,
+    }
+
+
+def describe_engine(engine: Engine, model: str, max_itl_ms: float | None) -> dict[str, Any]:
+    """Return what the entries of scenarios begin with."""
+    stats = engine.stats()
+    return {
+        "model": model,
+        **dtype_names(engine),
+        "mode": engine.config.mode,
+        "device": str(engine.config.device),
+        "max_itl_ms": max_itl_ms,
+        "prefill_chunk": engine.config.user.prefill_chunk,
+        "fallbacks": stats["fallbacks"],
+        "step_budget": stats["step_budget"],
     }
 
 

@@ -20,23 +20,23 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.arena import Arena
-from ..cache.kv_cache import KVCache
-from ..graphs.library import StepLibrary
-from ..graphs.steps import EagerStep, Step
-from ..profiling.stats import Summary
-from .config import EngineConfig, ResolvedConfig
-from .intake import Intake
-from .kernels import select_kernels
-from .loop import StepLoop
-from .models.config import ModelConfig
-from .models.decoder import Decoder
-from .runner import Runner
-from .sampling import SampleOutput
-from .sampling_params import MAX_LOGPROBS, SamplingParams
-from .scheduler import Scheduler
-from .startup import layer_groups
-from .step_functions import StepKey, StepOutput
+from ...cache.arena import Arena
+from ...cache.kv_cache import KVCache
+from ...graphs.library import StepLibrary
+from ...graphs.steps import EagerStep, Step
+from ...profiling.stats import Summary
+from ..config import EngineConfig, ResolvedConfig
+from ..intake import Intake
+from ..kernels import select_kernels
+from ..loop import StepLoop
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder
+from ..runner import Runner
+from ..sampling import SampleOutput
+from ..sampling_params import MAX_LOGPROBS, SamplingParams
+from ..scheduler import Scheduler
+from ..startup import layer_groups
+from ..step_functions import StepKey, StepOutput
 
 __all__ = ["HostCost", "HostRig", "measure_host"]
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import StepgraphError
+from ..errors import StepgraphError
 
 __all__ = ["measure_starts"]
 
@@ -42,7 +42,7 @@ def measure_starts(model: str, config: Mapping[str, Any], count: int = 2) -> lis
 def _start(model: str, config: Mapping[str, Any], cache: str) -> dict[str, Any]:
     began = time.time()
     result = subprocess.run(
-        [sys.executable, "-m", "stepgraph.runtime.start_benchmark"],
+        [sys.executable, "-m", "stepgraph.runtime.benchmarks.start"],
         input=json.dumps({"began": began, "model": model, "config": config}),
         env={
             **os.environ,
@@ -61,9 +61,9 @@ def _start(model: str, config: Mapping[str, Any], cache: str) -> dict[str, Any]:
 
 def _main() -> None:
     task = json.load(sys.stdin)
-    from .benchmark import dtype_names
-    from .config import EngineConfig  # from here on, so that imports are timed
-    from .engine import Engine
+    from ..config import EngineConfig  # from here on, so that imports are timed
+    from ..engine import Engine
+    from .environment import dtype_names
 
     imported = time.time()
     config: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..cache.benchmark import OperationCost
-from ..profiling.kernel_costs import KernelCost
-from .host_benchmark import HostCost
+from ...cache.benchmark import OperationCost
+from ...profiling.kernel_costs import KernelCost
+from .host import HostCost
 
 __all__ = [
     "cache_table",

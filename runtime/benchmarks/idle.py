@@ -1,6 +1,6 @@
 """Measures how long no kernel runs between two decode steps of a CUDA device.
 
-python -m stepgraph.runtime.idle_benchmark --model preset:llama-3.2-1b --input-len 1024
+python -m stepgraph.runtime.benchmarks.idle --model preset:llama-3.2-1b --input-len 1024
 
 One row decodes steadily under torch's profiler, which notes when each kernel began and ended. It
 makes what the host does slower, so without it the gaps are no longer than these.
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ..profiling.stats import Summary
-from .benchmark import random_prompts
-from .config import EngineConfig
-from .engine import Engine
-from .errors import StepgraphError
-from .sampling_params import SamplingParams
+from ...profiling.stats import Summary
+from ..config import EngineConfig
+from ..engine import Engine
+from ..errors import StepgraphError
+from ..sampling_params import SamplingParams
+from .workload import random_prompts
 
 __all__ = ["main", "measure_idle", "uncovered_us"]
 
@@ -118,7 +118,7 @@ def _trace(run: Callable[[], None]) -> Sequence[Mapping[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line of JSON: the distribution of the gaps in microseconds."""
     parser = argparse.ArgumentParser(
-        prog="python -m stepgraph.runtime.idle_benchmark",
+        prog="python -m stepgraph.runtime.benchmarks.idle",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ..profiling.kernel_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
-from ..profiling.stats import Summary
-from .config import ResolvedConfig
-from .errors import ConfigError
-from .kernels.gpu.linear import ROW_CLASSES
-from .models.config import ModelConfig
-from .step_report import decoder_shape
+from ...profiling.kernel_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
+from ...profiling.stats import Summary
+from ..config import ResolvedConfig
+from ..errors import ConfigError
+from ..kernels.gpu.linear import ROW_CLASSES
+from ..models.config import ModelConfig
+from ..step_report import decoder_shape
 
 __all__ = ["measure_kernels"]
 
@@ -68,10 +68,10 @@ def _measure(
     seconds: Callable[[Callable[[int], None], int], list[float]],
 ) -> Iterator[dict[str, Any]]:
     # These need triton, which is where torch has CUDA.
-    from .kernel_cases import decode_cases
-    from .kernels.gpu.launch import num_multiprocessors
-    from .kernels.gpu.split_attention import choose_tile
-    from .kernels.gpu.splits import choose_splits
+    from ..kernel_cases import decode_cases
+    from ..kernels.gpu.launch import num_multiprocessors
+    from ..kernels.gpu.split_attention import choose_tile
+    from ..kernels.gpu.splits import choose_splits
 
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
     tile = choose_tile(heads // kv_heads, size, size, config.kv_element_bytes)

@@ -1,0 +1,7 @@
+"""What `bench.py` measures, a file a measurement, and how it is told.
+
+`options` is the command line; `steady`, `interference`, `churn`, `start`, `host` and `kernels` are
+measurements; `run_steady` and `run_scenarios` decide which engines are started for them; `baseline`
+is another runtime beside ours; `tables` and `environment` are what is printed and written.
+Importing the package imports none of them.
+"""

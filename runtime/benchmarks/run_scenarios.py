@@ -1,0 +1,144 @@
+"""Scenarios besides decode steps of whole batches: which engines are started for them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from ...profiling import bandwidth
+from ..config import EngineConfig, ResolvedConfig, resolve_device
+from ..engine import Engine
+from ..loading import resolve_source
+from .churn import ChurnCase, churn_to_json, measure_churn
+from .document import modes_of, new_document, write_json
+from .interference import InterferenceCase, interference_to_json, measure_interference
+from .kernels import measure_kernels
+from .start import measure_starts
+
+__all__ = ["ScenarioRun"]
+
+Dtypes = tuple[str, str, str]
+"""Of the model, its weights and its cache, as flags name them."""
+AUTOMATIC_BUDGET = 8.0
+"""Decode steps that fit the budget which interference is measured with when none is given."""
+
+
+class ScenarioRun:
+    """Interference, churn and starts: each point of the grid on an engine of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and choose the modes."""
+        self.options = options
+        self.console = Console(stderr=True)
+        self.device = resolve_device(options.device)
+        self.modes = options.mode or [modes_of(self.device)[-1]]
+
+    def say(self, text: str) -> None:
+        """Tell on stderr what is going on."""
+        self.console.print(text, style="dim", highlight=False)
+
+    def run(self) -> dict[str, Any]:
+        """Measure; return the document that `--output-json` writes after each entry."""
+        options = self.options
+        measure = getattr(self, options.scenario)
+        dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
+        engines = itertools.product(options.model, dtypes, self.modes)
+        document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
+        entries = document[options.scenario] = []
+        for engine in engines:
+            for entry in measure(*engine):
+                entries.append(entry)
+                write_json(options, document)
+        return document
+
+    def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the results without a budget, and with each."""
+        options = self.options
+        for input_len, batch_size in itertools.product(options.input_len, options.batch_size):
+            case = InterferenceCase(model, batch_size, input_len, options.num_steps)
+            rows = range(batch_size, batch_size + 3)  # nobody is timed in a far larger bucket
+            config = EngineConfig(
+                **self._choices(dtypes, mode),
+                max_rows=case.max_rows,
+                buckets=tuple(rows),
+                max_model_len=case.longest_sequence,
+            )
+            budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
+            for max_itl_ms in budgets:
+                with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
+                    measured = measure_interference(e, case, seed=options.seed)
+                    entry = interference_to_json(e, measured, max_itl_ms)
+                if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
+                    budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
+                yield entry
+
+    def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the results with each budget, or without one."""
+        options = self.options
+        points = itertools.product(options.output_len, options.input_len, options.batch_size)
+        for output_len, input_len, batch_size in points:
+            case = ChurnCase(model, batch_size, input_len, output_len, options.num_steps)
+            for max_itl_ms in options.max_itl_ms or (None,):
+                config = EngineConfig(
+                    **self._choices(dtypes, mode),
+                    max_rows=batch_size,
+                    max_model_len=case.longest_sequence,
+                    max_itl_ms=max_itl_ms,
+                )
+                with self._engine(case, config) as engine:
+                    measured = measure_churn(engine, case, seed=options.seed)
+                    yield churn_to_json(engine, measured, max_itl_ms)
+
+    def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield the first start and the second one."""
+        buckets = sorted(set(self.options.batch_size))
+        config = self._choices(dtypes, mode)
+        config |= {"max_rows": buckets[-1], "buckets": buckets}
+        self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
+        for number, measured in enumerate(measure_starts(model, config), start=1):
+            yield {"model": model, "mode": mode, "buckets": buckets, "number": number, **measured}
+
+    def kernels(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield what each kernel of a decode step takes, beside what is predicted."""
+        config = EngineConfig(**self._choices(dtypes, mode))
+        model_config = resolve_source(model, config_only=True).config
+        resolved = ResolvedConfig.resolve(config, model_config)
+        reads = bandwidth.measure_read_bandwidth(self.device)
+        for context, rows in itertools.product(self.options.input_len, self.options.batch_size):
+            self.say(f"{model} {' '.join(dtypes)}: kernels of {rows} rows of {context} tokens")
+            names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
+            for entry in measure_kernels(
+                model_config,
+                resolved,
+                self.device,
+                rows=rows,
+                context=context,
+                bandwidth=reads,
+            ):
+                yield {"model": model, **names, "rows": rows, "context": context, **entry}
+
+    def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
+        dtype, weight_dtype, kv_dtype = dtypes
+        return {
+            "device": str(self.device),
+            "dtype": dtype,
+            "weight_dtype": weight_dtype,
+            "kv_dtype": kv_dtype,
+            "mode": mode,
+            "prefill_chunk": self.options.prefill_chunk,
+            "prefix_cache": False,
+            "seed": self.options.seed,
+        }
+
+    def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
+        budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
+        self.say(
+            f"{case.model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
+            f" {config.mode}, {case.batch_size} rows, prompts of {case.input_len}, {budget}"
+        )
+        return Engine.from_pretrained(case.model, config, progress=False)
