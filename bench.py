@@ -32,17 +32,13 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
+from stepgraph.runtime.benchmarks.cost_tables import cache_table, host_table
 from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
-from stepgraph.runtime.benchmarks.tables import (
-    cache_table,
-    host_table,
-    markdown_table,
-    rich_table,
-)
+from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.step_report import explain_step

@@ -15,7 +15,7 @@ from ..profiling.kernel_costs import (
     predicted_seconds,
 )
 from ..profiling.roofline import floor_seconds
-from .benchmarks.tables import step_table
+from .benchmarks.cost_tables import step_table
 from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .kernels import stored_bytes

@@ -17,7 +17,8 @@ from stepgraph.runtime.benchmarks.baseline import (
     hf_config,
     whole_batch_steps,
 )
-from stepgraph.runtime.benchmarks.tables import BASELINE_COLUMNS, columns, rows
+from stepgraph.runtime.benchmarks.steady_rows import BASELINE_COLUMNS
+from stepgraph.runtime.benchmarks.tables import columns, rows
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 

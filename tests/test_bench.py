@@ -11,14 +11,10 @@ from stepgraph.runtime import StepgraphError
 from stepgraph.runtime.benchmarks import run_scenarios, run_steady, start, steady
 from stepgraph.runtime.benchmarks.host import HostCost
 from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
 from stepgraph.runtime.benchmarks.start import measure_starts
-from stepgraph.runtime.benchmarks.tables import (
-    CHURN_COLUMNS,
-    COLUMNS,
-    INTERFERENCE_COLUMNS,
-    markdown_table,
-    rows,
-)
+from stepgraph.runtime.benchmarks.steady_rows import COLUMNS
+from stepgraph.runtime.benchmarks.tables import markdown_table, rows
 
 from .bench_rig import ROOT, run_bench
 

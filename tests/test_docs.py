@@ -6,12 +6,8 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.ranges import RANGES
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.benchmarks.tables import (
-    BASELINE_COLUMNS,
-    CHURN_COLUMNS,
-    COLUMNS,
-    INTERFERENCE_COLUMNS,
-)
+from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
+from stepgraph.runtime.benchmarks.steady_rows import BASELINE_COLUMNS, COLUMNS
 from stepgraph.runtime.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,8 @@ import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.benchmarks.kernels import _measure, measure_kernels
-from stepgraph.runtime.benchmarks.tables import KERNEL_COLUMNS, columns, rows
+from stepgraph.runtime.benchmarks.scenario_rows import KERNEL_COLUMNS
+from stepgraph.runtime.benchmarks.tables import columns, rows
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS

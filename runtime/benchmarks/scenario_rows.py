@@ -1,0 +1,183 @@
+"""The tables of scenarios: columns, and a row an entry of the document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .cells import engine_cells, median, percentiles
+
+__all__ = [
+    "CHURN_COLUMNS",
+    "INTERFERENCE_COLUMNS",
+    "KERNEL_COLUMNS",
+    "SCENARIO_TABLES",
+    "START_COLUMNS",
+]
+
+INTERFERENCE_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "mode",
+    "rows",
+    "prompt",
+    "max ITL ms",
+    "chunk tokens",
+    "decode ms p50",
+    "chunk ms",
+    "ITL ms p50 / p90 / p99",
+    "max",
+    "n",
+    "bound ms",
+    "p99 / bound",
+    "over budget",
+    "TTFT ms p50",
+    "served",
+)
+CHURN_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "mode",
+    "rows",
+    "prompt",
+    "output",
+    "max ITL ms",
+    "ITL ms p50 / p90 / p99",
+    "max",
+    "n",
+    "step ms p50 / p90 / p99",
+    "TTFT ms p50",
+    "occupancy",
+    "padding",
+    "preempted",
+    "requests",
+)
+START_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "mode",
+    "buckets",
+    "start",
+    "total s",
+    "imports",
+    "kernels",
+    "load",
+    "prepare",
+    "measure",
+    "other",
+    "kernel library",
+    "compiled code: found / made",
+)
+KERNEL_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "kernel",
+    "rows",
+    "context",
+    "launches",
+    "MB",
+    "predicted µs",
+    "measured µs p50 / p90 / p99",
+    "measured / predicted",
+    "bandwidth",
+)
+
+
+def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    start, total = entry["start"], entry["total_seconds"]
+    phases, code = start["phases"], start["code_cache"]
+    shown = [entry["import_seconds"]]
+    shown += [phases[name] for name in ("kernels", "load", "prepare", "measure")]
+    built = start["kernels_built"]
+    return (
+        *engine_cells(entry),
+        " ".join(map(str, entry["buckets"])),
+        str(entry["number"]),
+        f"{total:.1f}",
+        *(f"{seconds:.1f}" for seconds in (*shown, total - sum(shown))),
+        "-" if built is None else "built" if built else "found",
+        f"{code['hits']} / {code['misses']}",
+    )
+
+
+def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    names = ("model", "dtype", "weight_dtype", "kv_dtype", "kernel")
+    return (
+        *(entry[name] for name in names),
+        *(str(entry[name]) for name in ("rows", "context", "launches")),
+        f"{entry['bytes'] / 1e6:.1f}",
+        f"{entry['predicted_us']:.2f}",
+        percentiles(entry["measured_us"]),
+        f"{entry['measured_us']['p50'] / entry['predicted_us']:.2f}",
+        f"{entry['bandwidth_fraction']:.0%}",
+    )
+
+
+def _interference_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    itl, budget, sizes = entry["itl_ms"], entry["step_budget"], entry["chunks"]
+    tokens = sorted(round(chunk["tokens"]) for chunk in sizes for _ in range(chunk["n"]))
+    return (
+        *engine_cells(entry),
+        str(entry["batch_size"]),
+        str(entry["input_len"]),
+        _budget(entry),
+        f"{tokens[0]} - {tokens[-1]}, p50 {tokens[len(tokens) // 2]}" if tokens else "-",
+        f"{entry['decode_step_ms']['p50']:.2f}",
+        f"{entry['chunk_ms']:.2f}",
+        percentiles(itl),
+        f"{itl['max']:.2f}",
+        str(itl["n"]),
+        f"{entry['bound_ms']:.2f}",
+        "-" if itl["p99"] is None else f"{itl['p99'] / entry['bound_ms']:.2f}",
+        "-" if budget is None else f"{budget['over_budget']} of {budget['n']}",
+        median(entry["ttft_ms"]),
+        f"{entry['first_tokens']} of {entry['arrivals']}",
+    )
+
+
+def _churn_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    itl = entry["itl_ms"]
+    return (
+        *engine_cells(entry),
+        str(entry["batch_size"]),
+        str(entry["input_len"]),
+        str(entry["output_len"]),
+        _budget(entry),
+        "-" if itl is None else percentiles(itl),
+        "-" if itl is None else f"{itl['max']:.2f}",
+        "0" if itl is None else str(itl["n"]),
+        percentiles(entry["step_ms"]),
+        median(entry["ttft_ms"]),
+        f"{entry['occupancy']:.0%}",
+        f"{entry['padding']:.0%}",
+        str(entry["preemptions"]),
+        f"{entry['requests']}, {entry['aborted']} left",
+    )
+
+
+def _budget(entry: dict[str, Any]) -> str:
+    return "-" if entry["max_itl_ms"] is None else f"{entry['max_itl_ms']:g}"
+
+
+class ScenarioTable(NamedTuple):
+    """The table of one scenario."""
+
+    columns: tuple[str, ...]
+    row: Callable[[dict[str, Any]], tuple[str, ...]]
+
+
+SCENARIO_TABLES = {
+    "interference": ScenarioTable(INTERFERENCE_COLUMNS, _interference_row),
+    "start": ScenarioTable(START_COLUMNS, _start_row),
+    "kernels": ScenarioTable(KERNEL_COLUMNS, _kernel_row),
+    "churn": ScenarioTable(CHURN_COLUMNS, _churn_row),
+}
+"""By the name of the list in the document, which is that of the scenario."""
