@@ -55,6 +55,12 @@ WITHOUT_TORCH = (
     "profiling/roofline.py",
     "profiling/kernel_costs.py",
     "profiling/timeline.py",
+    "runtime/benchmarks/cells.py",
+    "runtime/benchmarks/compared.py",
+    "runtime/benchmarks/comparison.py",
+    "runtime/benchmarks/comparison_table.py",
+    "runtime/benchmarks/outputs.py",
+    "runtime/benchmarks/turns.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 
