@@ -115,7 +115,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
             elif request_id in leaving and len(output.token_ids) >= leaving[request_id]:
                 del leaving[request_id]
                 num_aborted += engine.abort(request_id)
-    records, decode_steps = engine.timeline.records(), watch.decode_steps()
+    records, decode_steps = engine.timeline().records(), watch.decode_steps()
     preemptions = engine.stats()["preemptions"] - preemptions
     abort_all(engine, sorted(open_ids))
     timings = [output.timing for output in latest.values() if output.timing is not None]

@@ -51,7 +51,7 @@ class StepWatch:
     def __init__(self, engine: Engine, lag: int | None = None) -> None:
         """Watch an idle engine; `lag` is `steps_under_way`, None: as the engine says."""
         self._engine = engine
-        self._timeline = engine.timeline
+        self._timeline = engine.timeline()
         self._lag = steps_under_way(engine) if lag is None else lag
         self._prompt_len: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}

@@ -151,7 +151,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         if index % ARRIVAL_STEPS == 0:
             ids.append(watch.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
         step()
-    records = engine.timeline.records()
+    records = engine.timeline().records()
     for _ in range(lag):
         step()
     # Gap i of a steady row is the one that ends with the token of step i.

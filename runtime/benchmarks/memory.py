@@ -167,7 +167,7 @@ class Scarcity:
         after = _counters(engine)
         for name in after:
             self.counts[name] += after[name] - before[name]
-        prefilled = sum(record.prefill_tokens for record in engine.timeline.records())
+        prefilled = sum(record.prefill_tokens for record in engine.timeline().records())
         self.counts["recomputed_tokens"] += prefilled - sum(map(len, prompts))
         for output in (done[request_id] for request_id in ids):
             assert output.timing is not None, "it ended with all its tokens"
