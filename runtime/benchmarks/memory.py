@@ -77,7 +77,7 @@ class MemoryCase:
             ConfigError: the configuration cannot work on this device or with this model.
         """
         longest = self.longest_sequence(config.prefill_chunk)
-        blocks = RequestBlocks.of(model, config, longest).pool(self.batch_size)
+        blocks = RequestBlocks.of(model, config, longest).full_pool(self.batch_size)
         return {"max_rows": self.batch_size, "max_model_len": longest, "num_blocks": blocks}
 
     def scarce(self, config: EngineConfig, model: ModelConfig) -> dict[str, dict[str, Any]]:
