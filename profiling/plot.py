@@ -143,7 +143,7 @@ def _described(records: Sequence[StepRecord], series: "Series") -> str:
     steps = sum(max(1, record.steps) for record in records)
     launches = f" in {len(records):,} launches" if steps != len(records) else ""
     return (
-        f"n = {len(series.gaps):,} gaps between the tokens of consecutive steps;"
+        f"n = {len(series.gaps):,} (gaps between the tokens of one step and of the next);"
         f" {steps:,} steps{launches} in {duration(1e3 * series.seconds)}"
     )
 

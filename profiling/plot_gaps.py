@@ -46,7 +46,7 @@ WIDE: Final = 4.0
 GAPS_OF: Final = {
     DECODE: "decode steps",
     CHUNK: "with a prefill chunk",
-    COLLECTION: "with a collection",
+    COLLECTION: "held up by a collection",
 }
 
 MOST_SHAPES: Final = 150
@@ -84,6 +84,7 @@ def draw_gaps(figure: "Figure", series: Series, max_itl_ms: float | None) -> Non
     axes.tick_params(labelbottom=False)
     _draw_lanes(lanes, series)
     if not series.gaps:
+        head(axes, [("ITL over time", INK)])
         note(axes, 0.5, 0.5, "no gap between tokens was recorded", ha="center", color=SOFT)
         axes.set_yticks([])
         return
@@ -126,8 +127,11 @@ def kinds_of(gaps: Sequence[Gap]) -> list[tuple[Look, list[Gap]]]:
     return [(look, members) for look, members in kinds.items() if members]
 
 
-def plain_ticks(axis: Any, *, log: bool, ratio: float = 1.0) -> None:
-    """Let the ticks of an axis have plain numbers; `ratio` is what a logarithmic one spans."""
+def plain_ticks(axis: Any, *, log: bool, ratio: float = 1.0, whole: bool = False) -> None:
+    """Let the ticks of an axis have plain numbers; `ratio` is what a logarithmic one spans.
+
+    `whole`: what it counts has no halves.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if log:
@@ -135,7 +139,7 @@ def plain_ticks(axis: Any, *, log: bool, ratio: float = 1.0) -> None:
         axis.set_major_locator(LogLocator(base=10, subs=steps, numticks=12))
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 

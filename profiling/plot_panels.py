@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from .plot_gaps import GAPS_OF, kinds_of, plain_ticks, scale_of
+from .plot_gaps import kinds_of, plain_ticks, scale_of
 from .plot_series import PhaseTimes, Series, bin_edges, histogram, phase_times
 from .plot_style import (
     CHUNK,
+    COLLECTION,
     DECODE,
     FAINT,
     FONT,
@@ -36,6 +37,8 @@ BINS: Final = 60
 LONG_TAIL: Final = 40
 """Where the fullest bin has so many gaps, one of a single gap cannot be seen on a linear axis."""
 
+SHORT: Final = {DECODE: "decode steps", CHUNK: "with a chunk", COLLECTION: "collection"}
+
 PERCENTILES: Final = (("p50", "-"), ("p90", "-."), ("p99", "--"))
 
 
@@ -52,22 +55,21 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     values = [gap.ms for gap in series.gaps]
     low, high, log = scale_of(series.gaps, None)
     if not log:
-        low = min(values) if min(values) < high else 0.0
+        low, high = (min(values), high) if min(values) < high else (0.5 * high, 1.5 * high)
     edges = bin_edges(low, high, BINS, log=log)
     kinds = kinds_of(series.gaps)
-    head(axes, [title, *((f"{look.sign} {GAPS_OF[look]}", look.written) for look, _ in kinds)])
+    head(axes, [title, *((f"{look.sign} {SHORT[look]}", look.written) for look, _ in kinds)])
     fullest = 1
     for look, gaps in kinds:
         counts = histogram((gap.ms for gap in gaps), edges)
         fullest = max(fullest, *counts)
-        axes.stairs(counts, edges, fill=True, color=look.color, alpha=0.6, label=look.name)
-        axes.stairs(counts, edges, color=look.color, linewidth=1.3)
+        axes.stairs(counts, edges, fill=True, color=look.color, alpha=0.7, label=look.name)
     tall = fullest >= LONG_TAIL
     axes.set_xscale("log" if log else "linear")
     axes.set_yscale("log" if tall else "linear")
     axes.set_ylim(0.7 if tall else 0, fullest**1.35 if tall else 1.4 * fullest)
     plain_ticks(axes.xaxis, log=log, ratio=high / low if log else 1.0)
-    plain_ticks(axes.yaxis, log=tall, ratio=fullest * 10)
+    plain_ticks(axes.yaxis, log=tall, ratio=fullest * 10, whole=True)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     letters = {"fontsize": 12, "color": INK, "fontfamily": FONT}
@@ -109,7 +111,7 @@ def draw_phases(figure: "Figure", records: Sequence[StepRecord]) -> None:
         (look, name, times)
         for look, name, times in (
             (DECODE, "decode step", decode),
-            (CHUNK, "with a prefill chunk", chunk),
+            (CHUNK, "with a chunk", chunk),
         )
         if times is not None
     ]
@@ -129,7 +131,7 @@ def draw_phases(figure: "Figure", records: Sequence[StepRecord]) -> None:
         if index:
             axes.tick_params(labelleft=False)
         total = duration(sum(times.phases.values()))
-        text = f"{look.sign} {name}: {total} (n = {times.n:,})"
+        text = f"{look.sign} {name}: {total}, n = {times.n:,}"
         note(axes, 0.0, 1.03, text, color=look.written, va="bottom", size=12)
     title = "Where the time of a step goes (medians)"
     write(figure, 0.575, 0.407, title, size=13, weight="bold", va="bottom")
