@@ -37,6 +37,7 @@ class ScenarioRun:
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
@@ -48,7 +49,7 @@ class ScenarioRun:
         measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
-        document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
+        document = new_document(self.device, self.bandwidth)
         entries = document[options.scenario] = []
         for engine in engines:
             for entry in measure(*engine):
@@ -72,7 +73,8 @@ class ScenarioRun:
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
                     measured = measure_interference(e, case, seed=options.seed)
-                    entry = interference_to_json(e, measured, max_itl_ms)
+                    reads = self.bandwidth
+                    entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
                 yield entry
@@ -92,7 +94,7 @@ class ScenarioRun:
                 )
                 with self._engine(case, config) as engine:
                     measured = measure_churn(engine, case, seed=options.seed)
-                    yield churn_to_json(engine, measured, max_itl_ms)
+                    yield churn_to_json(engine, measured, max_itl_ms, bandwidth=self.bandwidth)
 
     def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""
@@ -108,7 +110,6 @@ class ScenarioRun:
         config = EngineConfig(**self._choices(dtypes, mode))
         model_config = resolve_source(model, config_only=True).config
         resolved = ResolvedConfig.resolve(config, model_config)
-        reads = bandwidth.measure_read_bandwidth(self.device)
         for context, rows in itertools.product(self.options.input_len, self.options.batch_size):
             self.say(f"{model} {' '.join(dtypes)}: kernels of {rows} rows of {context} tokens")
             names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
@@ -118,7 +119,7 @@ class ScenarioRun:
                 self.device,
                 rows=rows,
                 context=context,
-                bandwidth=reads,
+                bandwidth=self.bandwidth,
             ):
                 yield {"model": model, **names, "rows": rows, "context": context, **entry}
 

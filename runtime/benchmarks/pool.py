@@ -1,0 +1,44 @@
+"""How many blocks, and bytes, an engine's requests take: for engines whose cache is given a size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..config import EngineConfig, ResolvedConfig
+from ..models.config import ModelConfig
+from ..startup import layer_groups
+
+__all__ = ["RequestBlocks"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestBlocks:
+    """The use of blocks by requests of one length."""
+
+    each: int
+    """The most blocks that one of them holds at once, over all layer groups."""
+    num_groups: int
+    block_bytes: int
+    """Over the layers of a group; they are the same in every group."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: EngineConfig, num_tokens: int) -> RequestBlocks:
+        """Count the blocks of a request of `num_tokens` tokens, prompt and output.
+
+        Raises:
+            ConfigError: the configuration cannot work on this device or with this model.
+        """
+        groups = layer_groups(model, ResolvedConfig.resolve(config, model))
+        size = config.block_size
+        return cls(
+            sum(g.spec.most_blocks(num_tokens, size, config.prefill_chunk) for g in groups),
+            len(groups),
+            groups[0].spec.block_bytes(size) * len(groups[0].layers),
+        )
+
+    def pool(self, rows: int) -> int:
+        """Return the blocks, null block included, in which so many of them never lack any.
+
+        Whoever is admitted last leaves a block in each group to every other.
+        """
+        return rows * (self.each + self.num_groups) + 1
