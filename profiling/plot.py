@@ -79,7 +79,7 @@ def plot_steps(
     Args:
         records: in the order of their steps, as `Timeline.records` returns them.
         path: of a `.png` (1600 x 1000 pixels), `.svg` or `.pdf` file.
-        title: what was measured: model, mode, device.
+        title: what was measured: model, mode, device. Two lines at most.
         cases: those of the benchmark's JSON, for the roofline of each batch size. None: where the
             time of a step goes is shown in its place.
         max_itl_ms: the time budget of a step, if there is one.
@@ -92,13 +92,15 @@ def plot_steps(
     path = check_plot(path)
     figure = draw_steps(records, title=title, cases=cases, max_itl_ms=max_itl_ms, command=command)
     rendered = _render(figure, path.suffix.lower())
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_bytes(rendered)
-        os.replace(unfinished, path)
+        os.replace(unfinished, target)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def draw_steps(
@@ -119,11 +121,14 @@ def draw_steps(
     from .plot_style import plain, write
 
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
-    lines = textwrap.wrap(plain(title), _TITLE_COLUMNS, max_lines=2, placeholder=" …")
-    write(figure, 0.02, 0.985, "\n".join(lines), size=16, weight="bold", va="top")
+    lines = [
+        line
+        for part in title.splitlines()
+        for line in textwrap.wrap(plain(part), _TITLE_COLUMNS, max_lines=1, placeholder=" …")
+    ]
+    write(figure, 0.02, 0.985, "\n".join(lines[:2]), size=16, weight="bold", va="top")
     series = series_of(records)
-    text = _described(records, series)
-    write(figure, 0.02, 0.985 - 0.027 * max(1, len(lines)), text, size=12, va="top")
+    write(figure, 0.02, 0.929, _described(records, series), size=12, va="top")
     draw_gaps(figure, series, max_itl_ms)
     draw_histogram(figure, series)
     if cases:
@@ -155,7 +160,7 @@ def _render(figure: "Figure", suffix: str) -> bytes:
     if suffix == ".png":
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        FigureCanvasAgg(figure).print_png(file)
+        FigureCanvasAgg(figure).print_png(file, pil_kwargs={"optimize": True})
     elif suffix == ".svg":
         from matplotlib.backends.backend_svg import FigureCanvasSVG
 

@@ -74,8 +74,8 @@ def scale_of(gaps: Sequence[Gap], max_itl_ms: float | None) -> tuple[float, floa
 
 def draw_gaps(figure: "Figure", series: Series, max_itl_ms: float | None) -> None:
     """Draw the gaps, and below them what happened, on one axis of time."""
-    axes = panel(figure, LEFT, 0.615, WIDTH, 0.285)
-    lanes = panel(figure, LEFT, 0.508, WIDTH, 0.095)
+    axes = panel(figure, LEFT, 0.595, WIDTH, 0.275)
+    lanes = panel(figure, LEFT, 0.488, WIDTH, 0.095)
     for each in (axes, lanes):
         margin = 0.006 * (series.seconds or 1.0)
         each.set_xlim(-margin, (series.seconds or 1.0) + margin)
@@ -90,7 +90,7 @@ def draw_gaps(figure: "Figure", series: Series, max_itl_ms: float | None) -> Non
         return
     low, high, log = scale_of(series.gaps, max_itl_ms)
     axes.set_yscale("log" if log else "linear")
-    axes.set_ylim(*((0.8 * low, 1.7 * high) if log else (0, 1.2 * high)))
+    axes.set_ylim(*((0.8 * low, 2.2 * high) if log else (0, 1.2 * high)))
     plain_ticks(axes.yaxis, log=log, ratio=high / low if log else 1.0)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -204,7 +204,7 @@ def _point_at_longest(axes: "Axes", series: Series) -> None:
     axes.annotate(
         ", ".join(why),
         xy=(longest.seconds, longest.ms),
-        xytext=(-16 if right else 16, 10),
+        xytext=(-16 if right else 16, 9),
         textcoords="offset points",
         ha="right" if right else "left",
         va="center",

@@ -1,6 +1,7 @@
 """The panels below the gaps over time: their distribution, and where the time of a step goes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from .plot_gaps import kinds_of, plain_ticks, scale_of
@@ -44,7 +45,7 @@ PERCENTILES: Final = (("p50", "-"), ("p90", "-."), ("p99", "--"))
 
 def draw_histogram(figure: "Figure", series: Series) -> None:
     """Draw how many gaps have which length, those with a chunk beside the others."""
-    axes = panel(figure, 0.07, 0.115, 0.40, 0.285)
+    axes = panel(figure, 0.07, 0.105, 0.40, 0.275)
     title = (f"ITL histogram, n = {len(series.gaps):,}", INK)
     if not series.gaps:
         head(axes, [title])
@@ -59,11 +60,9 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     edges = bin_edges(low, high, BINS, log=log)
     kinds = kinds_of(series.gaps)
     head(axes, [title, *((f"{look.sign} {SHORT[look]}", look.written) for look, _ in kinds)])
-    fullest = 1
-    for look, gaps in kinds:
-        counts = histogram((gap.ms for gap in gaps), edges)
-        fullest = max(fullest, *counts)
-        axes.stairs(counts, edges, fill=True, color=look.color, alpha=0.7, label=look.name)
+    counts = {look: histogram((gap.ms for gap in gaps), edges) for look, gaps in kinds}
+    fullest = max(max(of_bins) for of_bins in counts.values())
+    _draw_bins(axes, counts, edges)
     tall = fullest >= LONG_TAIL
     axes.set_xscale("log" if log else "linear")
     axes.set_yscale("log" if tall else "linear")
@@ -78,6 +77,30 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     _mark_percentiles(axes, Summary.of(values))
 
 
+def _draw_bins(axes: "Axes", counts: dict[Look, list[int]], edges: Sequence[float]) -> None:
+    """Draw the bars of all kinds from one baseline, in each bin the lower ones before the higher.
+
+    What stands before others is narrower: bars of one height can all be seen.
+    """
+    bars: dict[Look, list[tuple[float, float, int, int]]] = {look: [] for look in counts}
+    for index, (left, right) in enumerate(pairwise(edges)):
+        order = sorted(
+            (look for look in counts if counts[look][index]), key=_falling(counts, index)
+        )
+        for depth, look in enumerate(order):
+            width = (right - left) * (1 - 0.3 * depth)
+            bars[look].append((left, width, counts[look][index], depth))
+    for look, drawn in bars.items():
+        lefts, widths, heights, depths = zip(*drawn, strict=True)
+        patches = axes.bar(lefts, heights, widths, align="edge", color=look.color, label=look.name)
+        for patch, depth in zip(patches, depths, strict=True):
+            patch.set_zorder(2 + 0.1 * depth)
+
+
+def _falling(counts: dict[Look, list[int]], index: int) -> Callable[[Look], int]:
+    return lambda look: -counts[look][index]
+
+
 def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
     """Draw the percentiles that there are enough gaps for, their names one below the other."""
     for index, (name, style) in enumerate(PERCENTILES):
@@ -86,7 +109,9 @@ def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
             continue
         text = f"{name} {duration(value)}"
         height = 0.95 - 0.075 * index
-        axes.axvline(value, 0, height, color=INK, linewidth=1.2, linestyle=style, label=text)
+        axes.axvline(
+            value, 0, height, color=INK, linewidth=1.2, linestyle=style, label=text, zorder=2.5
+        )
         right = axes.transAxes.inverted().transform(axes.transData.transform((value, 1)))[0] > 0.7
         axes.annotate(
             text,
@@ -100,6 +125,7 @@ def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
             fontfamily=FONT,
             color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+            zorder=3,
         )
 
 
@@ -116,7 +142,7 @@ def draw_phases(figure: "Figure", records: Sequence[StepRecord]) -> None:
         if times is not None
     ]
     if not kinds:
-        axes = panel(figure, 0.575, 0.115, 0.40, 0.285)
+        axes = panel(figure, 0.575, 0.105, 0.40, 0.275)
         head(axes, [("Where the time of a step goes", INK)])
         note(axes, 0.5, 0.5, "no step was recorded", ha="center", color=SOFT)
         axes.set_xticks([])
@@ -126,7 +152,7 @@ def draw_phases(figure: "Figure", records: Sequence[StepRecord]) -> None:
     names = _phase_names([times for _, _, times in kinds])
     for index, (look, name, times) in enumerate(kinds):
         left = 0.575 + index * (figure_width + 0.02)
-        axes = panel(figure, left, 0.115, figure_width, 0.255)
+        axes = panel(figure, left, 0.105, figure_width, 0.245)
         _draw_phases_of(axes, times, names, look)
         if index:
             axes.tick_params(labelleft=False)
@@ -134,7 +160,7 @@ def draw_phases(figure: "Figure", records: Sequence[StepRecord]) -> None:
         text = f"{look.sign} {name}: {total}, n = {times.n:,}"
         note(axes, 0.0, 1.03, text, color=look.written, va="bottom", size=12)
     title = "Where the time of a step goes (medians)"
-    write(figure, 0.575, 0.407, title, size=13, weight="bold", va="bottom")
+    write(figure, 0.575, 0.386, title, size=13, weight="bold", va="bottom")
 
 
 def _phase_names(kinds: Sequence[PhaseTimes]) -> list[str]:

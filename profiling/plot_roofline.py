@@ -69,7 +69,7 @@ def draw_roofline(figure: "Figure", cases: Sequence[Mapping[str, Any]]) -> None:
         ValueError: as `roofline_lines`.
     """
     lines, common = roofline_lines(cases)
-    axes = panel(figure, 0.56, 0.115, 0.265, 0.285)
+    axes = panel(figure, 0.56, 0.105, 0.265, 0.275)
     pieces = [("Roofline by batch size", INK)]
     head(axes, pieces + ([(common, SOFT)] if common else []))
     if not lines:

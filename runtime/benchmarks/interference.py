@@ -130,9 +130,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     arriving = random_prompts(config, num_arrivals, case.input_len, seed + 1)
     lag = steps_under_way(engine)
     watch = StepWatch(engine, lag)
-    steady = [
-        watch.add_request(p, greedy(case.steady_output), priority=-1) for p in steady_prompts
-    ]
+    steady = [watch.add_request(p, greedy(case.steady_output), priority=-1) for p in steady_prompts]
     latest: dict[str, RequestOutput] = {}
 
     def step() -> None:
