@@ -1,11 +1,11 @@
 """What an engine takes of the memory, what a full cache costs a step, and what too few blocks cost.
 
 An engine is given as many blocks as `batch_size` rows of the longest context take. Its plan is set
-beside what was measured at start. Then rows decode behind prompts of one length after another, up to
-the one that fills the pool. At last as many requests decode to their end with room for half of them:
-those that lose their blocks are swapped to the host on one engine and computed again on another,
-in turns with the engine that has room for all. Prompts are random tokens, decoded greedily; the
-prefix cache of the engines should be off.
+beside what was measured at start. Then rows decode behind prompts of one length after another, up
+to the one that fills the pool. At last as many requests decode to their end with room for half of
+them: those that lose their blocks are swapped to the host on one engine and computed again on
+another, in turns with the engine that has room for all. Prompts are random tokens, decoded
+greedily; the prefix cache of the engines should be off.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .decode_steps import DecodeStep, StepWatch, decode_whole_batch, mean_roofli
 from .environment import describe_engine
 from .pool import RequestBlocks
 from .steady import BenchmarkCase, longest_sequence
+from .turns import spread, take_turns
 from .workload import abort_all, equal_share, greedy, random_prompts
 
 __all__ = [
@@ -134,6 +135,9 @@ class Scarcity:
     """What was observed of requests that run to their end; times in milliseconds."""
 
     engine: Engine
+    case: MemoryCase
+    seed: int
+    """Of the first repetition's prompts; the next one has the next."""
     seconds: list[float] = field(default_factory=list)
     """Of each repetition, from the first arrival to the last token."""
     itl_ms: list[float] = field(default_factory=list)
@@ -147,17 +151,21 @@ class Scarcity:
     token_ids: list[list[int]] = field(default_factory=list)
     """Of each request of each repetition."""
 
-    def serve(self, prompts: Sequence[list[int]], output_len: int) -> None:
+    def repeat(self) -> None:
         """Decode prompts to their end, all of which come at once; take in what is observed.
 
         Raises:
             AssertionError: blocks are neither free nor cached afterwards.
         """
-        engine = self.engine
+        engine, case = self.engine, self.case
+        seed = self.seed + len(self.seconds)
+        input_len = case.input_lens[0]
+        prompts = random_prompts(engine.model_config, case.batch_size, input_len, seed)
+        params = greedy(case.output_len)
         before = _counters(engine)
         watch = StepWatch(engine)
         started = time.perf_counter()
-        ids = [watch.add_request(prompt, greedy(output_len)) for prompt in prompts]
+        ids = [watch.add_request(prompt, params) for prompt in prompts]
         done = {}
         while engine.has_unfinished():
             done.update((o.request_id, o) for o in watch.step() if o.finished)
@@ -174,11 +182,9 @@ class Scarcity:
             self.itl_ms += output.timing.itl_ms
             self.token_ids.append(output.token_ids)
 
-    def to_json(
-        self, case: MemoryCase, preemption: str, reference: Scarcity, bandwidth: float
-    ) -> dict[str, Any]:
+    def to_json(self, preemption: str, reference: Scarcity, bandwidth: float) -> dict[str, Any]:
         """Return an entry of `scarcity` in the JSON; `reference` had room for all."""
-        blocks = self.engine.stats()["blocks"]
+        case, blocks = self.case, self.engine.stats()["blocks"]
         rates = [case.batch_size * case.output_len / seconds for seconds in self.seconds]
         return {
             "preemption": preemption,
@@ -189,6 +195,7 @@ class Scarcity:
             "repetitions": len(rates),
             **self.counts,
             "tokens_per_second": statistics.median(rates),
+            "spread": spread(self.seconds),
             "itl_ms": Summary.of(self.itl_ms).to_json(),
             "roofline": mean_roofline(self.engine, self.decode_steps, bandwidth),
             "tokens_equal": equal_share(self.token_ids, reference.token_ids),
@@ -219,14 +226,11 @@ def measure_scarcity(
     Raises:
         RequestError: the sequences do not fit the engines.
     """
-    runs = {name: Scarcity(engine) for name, engine in engines.items()}
-    for number in range(num_warmup + num_iters):
-        sides = list(runs.items())
-        for name, run in sides if number % 2 == 0 else reversed(sides):
-            config = run.engine.model_config
-            prompts = random_prompts(config, case.batch_size, case.input_lens[0], seed + number)
-            into = run if number >= num_warmup else Scarcity(engines[name])
-            into.serve(prompts, case.output_len)
+    runs = {name: Scarcity(engine, case, seed) for name, engine in engines.items()}
+    for engine in engines.values():
+        for _ in range(num_warmup):
+            Scarcity(engine, case, seed).repeat()
+    take_turns([run.repeat for run in runs.values()], num_iters)
     return runs
 
 

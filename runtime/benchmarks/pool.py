@@ -1,4 +1,4 @@
-"""How many blocks, and bytes, an engine's requests take: for engines whose cache is given a size."""
+"""How many blocks an engine's requests take, and of how many bytes: to give its cache a size."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """What it brings that requests share the beginning of their prompts.
 
-Prompts begin with one of several prefixes and end with tokens of their own, as questions do behind a
-system prompt. Of each prefix one request comes first, alone; when it has ended, a wave of requests
-with that prefix comes at once. An engine with a prefix cache and one without serve the same prompts
-in turns: the waves are warm on the first and cold on the second. Prompts are random tokens, decoded
-greedily until `output_len` - 1 steps have decoded the whole wave.
+Prompts begin with one of several prefixes and end with tokens of their own, as questions do behind
+a system prompt. Of each prefix one request comes first, alone; when it has ended, a wave of
+requests with that prefix comes at once. An engine with a prefix cache and one without serve the
+same prompts in turns: the waves are warm on the first and cold on the second. Prompts are random
+tokens, decoded greedily until `output_len` - 1 steps have decoded the whole wave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..models.config import ModelConfig
 from .decode_steps import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
 from .environment import describe_engine
 from .steady import BenchmarkCase, longest_sequence
+from .turns import spread, take_turns
 from .workload import abort_all, equal_share, greedy, random_prompts
 
 __all__ = ["NUM_PREFIXES", "TAIL_TOKENS", "PrefixRun", "check_case", "measure_prefix", "to_json"]
@@ -60,6 +61,9 @@ class PrefixRun:
 
     engine: Engine
     case: BenchmarkCase
+    seed: int
+    """Of the first repetition's prompts; the next one has the next."""
+    num_repetitions: int = 0
     first_ttft_ms: list[float] = field(default_factory=list)
     """Of the requests that came first with their prefix."""
     ttft_ms: list[float] = field(default_factory=list)
@@ -70,6 +74,8 @@ class PrefixRun:
     """Gaps between tokens of the steps that decoded the whole wave."""
     decode_steps: list[DecodeStep] = field(default_factory=list)
     """Those steps."""
+    repetition_ms: list[float] = field(default_factory=list)
+    """The median of those of each repetition."""
     found_tokens: int = 0
     """Of the prompts of first requests and waves, by `RequestOutput.cached_tokens`."""
     counted: dict[str, int] = field(
@@ -81,16 +87,19 @@ class PrefixRun:
     token_ids: list[list[int]] = field(default_factory=list)
     """The first `output_len` tokens of each request of a wave."""
 
-    def serve(self, waves: Sequence[_Wave], *, counts: bool) -> None:
-        """Serve prompts of which nothing is cached; take in what is observed if that `counts`."""
+    def repeat(self) -> None:
+        """Serve prompts of which nothing is cached, and take in what is observed."""
         self.engine.reset_prefix_cache()
         before = self.engine.stats()["cache"]
-        into = self if counts else PrefixRun(self.engine, self.case)
+        known = len(self.decode_steps)
+        waves = _waves(self.engine.model_config, self.case, self.seed + self.num_repetitions)
         for wave in waves:
-            _serve(into, wave)
+            _serve(self, wave)
+        self.num_repetitions += 1
+        self.repetition_ms.append(statistics.median(s.ms for s in self.decode_steps[known:]))
         after = self.engine.stats()["cache"]
-        for name in into.counted:
-            into.counted[name] += after[name] - before[name]
+        for name in self.counted:
+            self.counted[name] += after[name] - before[name]
 
     def to_json(self) -> dict[str, Any]:
         """Return what both engines are measured by."""
@@ -102,6 +111,8 @@ class PrefixRun:
             "prompt_tokens_per_second": 1e3 * wave_tokens / Summary.of(self.prefill_ms).p50,
             "itl_ms": Summary.of(self.itl_ms).to_json(),
             "step_ms": Summary.of(step.ms for step in self.decode_steps).to_json(),
+            "repetition_ms": self.repetition_ms,
+            "spread": spread(self.repetition_ms),
             "blocks_in_use": self.blocks_in_use,
         }
 
@@ -164,12 +175,11 @@ def measure_prefix(
     Raises:
         RequestError: the sequences do not fit the engines.
     """
-    runs = (PrefixRun(unshared, case), PrefixRun(shared, case))
-    for number in range(num_warmup + num_iters):
-        waves = _waves(shared.model_config, case, seed + number)
-        # Each goes first as often as the other.
-        for run in runs if number % 2 == 0 else reversed(runs):
-            run.serve(waves, counts=number >= num_warmup)
+    runs = (PrefixRun(unshared, case, seed), PrefixRun(shared, case, seed))
+    for run in runs:
+        for _ in range(num_warmup):
+            PrefixRun(run.engine, case, seed).repeat()
+    take_turns([run.repeat for run in runs], num_iters)
     return runs
 
 
@@ -192,6 +202,7 @@ def to_json(unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float) -> dict
         "found_tokens": found,
         "hit_rate": found / asked,
         **ours,
+        "interleaved": True,
         "unshared": theirs,
         "ttft_ratio": theirs["ttft_ms"]["p50"] / ours["ttft_ms"]["p50"],
         "saved_tokens_per_second": ours["prompt_tokens_per_second"]
