@@ -67,7 +67,7 @@ class MeasuredSteps:
             if entry[key] != entry["dtype"]
         ]
         engine = ", ".join([entry["model"], *dtypes, entry["mode"], device])
-        title = f"{engine}: {scenario}, {WORKLOADS[scenario](entry)}"
+        title = f"{engine}\n{scenario}: {WORKLOADS[scenario](entry)}"
         if self._num_entries == 1:
             return title
         which = "the largest, in its fastest mode" if scenario == "steady" else "the last"
