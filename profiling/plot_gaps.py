@@ -19,6 +19,7 @@ from .plot_style import (
     duration,
     head,
     label_ends,
+    name_axes,
     note,
     number,
     panel,
@@ -94,7 +95,7 @@ def draw_gaps(figure: "Figure", series: Series, max_itl_ms: float | None) -> Non
     plain_ticks(axes.yaxis, log=log, ratio=high / low if log else 1.0)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.set_ylabel("gap between tokens (ms)", fontsize=12, color=INK, fontfamily=FONT)
+    name_axes(axes, y="gap between tokens (ms)")
 
     many = len(series.gaps) > MOST_POINTS
     kinds = kinds_of(series.gaps)
@@ -220,7 +221,9 @@ def _point_at_longest(axes: "Axes", series: Series) -> None:
 def _draw_levels(axes: "Axes", gaps: Sequence[Gap], max_itl_ms: float | None) -> None:
     """Draw the median, the 99th percentile where there are enough gaps, and the budget."""
     summary = Summary.of(gap.ms for gap in gaps)
-    levels = [(summary.p50, f"p50 {duration(summary.p50)}", INK, "-")]
+    levels: list[tuple[float, str, str, Any]] = [
+        (summary.p50, f"p50 {duration(summary.p50)}", INK, "-")
+    ]
     if summary.p99 is not None:
         levels.append((summary.p99, f"p99 {duration(summary.p99)}", INK, "--"))
     if max_itl_ms is not None:
@@ -265,7 +268,7 @@ def _draw_lanes(axes: "Axes", series: Series) -> None:
         cut = duration(1e3 * sum(seconds for _, seconds in series.pauses))
         times = "pause" if len(series.pauses) == 1 else "pauses"
         text += f", without {len(series.pauses):,} {times} ({cut} in all, dotted)"
-    axes.set_xlabel(text, fontsize=12, color=INK, fontfamily=FONT)
+    name_axes(axes, x=text)
     plain_ticks(axes.xaxis, log=False)
 
 

@@ -17,6 +17,7 @@ from .plot_style import (
     Look,
     duration,
     head,
+    name_axes,
     note,
     panel,
     write,
@@ -71,9 +72,7 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     plain_ticks(axes.yaxis, log=tall, ratio=fullest * 10, whole=True)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
-    letters = {"fontsize": 12, "color": INK, "fontfamily": FONT}
-    axes.set_xlabel("gap between tokens (ms)", **letters)
-    axes.set_ylabel("gaps", **letters)
+    name_axes(axes, x="gap between tokens (ms)", y="gaps")
     _mark_percentiles(axes, Summary.of(values))
 
 
@@ -213,7 +212,7 @@ def _draw_phases_of(axes: "Axes", times: PhaseTimes, names: Sequence[str], look:
     axes.set_xlim(0, 1.55 * scale * max(total, times.device_ms or 0.0) or 1.0)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("µs" if in_us else "ms", fontsize=12, color=INK, fontfamily=FONT)
+    name_axes(axes, x="µs" if in_us else "ms")
     plain_ticks(axes.xaxis, log=False)
     axes.grid(True, axis="x", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)

@@ -4,7 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .plot_gaps import plain_ticks
-from .plot_style import FAINT, FONT, INK, LINES, SOFT, head, label_ends, note, number, panel, plain
+from .plot_style import (
+    FAINT,
+    INK,
+    LINES,
+    SOFT,
+    head,
+    label_ends,
+    name_axes,
+    note,
+    number,
+    panel,
+    plain,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,12 +115,10 @@ def draw_roofline(figure: "Figure", cases: Sequence[Mapping[str, Any]]) -> None:
     axes.minorticks_off()
     plain_ticks(axes.yaxis, log=False)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
-    letters = {"fontsize": 12, "color": INK, "fontfamily": FONT}
     size = "rows that decode (batch size)"
     if highest > 100:
         size += "\nabove 100 %: read from a cache, not from memory"
-    axes.set_xlabel(size, **letters)
-    axes.set_ylabel("fraction of the roofline (%)", **letters)
+    name_axes(axes, x=size, y="fraction of the roofline (%)")
 
 
 def _limit(cases: Sequence[Mapping[str, Any]]) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "duration",
     "head",
     "label_ends",
+    "name_axes",
     "note",
     "number",
     "panel",
@@ -98,11 +99,12 @@ def panel(figure: "Figure", left: float, bottom: float, width: float, height: fl
 
 def head(axes: "Axes", pieces: Sequence[tuple[str, str]]) -> None:
     """Write what axes show above them: texts and their colours, the first one is the title."""
+    from matplotlib.artist import Artist
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
     letters = [_letters(12, {"color": color}) for _, color in pieces]
     letters[0] |= {"fontsize": 13, "weight": "bold"}
-    texts = [
+    texts: list[Artist] = [
         TextArea(text, textprops=props) for (text, _), props in zip(pieces, letters, strict=True)
     ]
     axes.add_artist(
@@ -116,6 +118,14 @@ def head(axes: "Axes", pieces: Sequence[tuple[str, str]]) -> None:
             pad=0,
         )
     )
+
+
+def name_axes(axes: "Axes", *, x: str | None = None, y: str | None = None) -> None:
+    """Write what the axes count and in which unit."""
+    if x is not None:
+        axes.set_xlabel(x, **_letters(12, {}))
+    if y is not None:
+        axes.set_ylabel(y, **_letters(12, {}))
 
 
 def write(

@@ -272,8 +272,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw the gaps between tokens over time, their histogram, and the roofline or where the"
-        " time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
+        help="draw the gaps between tokens over time, their histogram, and the roofline or where"
+        " the time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
     )
     parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
     parser.add_argument(

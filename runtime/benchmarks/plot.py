@@ -70,8 +70,10 @@ class MeasuredSteps:
         title = f"{engine}\n{scenario}: {WORKLOADS[scenario](entry)}"
         if self._num_entries == 1:
             return title
-        which = "the largest, in its fastest mode" if scenario == "steady" else "the last"
-        return f"{title} ({which} of {self._num_entries})"
+        n = self._num_entries
+        if scenario == "steady":
+            return f"{title} (of {n} cases the largest, in its fastest mode)"
+        return f"{title} (the last of {n} runs)"
 
 
 def _weight(entry: Entry) -> tuple[int, float]:
