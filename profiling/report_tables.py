@@ -172,7 +172,7 @@ def _steps(report: Report) -> list[str]:
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
     """The lines of a Markdown table; the first `text_columns` are aligned to the left."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    escaped = [[" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(head, *escaped, strict=True)]
 
     def line(row: Sequence[str]) -> str:
