@@ -24,6 +24,7 @@ from ..models.layout import weights_per_step
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
 from .environment import dtype_names
+from .instrumentation import instrumentation_to_json, measure_instrumentation
 from .workload import abort_all, random_prompts
 
 __all__ = [
@@ -234,6 +235,11 @@ def to_json(
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
         },
+        "instrumentation": instrumentation_to_json(
+            measure_instrumentation(engine),
+            measurement.step_ms,
+            engine.config.user.steps_per_launch,
+        ),
         "baseline": baseline,
         "samples": {"step_ms": measurement.step_ms},
     }
