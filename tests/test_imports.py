@@ -65,6 +65,12 @@ WITHOUT_TORCH = (
     "runtime/benchmarks/comparison_table.py",
     "runtime/benchmarks/outputs.py",
     "runtime/benchmarks/turns.py",
+    "profiling/dictionary.py",
+    "profiling/emitters.py",
+    "profiling/nvtx_tool.py",
+    "profiling/ranges.py",
+    "profiling/collector.py",
+    "profiling/overhead.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 
