@@ -55,6 +55,10 @@ WITHOUT_TORCH = (
     "profiling/roofline.py",
     "profiling/kernel_costs.py",
     "profiling/timeline.py",
+    "profiling/attribution.py",
+    "profiling/graph_nodes.py",
+    "profiling/kernel_matching.py",
+    "profiling/kernel_names.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

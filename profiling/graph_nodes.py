@@ -1,0 +1,1 @@
+"""Asks a CUDA graph under capture for its nodes; see `attribution.NodeSource`."""
