@@ -239,7 +239,7 @@ def _node_id(event: Event) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _name_work(event: Event, node: GraphNode | None, around: Mapping[str, Any]) -> None:
+def _name_work(event: Event, node: Node | None, around: Mapping[str, Any]) -> None:
     args = event.setdefault("args", {})
     args.update({key: around[key] for key in ("step", "rows", "bucket") if key in around})
     if node is None:
@@ -286,6 +286,6 @@ def _separate_overlaps(events: list[Event]) -> None:
                     moved["tid"] = beside[row - 1]
 
 
-def _of_row(pid: Any, tid: int, name: str, **args: Any) -> Event:
+def _of_row(pid: Any, tid: int, what: str, **args: Any) -> Event:
     """Return an event that tells something of a row."""
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
