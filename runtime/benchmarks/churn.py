@@ -90,7 +90,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
     latest: dict[str, RequestOutput] = {}
     step_ms: list[float] = []
     preemptions = engine.stats()["preemptions"]
-    engine.timeline.clear()
+    engine.timeline().clear()
     while len(step_ms) < case.num_steps and (num_requests < len(schedule) or open_ids):
         if not open_ids:
             sooner = max(sooner, schedule[num_requests].step - len(step_ms))
@@ -112,7 +112,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
             elif request_id in leaving and len(output.token_ids) >= leaving[request_id]:
                 del leaving[request_id]
                 num_aborted += engine.abort(request_id)
-    records = engine.timeline.records()
+    records = engine.timeline().records()
     preemptions = engine.stats()["preemptions"] - preemptions
     abort_all(engine, sorted(open_ids))
     timings = [output.timing for output in latest.values() if output.timing is not None]

@@ -138,7 +138,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     lag = _steps_under_way(engine)
     for _ in range(lag):
         step()
-    engine.timeline.clear()
+    engine.timeline().clear()
     first = {request_id: len(latest[request_id].token_ids) + lag for request_id in steady}
     for _ in range(SETTLING_STEPS):
         step()
@@ -147,7 +147,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         if index % ARRIVAL_STEPS == 0:
             ids.append(engine.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
         step()
-    records = engine.timeline.records()
+    records = engine.timeline().records()
     for _ in range(lag):
         step()
     # Gap i of a steady row is the one that ends with the token of step i.

@@ -107,14 +107,14 @@ def measure(
     lanes = used = 0
     token_ids: list[list[int]] = []
     for _ in range(num_iters):
-        engine.timeline.clear()
+        engine.timeline().clear()
         outputs, durations, counted = _run(engine, prompts, params, steps)
         step_ms += durations
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
             ttft_ms.append(output.timing.ttft_ms)
             itl_ms += output.timing.itl_ms[-counted:]
-        for record in engine.timeline.records():
+        for record in engine.timeline().records():
             if record.rows == case.batch_size and not record.prefill_tokens:
                 host_us.append(record.host_ns / 1e3 / record.steps)
                 lanes, used = lanes + record.bucket, used + record.rows
