@@ -37,24 +37,24 @@ class ScenarioRun:
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
+        """What `--output-json` writes; has an entry as soon as it is measured."""
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
         self.console.print(text, style="dim", highlight=False)
 
-    def run(self) -> dict[str, Any]:
-        """Measure; return the document that `--output-json` writes after each entry."""
+    def run(self) -> None:
+        """Measure, and write the document after each entry."""
         options = self.options
         measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
-        document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
-        entries = document[options.scenario] = []
+        entries = self.document[options.scenario] = []
         for engine in engines:
             for entry in measure(*engine):
                 entries.append(entry)
-                write_json(options, document)
-        return document
+                write_json(options, self.document)
 
     def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
@@ -75,7 +75,8 @@ class ScenarioRun:
                     entry = interference_to_json(e, measured, max_itl_ms)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
-                yield entry
+                automatic = max_itl_ms is not None and not options.max_itl_ms
+                yield {**entry, "automatic_budget": automatic}
 
     def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
