@@ -27,13 +27,13 @@ from .trace_table import SCHEMA_VERSION, read_trace, trace_operations
 if TYPE_CHECKING:
     from .kernel_names import KernelNames
 
-__all__ = ["SUFFIX", "TraceError", "check_writable", "read_trace", "torch_trace", "trace_operations"]
+__all__ = ["SUFFIX", "TraceError", "read_trace", "torch_trace", "trace_operations"]
 
 SUFFIX = ".json.gz"
 """What the name of a trace ends in: viewers go by it."""
 
 
-def check_writable(path: Path | str) -> None:
+def _check_writable(path: Path | str) -> None:
     """Look whether a file can be written, before anything runs that it is written after.
 
     Raises:
@@ -71,7 +71,7 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise TraceError(f"cannot write {path}: the name of a trace ends in {SUFFIX}")
-    check_writable(path)
+    _check_writable(path)
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -11,7 +11,7 @@ import contextlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +25,11 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError
 from ..kernels.gpu.splits import choose_splits
-from ..step_report import MULTIPROCESSORS, decoder_shape
+from ..step_report import decoder_shape
 from .document import modes_of
 from .profile_options import StepRange, kernels_path, trace_path
 from .run_steady import SteadyRun
+from .steady import BenchmarkCase, CaseRun
 
 __all__ = ["ProfileRun", "StepWindow", "run_nsys"]
 
@@ -113,7 +114,78 @@ class StepWindow:
 class ProfileRun(SteadyRun):
     """One case, in one mode, with a profile of some of its steps."""
 
+    profiled = True
+
     def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and measure its bandwidth; the fastest mode unless told otherwise."""
         super().__init__(options)
-        self.names = KernelNames()
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.names = KernelNames()
+        self._windows = contextlib.ExitStack()
+
+    def run(self) -> None:
+        """Measure the case, and write the profile.
+
+        Raises:
+            TraceError: the trace cannot be written.
+            NamesFileError: the names of kernels cannot be.
+        """
+        with self._windows:
+            super().run()
+        if self.options.profile == "nsys":
+            self.names.save(kernels_path(self.options))
+
+    def start(self, model: str, config: EngineConfig) -> Engine:
+        """Start the engine; the nodes of what it captures are recorded."""
+        with attribution.recording() as self.names:
+            engine = super().start(model, config)
+        self.names.model = model
+        self.names.device = str(self.document["environment"]["device"])
+        self.names.bandwidth_gb_s = self.bandwidth / 1e9
+        if self.names.reason is not None:
+            self.say(f"kernels of captured steps: {self.names.reason}")
+        return engine
+
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return the case, with the window around its steps."""
+        self.names.costs = _costs(engine, case, self.options.profile_steps)
+        window = self._windows.enter_context(
+            StepWindow(self.options.profile_steps, self._open_window)
+        )
+        return CaseRun(engine, case, seed=self.options.seed, before_step=window.before_step)
+
+    def report(self) -> str:
+        """Return what is to be said of the profile that was taken."""
+        steps = self.options.profile_steps
+        if self.options.profile == "nsys":
+            return f"nsys profiled steps {steps}; names of kernels: {kernels_path(self.options)}"
+        path = trace_path(self.options)
+        tables = trace_operations(path).markdown()
+        return f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)\n\n{tables}"
+
+    def _open_window(self) -> contextlib.AbstractContextManager[None]:
+        if self.options.profile == "nsys":
+            return nsys.capture_window()
+        return torch_trace(trace_path(self.options), self.names)
+
+
+def _costs(engine: Engine, case: BenchmarkCase, steps: StepRange) -> list[OperationCost]:
+    """Return what the operations of a captured step must read, halfway through the window.
+
+    Weights and cache, which is what the floor of the step is made of.
+    """
+    config, model = engine.config, engine.model_config
+    if config.mode != "graph" or config.device.type != "cuda":
+        return []  # made of other kernels, or of none that can be told apart
+    try:
+        shape = decoder_shape(model, config)
+    except ConfigError:  # latent attention: its kernels are not counted
+        return []
+    context = case.input_len + (steps.first + steps.end) // 2
+    processors = torch.cuda.get_device_properties(config.device).multi_processor_count
+    splits = choose_splits(case.batch_size, model.num_kv_heads, context, processors)
+    costs = kernel_costs(shape, rows=case.batch_size, context=context, splits=splits)
+    return [
+        OperationCost(cost.name, cost.launches, cost.weight_bytes + cost.cache_bytes)
+        for cost in costs
+    ]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...profiling.trace import SUFFIX, TraceError, check_writable
+from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
+from ...profiling.trace import SUFFIX as TRACE_SUFFIX
+from .outputs import OutputError, check_output
 
 __all__ = [
     "PROFILE_DEFAULTS",
@@ -142,19 +144,19 @@ def check_profile(
     )
     try:
         for path in outputs:
-            check_writable(path)
-    except TraceError as error:
+            check_output(path)
+    except OutputError as error:
         parser.error(str(error))
 
 
 def trace_path(options: argparse.Namespace) -> Path:
     """Return where torch's trace goes."""
-    return Path(f"{options.profile_output}.trace{SUFFIX}")
+    return Path(f"{options.profile_output}.trace{TRACE_SUFFIX}")
 
 
 def kernels_path(options: argparse.Namespace) -> Path:
     """Return where the names of kernels go, beside what nsys writes."""
-    return Path(f"{options.profile_output}.kernels.json")
+    return Path(f"{options.profile_output}{KERNELS_SUFFIX}")
 
 
 def _step_range(text: str) -> StepRange:
