@@ -95,6 +95,9 @@ class NodeSource(Protocol):
     def mark(self, name: str, layer: int | None) -> contextlib.AbstractContextManager[object]:
         """Tell the framework too that what is launched inside belongs to an operation."""
 
+    def end(self) -> None:
+        """Take notice that the capture is about to end."""
+
     def annotations(self, graph: object) -> Sequence[Annotation | None]:
         """Return what is known of every node taken, in order, once `graph` can be replayed."""
 
@@ -163,7 +166,7 @@ def capturing(open_source: Callable[[], NodeSource]) -> Iterator[Tape | None]:
     token = _tape.set(tape)
     try:
         yield tape
-        tape.boundary()
+        tape.end()
     finally:
         _tape.reset(token)
 
@@ -225,6 +228,15 @@ class Tape:
         if mark is not None:
             try:
                 mark.__exit__(None, None, None)
+            except Exception as error:
+                self._give_up(error)
+
+    def end(self) -> None:
+        """Take what is left; due before the capture ends."""
+        self.boundary()
+        if self._source is not None:
+            try:
+                self._source.end()
             except Exception as error:
                 self._give_up(error)
 
