@@ -1,36 +1,40 @@
 """Reads what nsys exports: ranges, calls of the CUDA API, and what the device did, as typed rows.
 
 The schema is that of the user guide of NVIDIA Nsight Systems ("SQLite Schema Reference"). It
-differs between versions, and tables are only there where there is something in them; so tables and
-columns are looked for, none is taken for granted, and every query says its order, because that of
-the rows is not promised. The file is opened for reading only. Standard library only.
+differs between versions: `nsys_tables` looks for what there is. Standard library only.
 """
 
-import sqlite3
-import struct
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from . import dictionary
 from .nsys_payload import PayloadReader
+from .nsys_tables import ExportError, Tables, open_tables
 
-__all__ = ["Activity", "ActivityKind", "Call", "Export", "ExportError", "Range", "read_export"]
+__all__ = [
+    "Activity",
+    "ActivityKind",
+    "Call",
+    "Export",
+    "ExportError",
+    "Range",
+    "process_of",
+    "read_export",
+]
 
 _EVENT_TYPES: Final = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxDomainCreate": 75}
 """What `eventType` means, where the export has no table of it."""
 
+_SIGNATURE: Final = frozenset({dictionary.STEP, dictionary.PLAN, dictionary.LAUNCH})
+"""Ranges by which the project's domain is known where the export does not name it."""
+
 _COPY_KINDS: Final = {1: "host to device", 2: "device to host", 8: "device to device"}
 """`copyKind` (CUpti_ActivityMemcpyKind), those between memories of one process."""
 
-_REPORT_SUFFIXES: Final = (".nsys-rep", ".qdrep", ".qdstrm")
-_MAGIC: Final = b"SQLite format 3\0"
-
 ActivityKind = Literal["kernel", "memcpy", "memset", "graph"]
-
-
-class ExportError(ValueError):
-    """A file that is no export of nsys, or one that holds nothing to report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,170 +118,115 @@ def process_of(thread: int) -> int:
     return thread & ~0xFFFFFF
 
 
-def read_export(path: str | Path, domain: str) -> Export:
-    """Read the ranges of an NVTX domain, and the CUDA calls and activities of all processes.
+def read_export(path: str | Path) -> Export:
+    """Read the ranges of the project's NVTX domain, and the CUDA calls and activities of all processes.
 
     Raises:
         ExportError: the file is missing, damaged, no export of nsys, or has no such domain.
     """
     path = Path(path)
-    _require_database(path)
-    try:
-        connection = sqlite3.connect(path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
-        try:
-            connection.text_factory = lambda text: text.decode("utf-8", "replace")
-            return _Tables(connection, path).read(domain)
-        finally:
-            connection.close()
-    except (sqlite3.Error, OverflowError) as error:
-        raise ExportError(f"{path} is damaged: {error}") from error
+    with open_tables(path) as tables:
+        if "StringIds" not in tables and "NVTX_EVENTS" not in tables:
+            raise ExportError(f"{path} is a SQLite file, but no export of nsys")
+        if "NVTX_EVENTS" not in tables:
+            raise ExportError(f"{path} has no NVTX ranges: profile with -t cuda,nvtx")
+        reader = _Reader(tables)
+        ranges = tuple(reader.ranges())
+        activities = tuple(reader.activities())
+        return Export(path, reader.graph_trace(activities), ranges, reader.calls(), activities)
 
 
-def _require_database(path: Path) -> None:
-    """Raise ExportError if `path` is no complete SQLite file."""
-    if path.suffix in _REPORT_SUFFIXES:
-        from .nsys import export_command  # here: it looks for a tool when it is imported
+class _Reader:
+    """Makes typed rows of tables."""
 
-        command = " ".join(export_command(path))
-        raise ExportError(f"{path} is a report of nsys, not its export; export it first: {command}")
-    try:
-        with path.open("rb") as stream:
-            header = stream.read(100)
-        size = path.stat().st_size
-    except OSError as error:
-        raise ExportError(f"cannot read {path}: {error.strerror}") from error
-    if not header.startswith(_MAGIC):
-        what = "is empty" if not header else "is no SQLite file"
-        raise ExportError(f"{path} {what}; an export of nsys is one (nsys export --type=sqlite)")
-    if len(header) == 100:
-        # The file format of SQLite, section 1.3: page size at 16 (1 means 65,536), pages at 28,
-        # which are valid where the change counters at 24 and 92 agree.
-        page_size, changes, pages = struct.unpack_from(">H6xII", header, 16)
-        valid = changes == struct.unpack_from(">I", header, 92)[0]
-        expected = pages * (65536 if page_size == 1 else page_size)
-        if valid and size < expected:
-            raise ExportError(f"{path} is truncated: {size:,} of {expected:,} bytes are there")
-
-
-class _Tables:
-    """The tables of an open export."""
-
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self._connection = connection
-        self._path = path
-        tables = self._query("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        self._columns: dict[str, frozenset[str]] = {}
-        for (table,) in tables:
-            quoted = str(table).replace('"', '""')
-            rows = self._query(f'PRAGMA table_info("{quoted}")')
-            self._columns[str(table)] = frozenset(str(row[1]) for row in rows)
-
-    def read(self, domain: str) -> Export:
-        """Read everything."""
-        if "StringIds" not in self._columns and "NVTX_EVENTS" not in self._columns:
-            raise ExportError(f"{self._path} is a SQLite file, but no export of nsys")
-        self._strings = self._texts("StringIds", "id", "value")
-        ranges = tuple(self._ranges(domain))
-        activities = tuple(self._activities())
-        return Export(self._path, self._graph_trace(activities), ranges, self._calls(), activities)
-
-    def _query(self, sql: str) -> list[tuple[Any, ...]]:
-        return self._connection.execute(sql).fetchall()
-
-    def _select(self, table: str, columns: Sequence[str], order: str) -> Iterator[tuple[Any, ...]]:
-        """The rows of a table in an order, None in the place of columns that it does not have."""
-        there = self._columns.get(table)
-        if there is None:
-            return iter(())
-        wanted = ", ".join(f'"{name}"' if name in there else "NULL" for name in columns)
-        keys = ", ".join(f'"{name}" {way}'.rstrip() for name, way in _order(order) if name in there)
-        sql = f'SELECT {wanted} FROM "{table}"' + (f" ORDER BY {keys}" if keys else "")
-        return iter(self._query(sql))
-
-    def _texts(self, table: str, key: str, value: str) -> dict[int, str]:
-        rows = self._select(table, (key, value), key)
-        return {number: str(text) for number, text in rows if isinstance(number, int)}
-
-    def _integer(self, value: Any, column: str) -> int:
-        """A number of a column that needs one."""
-        if not isinstance(value, int):
-            raise ExportError(f"{self._path} is damaged: {column} is {value!r}, no whole number")
-        return value
-
-    def _text(self, text: Any, text_id: Any) -> str:
-        """A message: registered ones are ids of strings, others stand in the row."""
-        found = self._strings.get(text_id) if text_id is not None else None
-        return found if found is not None else str(text) if text is not None else ""
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
 
     def _event_type(self, name: str) -> int:
-        for number, known in self._texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items():
+        for number, known in self._tables.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items():
             if known == name:
                 return number
         return _EVENT_TYPES[name]
 
-    def _ranges(self, domain: str) -> Iterator[Range]:
-        """The ranges of every domain of that name: each process has one of its own."""
-        if "NVTX_EVENTS" not in self._columns:
-            raise ExportError(f"{self._path} has no NVTX ranges: profile with -t cuda,nvtx")
+    def ranges(self) -> Iterator[Range]:
+        """The ranges of the project's domain: each process has one of its own."""
         names = ("start", "end", "eventType", "text", "textId", "globalTid", "domainId")
         payload = ("int64Value", "jsonText", "jsonTextId", "binaryData")
-        rows = list(
-            self._select("NVTX_EVENTS", names + payload, "start, end DESC, globalTid, textId, text")
-        )
-        created = self._event_type("NvtxDomainCreate")
-        domains: dict[tuple[int | None, Any], str] = {}
-        for _, _, kind, text, text_id, thread, domain_id, *_ in rows:
-            if kind == created:
-                process = process_of(thread) if isinstance(thread, int) else None
-                domains[process, domain_id] = self._text(text, text_id)
-        if domain not in domains.values():
-            found = sorted({name for name in domains.values() if name})
-            others = f"; its domains are: {', '.join(found)}" if found else ""
-            raise ExportError(f"{self._path} has no NVTX domain {domain!r}{others}")
+        order = "start, end DESC, globalTid, textId, text"
+        rows = list(self._tables.select("NVTX_EVENTS", names + payload, order))
         kinds = {self._event_type("NvtxPushPopRange"), self._event_type("NvtxStartEndRange")}
+        domains = self._domains([row for row in rows if row[2] not in kinds])
+        found = [row for row in rows if row[2] in kinds]
+        if dictionary.DOMAIN not in domains.values():
+            self._guess_domains(found, domains)
+        entries = ("domainId", "schemaId", "idx", "type", "name", "offset")
         payloads = PayloadReader(
-            self._select(
-                "NVTX_PAYLOAD_SCHEMA_ENTRIES",
-                ("domainId", "schemaId", "idx", "type", "name", "offset"),
-                "domainId, schemaId, idx",
-            )
+            self._tables.select("NVTX_PAYLOAD_SCHEMA_ENTRIES", entries, ", ".join(entries[:3]))
         )
-        for start, end, kind, text, text_id, thread, domain_id, value, *rest in rows:
-            if kind not in kinds:
+        text, integer = self._tables.text, self._tables.integer
+        for start, end, _, message, text_id, thread, domain, value, json, json_id, blob in found:
+            process = process_of(integer(thread, "globalTid of a range"))
+            if domains.get((process, domain), domains.get((None, domain))) != dictionary.DOMAIN:
                 continue
-            thread = self._integer(thread, "globalTid of a range")
-            name = domains.get((process_of(thread), domain_id), domains.get((None, domain_id)))
-            if name != domain:
-                continue
-            json_text, json_id, binary = rest
-            json_text = self._text(json_text, json_id) or None
             yield Range(
-                self._text(text, text_id),
-                self._integer(start, "start of a range"),
-                None if end is None else self._integer(end, "end of a range"),
+                text(message, text_id),
+                integer(start, "start of a range"),
+                None if end is None else integer(end, "end of a range"),
                 thread,
                 value if isinstance(value, int) else None,
-                payloads.numbers(json_text, binary),
+                payloads.numbers(text(json, json_id) or None, blob),
             )
 
-    def _calls(self) -> tuple[Call, ...]:
+    def _domains(self, rows: Iterable[tuple[Any, ...]]) -> dict[tuple[int | None, Any], str]:
+        """The names of domains by process and number; of all processes where none is told."""
+        created = self._event_type("NvtxDomainCreate")
+        domains: dict[tuple[int | None, Any], str] = {}
+        for _, _, kind, text, text_id, thread, domain, *_ in rows:
+            if kind == created:
+                process = process_of(thread) if isinstance(thread, int) else None
+                domains[process, domain] = self._tables.text(text, text_id)
+        return domains
+
+    def _guess_domains(
+        self, rows: Iterable[tuple[Any, ...]], domains: dict[tuple[int | None, Any], str]
+    ) -> None:
+        """Name domains that were created before the profile began by what is in them."""
+        messages: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for _, _, _, text, text_id, thread, domain, *_ in rows:
+            # 0 is the domain of ranges without one.
+            if isinstance(thread, int) and isinstance(domain, int) and domain:
+                messages[process_of(thread), domain].add(self._tables.text(text, text_id))
+        guessed = [
+            key
+            for key, found in messages.items()
+            if key not in domains and (None, key[1]) not in domains and found >= _SIGNATURE
+        ]
+        if not guessed:
+            others = ", ".join(sorted({name for name in domains.values() if name}))
+            raise ExportError(
+                f"{self._tables.path} has no NVTX domain {dictionary.DOMAIN!r}"
+                + (f"; its domains are: {others}" if others else "")
+            )
+        domains.update(dict.fromkeys(guessed, dictionary.DOMAIN))
+
+    def calls(self) -> tuple[Call, ...]:
         columns = ("start", "end", "globalTid", "correlationId", "nameId")
         order = "start, end DESC, globalTid, correlationId"
         return tuple(
             Call(
-                self._text(None, name),
-                self._integer(start, "start of a call"),
-                self._integer(end, "end of a call"),
+                self._tables.text(None, name),
+                self._tables.integer(start, "start of a call"),
+                self._tables.integer(end, "end of a call"),
                 thread,
                 correlation,
             )
-            for start, end, thread, correlation, name in self._select(
+            for start, end, thread, correlation, name in self._tables.select(
                 "CUPTI_ACTIVITY_KIND_RUNTIME", columns, order
             )
             if isinstance(thread, int) and isinstance(correlation, int)
         )
 
-    def _activities(self) -> list[Activity]:
+    def activities(self) -> list[Activity]:
         common = ("start", "end", "deviceId", "globalPid", "correlationId", "graphNodeId")
         order = "start, end, deviceId, correlationId, graphNodeId"
         found: list[Activity] = []
@@ -290,35 +239,33 @@ class _Tables:
                 Activity(
                     kind,
                     name,
-                    self._integer(start, f"start of a {kind}"),
-                    self._integer(end, f"end of a {kind}"),
+                    self._tables.integer(start, f"start of a {kind}"),
+                    self._tables.integer(end, f"end of a {kind}"),
                     process if isinstance(process, int) else None,
-                    self._integer(device, f"device of a {kind}"),
+                    self._tables.integer(device, f"device of a {kind}"),
                     correlation,
                     node if isinstance(node, int) and node else None,
                 )
             )
 
-        table = "CUPTI_ACTIVITY_KIND_KERNEL"
-        for *row, short, demangled in self._select(
-            table, (*common, "shortName", "demangledName"), order
-        ):
-            add("kernel", self._text(None, short) or self._text(None, demangled), row)
-        for *row, copy_kind in self._select(
-            "CUPTI_ACTIVITY_KIND_MEMCPY", (*common, "copyKind"), order
-        ):
-            way = _COPY_KINDS.get(copy_kind)
-            add("memcpy", f"copy {way}" if way else "copy", row)
-        for row in self._select("CUPTI_ACTIVITY_KIND_MEMSET", common, order):
+        kernels = (*common, "shortName", "demangledName")
+        for row in self._tables.select("CUPTI_ACTIVITY_KIND_KERNEL", kernels, order):
+            name = self._tables.text(None, row[6]) or self._tables.text(None, row[7])
+            add("kernel", name, row[:6])
+        for row in self._tables.select("CUPTI_ACTIVITY_KIND_MEMCPY", (*common, "copyKind"), order):
+            way = _COPY_KINDS.get(row[6])
+            add("memcpy", f"copy {way}" if way else "copy", row[:6])
+        for row in self._tables.select("CUPTI_ACTIVITY_KIND_MEMSET", common, order):
             add("memset", "fill", row)
-        for row in self._select("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", common, order):
+        for row in self._tables.select("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", common, order):
             add("graph", "graph", row)
         found.sort(key=lambda a: (a.start_ns, a.end_ns, a.device, a.correlation, a.node_id or 0))
         return found
 
-    def _graph_trace(self, activities: Sequence[Activity]) -> Literal["graph", "node"] | None:
+    def graph_trace(self, activities: Sequence[Activity]) -> Literal["graph", "node"] | None:
         """What was asked of nsys; where the export does not say, what there is."""
-        for name, value in self._select("META_DATA_CAPTURE", ("name", "value"), "name, value"):
+        settings = ("name", "value")
+        for name, value in self._tables.select("META_DATA_CAPTURE", settings, "name, value"):
             if str(name).endswith("CUDA_GRAPH_TRACE_OPTIONS:MODE"):
                 mode = str(value).lower()
                 if mode in ("graph", "node"):
@@ -326,10 +273,3 @@ class _Tables:
         if any(activity.kind == "graph" for activity in activities):
             return "graph"
         return "node" if any(a.node_id is not None for a in activities) else None
-
-
-def _order(order: str) -> Iterator[tuple[str, str]]:
-    """The columns of an order, and the way of each."""
-    for key in order.split(", "):
-        name, _, way = key.partition(" ")
-        yield name, way

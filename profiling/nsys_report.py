@@ -1,22 +1,22 @@
-"""The report of a profile as data: its steps, their distribution, their parts; and two compared.
+"""The report of a profile as data: its steps, their distribution and their parts.
 
 Times are in µs. Standard library only.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import dictionary
 from .kernel_names import SUFFIX, KernelNames, load
 from .nsys_export import read_export
 from .stats import Summary
-from .step_parts import Part, StepParts, step_parts
-from .traced_steps import TracedStep, traced_steps
+from .step_assembly import traced_steps
+from .step_parts import StepParts, step_parts
+from .traced_steps import TracedStep
 
-__all__ = ["Case", "Change", "Report", "StepRow", "compare", "names_beside", "read_report"]
+__all__ = ["STEP_COLUMNS", "Case", "Report", "StepRow", "names_beside", "read_report"]
 
 SCHEMA_VERSION: Final = 1
 
@@ -97,11 +97,6 @@ class Case:
     host_us: Summary | None
     wait_us: Summary | None
 
-    @property
-    def key(self) -> tuple[str, int | None]:
-        """What tells it from others."""
-        return self.phase, self.bucket
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -166,12 +161,12 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
         names_path: the file of names; None: the one beside the export, if there is one.
 
     Raises:
-        ExportError: see `nsys_export.read_export` and `traced_steps.traced_steps`.
+        ExportError: see `nsys_export.read_export` and `step_assembly.traced_steps`.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
     path = names_path if names_path is not None else names_beside(trace)
     names = load(path) if path is not None else None
-    traced = traced_steps(read_export(trace, dictionary.DOMAIN))
+    traced = traced_steps(read_export(trace))
     threads = {thread: i for i, thread in enumerate(sorted({s.thread for s in traced.steps}))}
     rows = tuple(StepRow.of(step, threads[step.thread]) for step in traced.steps)
     parts = step_parts(traced.steps, names)
@@ -230,85 +225,3 @@ def _summary(values: Iterable[float | None]) -> Summary | None:
 
 def _us(ns: int | None) -> float | None:
     return None if ns is None else ns / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A median in two profiles; None where one of them does not have it.
-
-    Attributes:
-        what: "step", "operation" or "layer".
-        phase: of the steps.
-        name: the bucket and the time; or the operation; or the layer.
-        old_us, new_us: medians.
-        old_n, new_n: samples that they rest on.
-    """
-
-    what: str
-    phase: str
-    name: str
-    old_us: float | None
-    new_us: float | None
-    old_n: int
-    new_n: int
-
-    @property
-    def ratio(self) -> float | None:
-        """New over old; None where one is missing or the old one is 0."""
-        if self.old_us is None or self.new_us is None or self.old_us == 0:
-            return None
-        return self.new_us / self.old_us
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields and the ratio by name."""
-        return {**asdict(self), "ratio": self.ratio}
-
-
-def compare(new: Report, old: Report) -> tuple[Change, ...]:
-    """Return what changed from `old` to `new`: steps, operations, then layers."""
-    changes: list[Change] = []
-    for name in ("step_us", "device_us", "gap_us", "host_us"):
-        label = name.removesuffix("_us")
-        changes += _changes(
-            "step",
-            {(c.phase, _in_bucket(label, c.bucket)): getattr(c, name) for c in old.cases},
-            {(c.phase, _in_bucket(label, c.bucket)): getattr(c, name) for c in new.cases},
-        )
-    tables: tuple[tuple[str, Sequence[Part], Sequence[Part]], ...] = (
-        ("operation", old.parts.operations, new.parts.operations),
-        ("layer", old.parts.layers, new.parts.layers),
-    )
-    for what, before, after in tables:
-        changes += _changes(what, _medians(before), _medians(after))
-    return tuple(changes)
-
-
-def _in_bucket(label: str, bucket: int | None) -> str:
-    return label if bucket is None else f"{label}, bucket {bucket}"
-
-
-def _medians(parts: Iterable[Part]) -> dict[tuple[str, str], Summary | None]:
-    return {
-        (part.phase, part.name if part.layer is None else f"layer {part.layer}"): part.us
-        for part in parts
-    }
-
-
-def _changes(
-    what: str,
-    old: dict[tuple[str, str], Summary | None],
-    new: dict[tuple[str, str], Summary | None],
-) -> Iterable[Change]:
-    for phase, name in [*new, *(key for key in old if key not in new)]:
-        before, after = old.get((phase, name)), new.get((phase, name))
-        if before is None and after is None:
-            continue
-        yield Change(
-            what,
-            phase,
-            name,
-            None if before is None else before.p50,
-            None if after is None else after.p50,
-            0 if before is None else before.n,
-            0 if after is None else after.n,
-        )

@@ -50,9 +50,11 @@ class Part:
     fraction: float | None
 
     @property
-    def key(self) -> tuple[str, int | None, str]:
-        """What tells it from others of its table."""
-        return self.phase, self.layer, self.name
+    def label(self) -> str:
+        """What tells it from others of its phase; the name of a kernel is in brackets."""
+        if self.layer is not None:
+            return f"layer {self.layer}"
+        return self.name if self.named else f"[{self.name}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,8 @@ class _Tally:
             for layer in layers:
                 bytes_of[layer] += cost.launches * cost.bytes // len(layers)
         for key, samples, count in sorted(self._layers.items(), key=lambda item: item[0][:2]):
-            phase, layer, _, _ = key
-            read = bytes_of.get(layer or 0, 0) if phase == "decode" else 0
+            phase, number, _, _ = key
+            read = bytes_of[number] if phase == "decode" and number is not None else 0
             yield self._part(key, samples, count, read)
 
     def _part(
