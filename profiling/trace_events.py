@@ -38,7 +38,7 @@ Event = dict[str, Any]
 DEVICE_CATEGORIES: Final = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 """Categories of the events that are work of a device -> kind of the node of a graph."""
 
-_PREFIX: Final = "stepgraph\t"
+_PREFIX: Final = "stepgraph #"
 _CALLS: Final = ("cuda_runtime", "cuda_driver")
 _NODE_ID: Final = "graph node id"
 _PHASES: Final = {"replay": "decode", "prefill": "prefill"}

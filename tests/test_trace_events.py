@@ -41,7 +41,7 @@ def test_ranges_carry_their_names_and_payloads():
     assert mark["ph"] == "i"
     assert "dur" not in mark
     assert mark["args"]["microseconds"] == 31
-    assert "stepgraph\t" not in json.dumps(trace.document)
+    assert "stepgraph #" not in json.dumps(trace.document)
 
 
 def test_copies_of_ranges_on_the_device_s_rows_are_named_too():
