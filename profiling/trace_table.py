@@ -24,6 +24,8 @@ SCHEMA_VERSION: Final = 1
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
 OUTSIDE: Final = "(outside of operators)"
+MOST_ROWS: Final = 24
+"""Of a printed table of operators: a step in eager mode has sixty kinds of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class TraceOperations:
         title = f"{self.steps} steps of {self.step_us:,.1f} µs on the {where}"
         if self.model is not None:
             title = f"{self.model}: {title}"
-        parts = [title, _table(what, self.operations, roofline=self.device)]
+        parts = [title, _table(what, _shortened(self.operations), roofline=self.device)]
         if self.layers:
             parts.append(_table("layer", self.layers, roofline=False))
         if self.ranges:
@@ -286,6 +288,20 @@ def _busy(events: Iterable[Mapping[str, Any]]) -> float:
         busy += max(0.0, end - max(event["ts"], until))
         until = max(until, end)
     return busy
+
+
+def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
+    """Return the first rows, and the others but the very last in one."""
+    *others, last = rows[MOST_ROWS:] or (None,)
+    if len(others) < 2 or last is None:
+        return rows
+    together = OperationTime(
+        f"({len(others)} others)",
+        sum(row.us for row in others),
+        sum(row.share for row in others),
+        sum(row.launches for row in others),
+    )
+    return (*rows[:MOST_ROWS], together, last)
 
 
 def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool) -> str:

@@ -33,7 +33,9 @@ def nodes_of(layers: int, *, ids_from: int | None = None) -> tuple[Node, ...]:
 
 def names_of(*steps: StepNodes, **said: Any) -> KernelNames:
     costs = [OperationCost("down", 2, 4000)]
-    return KernelNames(**{"model": "tiny", "device": "cuda", "costs": costs, **said, "steps": [*steps]})
+    return KernelNames(
+        **{"model": "tiny", "device": "cuda", "costs": costs, **said, "steps": [*steps]}
+    )
 
 
 def step_nodes(nodes: Sequence[Node], size: int = 4, phase: Any = "decode") -> StepNodes:
@@ -126,8 +128,6 @@ class KinetoTrace:
                 tid=streams[index % len(streams)],
             )
 
-    def _host(
-        self, cat: str, name: str, ts: float, dur: float, tid: int, **args: int
-    ) -> None:
+    def _host(self, cat: str, name: str, ts: float, dur: float, tid: int, **args: int) -> None:
         event = {"ph": "X", "cat": cat, "name": name, "pid": HOST, "tid": tid, "ts": ts, "dur": dur}
         self.events.append({**event, "args": {"External id": len(self.events), **args}})

@@ -33,6 +33,9 @@ from .steady import BenchmarkCase, CaseRun
 
 __all__ = ["ProfileRun", "StepWindow", "run_nsys"]
 
+CANNOT_RUN = 126
+"""The exit status of what is there and cannot be run, as of a shell."""
+
 
 def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the command that profiles this command line, and run it where there is nsys.
@@ -57,9 +60,8 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print("bench.py: nsys was not found on the PATH: nothing was run", file=sys.stderr)
         return 0
     status = _run([found, *command[1:]])
-    if status == 0:
-        report = Path(f"{options.profile_output}.nsys-rep")
-        status = _run(nsys.export_command(report))
+    if status == 0:  # what nsys exports by itself lacks payloads of several numbers
+        status = _run(nsys.export_command(Path(f"{options.profile_output}.nsys-rep")))
     if status == 0:
         read = ["python", "-m", "stepgraph.profiling.report", f"{options.profile_output}.sqlite"]
         print(f"to read it: {shlex.join(read)}", file=sys.stderr)
@@ -75,7 +77,11 @@ def _form(device: str) -> Literal["cuda", "cpu"]:
 
 def _run(command: Sequence[str]) -> int:
     """Run a command; return its exit status, of one that a signal ended as a shell tells it."""
-    status = subprocess.run(command, check=False).returncode
+    try:
+        status = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        print(f"bench.py: error: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return CANNOT_RUN
     return status if status >= 0 else 128 - status
 
 
@@ -160,7 +166,10 @@ class ProfileRun(SteadyRun):
         if self.options.profile == "nsys":
             return f"nsys profiled steps {steps}; names of kernels: {kernels_path(self.options)}"
         path = trace_path(self.options)
-        tables = trace_operations(path).markdown()
+        found = trace_operations(path)
+        if self.device.type == "cuda" and not found.device:
+            self.say("torch recorded no work of the device: is another profiler attached to it?")
+        tables = found.markdown()
         return f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)\n\n{tables}"
 
     def _open_window(self) -> contextlib.AbstractContextManager[None]:

@@ -111,7 +111,7 @@ def check_profile(
         parser.error("--graph-trace has no effect without --profile nsys")
     for name in ("baseline", "compare"):
         if name in given:
-            parser.error(f"--{name} cannot go with --profile: times of a profiled run are perturbed")
+            parser.error(f"--{name} cannot go with --profile: a profiled run is slower")
     for name in _LISTS:
         values = getattr(options, name)
         if values is not None and len(values) > 1:
