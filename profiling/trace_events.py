@@ -226,8 +226,9 @@ def _nodes_of(
         those = [node for node in step.nodes if node.kind == kind]
         by_id = {node.tools_id: node for node in those if node.tools_id is not None}
         for place, index in enumerate(indices):
-            if ids[index] in by_id:
-                nodes[index] = by_id[ids[index]]
+            node_id = ids[index]
+            if node_id is not None and node_id in by_id:
+                nodes[index] = by_id[node_id]
             elif not by_id and len(those) == len(indices):
                 nodes[index] = those[place]
     return nodes

@@ -194,7 +194,7 @@ def _floors(said: Mapping[str, Any]) -> dict[str, float]:
     """Return of operations whose bytes are known the microseconds that a step must take at them."""
     if said["bandwidth_gb_s"] is None:
         return {}
-    floors: Counter[str] = Counter()
+    floors: defaultdict[str, float] = defaultdict(float)
     try:
         for cost in said["costs"]:
             seconds = floor_seconds(cost["launches"] * cost["bytes"], 1e9 * said["bandwidth_gb_s"])
@@ -219,7 +219,7 @@ def _times(
     floors: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[OperationTime, ...]:
     """Sum events by name, in the order of their first appearance; `span` is that of all steps."""
-    us: Counter[str] = Counter()
+    us: defaultdict[str, float] = defaultdict(float)
     launches: Counter[str] = Counter()
     for event in sorted(events, key=lambda event: event["ts"]):
         us[name(event)] += event["dur"]
@@ -243,7 +243,7 @@ def _operators(
 
     What is in no operator is the interpreter's. Threads that an operator computes in are its own.
     """
-    own: Counter[str] = Counter()
+    own: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
     threads = {(turn["pid"], turn["tid"]) for turn in turns}
     steps_of = {id(turn) for turn in turns}
@@ -274,7 +274,7 @@ def _operators(
     steps = len(turns)
     rows = [
         OperationTime(name, us / steps, us / span if span else 0.0, calls[name] / steps)
-        for name, us in own.most_common()
+        for name, us in sorted(own.items(), key=lambda item: -item[1])
     ]
     rows.append(OperationTime(OUTSIDE, rest / steps, rest / span if span else 0.0, 0.0))
     return tuple(rows), span / steps

@@ -116,7 +116,12 @@ def test_a_window_holds_its_steps_and_no_other(first, length, more):
 
 def test_a_window_closes_where_the_run_ends_with_an_error():
     log = []
-    with pytest.raises(KeyError), StepWindow(StepRange(0, 5), lambda: Context(log)) as window:
-        window.before_step(0)
-        raise KeyError("x")
+
+    def run():
+        with StepWindow(StepRange(0, 5), lambda: Context(log)) as window:
+            window.before_step(0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
     assert log == ["open", "KeyError"]
