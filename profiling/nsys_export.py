@@ -119,7 +119,7 @@ def process_of(thread: int) -> int:
 
 
 def read_export(path: str | Path) -> Export:
-    """Read the ranges of the project's NVTX domain, and the CUDA calls and activities of all processes.
+    """Read the ranges of the NVTX domain, and the CUDA calls and activities of all processes.
 
     Raises:
         ExportError: the file is missing, damaged, no export of nsys, or has no such domain.
@@ -132,8 +132,8 @@ def read_export(path: str | Path) -> Export:
             raise ExportError(f"{path} has no NVTX ranges: profile with -t cuda,nvtx")
         reader = _Reader(tables)
         ranges = tuple(reader.ranges())
-        activities = tuple(reader.activities())
-        return Export(path, reader.graph_trace(activities), ranges, reader.calls(), activities)
+        calls, activities = reader.calls(), tuple(reader.activities())
+        return Export(path, reader.graph_trace(calls, activities), ranges, calls, activities)
 
 
 class _Reader:
@@ -262,7 +262,9 @@ class _Reader:
         found.sort(key=lambda a: (a.start_ns, a.end_ns, a.device, a.correlation, a.node_id or 0))
         return found
 
-    def graph_trace(self, activities: Sequence[Activity]) -> Literal["graph", "node"] | None:
+    def graph_trace(
+        self, calls: Iterable[Call], activities: Sequence[Activity]
+    ) -> Literal["graph", "node"] | None:
         """What was asked of nsys; where the export does not say, what there is."""
         settings = ("name", "value")
         for name, value in self._tables.select("META_DATA_CAPTURE", settings, "name, value"):
@@ -272,4 +274,5 @@ class _Reader:
                     return "graph" if mode == "graph" else "node"
         if any(activity.kind == "graph" for activity in activities):
             return "graph"
-        return "node" if any(a.node_id is not None for a in activities) else None
+        replays = {call.correlation for call in calls if "GraphLaunch" in call.name}
+        return "node" if any(a.correlation in replays for a in activities) else None

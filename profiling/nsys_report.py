@@ -77,6 +77,9 @@ class StepRow:
         )
 
 
+_ADDED: Final = (
+    "tokens", "padding", "host_us", "wait_us", "device_us", "busy_us", "gap_us", "launches",
+)  # fmt: skip
 _SUMMARISED: Final = ("step_us", "device_us", "gap_us", "host_us", "wait_us")
 
 
@@ -109,6 +112,8 @@ class Report:
         model, device, bandwidth_gb_s: what that file says.
         steps: thread after thread, in order.
         cases: by phase and bucket.
+        totals: the times, tokens and launches of all steps by name; without those of which no step
+            has any.
         parts: operations and layers.
         notes: what a reader must know about the numbers.
     """
@@ -121,6 +126,7 @@ class Report:
     bandwidth_gb_s: float | None
     steps: tuple[StepRow, ...]
     cases: tuple[Case, ...]
+    totals: dict[str, float]
     parts: StepParts
     notes: tuple[str, ...]
 
@@ -135,6 +141,7 @@ class Report:
             "device": self.device,
             "bandwidth_gb_s": self.bandwidth_gb_s,
             "notes": list(self.notes),
+            "totals": self.totals,
             "cases": [asdict(case) for case in self.cases],
             "idle": self.parts.idle,
             "operations": [asdict(part) for part in self.parts.operations],
@@ -180,6 +187,7 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
         bandwidth_gb_s=known.bandwidth_gb_s,
         steps=rows,
         cases=tuple(_cases(rows)),
+        totals=_totals(rows),
         parts=parts,
         notes=(*traced.notes, *_notes(parts, path)),
     )
@@ -199,6 +207,16 @@ def _notes(parts: StepParts, names: Path | None) -> Iterable[str]:
         )
     if names is not None and parts.activities and not parts.matched:
         yield f"no kernel is one of a captured step of {names}: those of another engine?"
+
+
+def _totals(rows: Iterable[StepRow]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name in _ADDED:
+            value = getattr(row, name)
+            if value is not None:
+                totals[name] = totals.get(name, 0) + value
+    return totals
 
 
 def _cases(rows: Iterable[StepRow]) -> Iterable[Case]:

@@ -36,7 +36,8 @@ def open_tables(path: Path) -> Iterator["Tables"]:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             connection.text_factory = lambda text: text.decode("utf-8", "replace")
             yield Tables(connection, path)
-    except (sqlite3.Error, OverflowError) as error:
+    # A damaged schema may be quoted in the message of an error, which then is no UTF-8.
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise ExportError(f"{path} is damaged: {error}") from error
 
 

@@ -129,7 +129,7 @@ def _require_distinct(options: argparse.Namespace) -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"{_PROGRAM}: error: {message}", file=sys.stderr)
+    print(f"{_PROGRAM}: error: {' '.join(message.splitlines())}", file=sys.stderr)
     return 1
 
 

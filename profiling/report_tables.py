@@ -1,6 +1,6 @@
 """The report of a profile as text: aligned Markdown tables. Standard library only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from .nsys_report import Report
@@ -39,9 +39,8 @@ _TRACING: Final = {
 
 def report_text(report: Report) -> str:
     """Return the whole report."""
-    tokens = sum(case.tokens or 0 for case in report.cases)
     lines = [f"# {report.trace}", "", f"- {_TRACING[report.graph_trace]}"]
-    lines.append(f"- {len(report.steps):,} steps" + (f", {tokens:,} tokens" if tokens else ""))
+    lines.append(f"- {len(report.steps):,} steps, together {_totals(report.totals)}")
     if report.names is not None:
         bandwidth = report.bandwidth_gb_s
         read = f", {bandwidth:,.0f} GB/s" if bandwidth is not None else ""
@@ -50,6 +49,7 @@ def report_text(report: Report) -> str:
     lines += ["", "## Steps by phase and bucket", "", *_cases(report)]
     if report.parts.operations:
         lines += ["", "## Operations of a launch", "", *_parts(report.parts.operations)]
+        lines += [""]
         lines += [
             f"- {phase}: no activity ran in {share:.1%} of the device time"
             for phase, share in report.parts.idle.items()
@@ -91,6 +91,16 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
                 for c in alone
             ]
     return "\n".join(lines)
+
+
+def _totals(totals: Mapping[str, float]) -> str:
+    """The sums over all steps."""
+    return ", ".join(
+        f"{name.removesuffix('_us')} {value:,.1f} µs"
+        if name.endswith("_us")
+        else f"{value:,} {name}"
+        for name, value in totals.items()
+    )
 
 
 def _cases(report: Report) -> list[str]:
@@ -162,7 +172,7 @@ def _steps(report: Report) -> list[str]:
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
     """The lines of a Markdown table; the first `text_columns` are aligned to the left."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    escaped = [[" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(head, *escaped, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -94,8 +94,9 @@ def _notes(export: Export, steps: Sequence[TracedStep]) -> Iterator[str]:
     threads = {step.thread for step in steps}
     processes = {process_of(thread) for thread in threads}
     if len(threads) > 1:
+        where = _count(len(processes), "process", "processes")
         yield (
-            f"steps of {_count(len(threads), 'thread')} in {_count(len(processes), 'process')}:"
+            f"steps of {_count(len(threads), 'thread')} in {where}:"
             " gaps are between steps of one thread, the summary is of all"
         )
     devices = sorted({device for step in steps for device in step.devices})

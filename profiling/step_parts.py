@@ -21,6 +21,8 @@ __all__ = ["AROUND", "Part", "StepParts", "step_parts"]
 AROUND: Final = "around"
 """The phase of what the device does before and behind the launches of a step: inputs, outputs."""
 
+_ORDER: Final = ("decode", "prefill", AROUND)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -182,7 +184,8 @@ class _Tally:
         for cost in self._names.costs if self._names is not None else ():
             bytes_of[cost.operation] += cost.launches * cost.bytes
         for key, samples, count in sorted(
-            self._operations.items(), key=lambda item: (item[0][0], -sum(item[1]), item[0][2])
+            self._operations.items(),
+            key=lambda item: (_ORDER.index(item[0][0]), -sum(item[1]), item[0][2]),
         ):
             phase, _, name, named = key
             read = bytes_of.get(name, 0) if phase == "decode" and named else 0
