@@ -75,15 +75,16 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    if torch.autograd.profiler._is_profiler_enabled:  # it would take over without a word
+        raise TraceError(f"cannot write {path}: torch's profiler is at work already")
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    profiler = profile(activities=activities, acc_events=True)
+    # An engine may run in another thread than the one that asks for the trace.
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    profiler = profile(activities=activities, acc_events=True, experimental_config=config)
     if on_cuda:
         torch.cuda.synchronize()
-    try:
-        profiler.start()
-    except RuntimeError as error:
-        raise TraceError(f"cannot trace: {error}") from error
+    profiler.start()
     recorder = _Recorder()
     try:
         with ranges.listening(recorder):

@@ -59,6 +59,14 @@ WITHOUT_TORCH = (
     "profiling/graph_nodes.py",
     "profiling/kernel_matching.py",
     "profiling/kernel_names.py",
+    "profiling/trace_events.py",
+    "profiling/trace_table.py",
+    "runtime/benchmarks/cells.py",
+    "runtime/benchmarks/compared.py",
+    "runtime/benchmarks/comparison.py",
+    "runtime/benchmarks/comparison_table.py",
+    "runtime/benchmarks/outputs.py",
+    "runtime/benchmarks/turns.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

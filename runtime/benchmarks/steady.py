@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from ...profiling.roofline import Roofline, step_bytes, step_flops
 from ...profiling.stats import Summary
 from ..engine import Engine
-from ..models.layout import weights_per_step
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
+from .decode_steps import decode_roofline
 from .environment import dtype_names
 from .turns import spread
 from .workload import abort_all, random_prompts
@@ -220,24 +219,11 @@ def to_json(
         interleaved: whether its repetitions took turns with those of the other modes.
         baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
     """
-    case, config = measurement.case, engine.model_config
-    stats = engine.stats()
+    case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
     context = case.input_len + case.output_len // 2
     kv_bytes = engine.kv_bytes_read(context)
-    weight_bytes = engine.weight_bytes_per_step
-    roofline = Roofline(
-        step_bytes(weight_bytes, case.batch_size, kv_bytes),
-        step_flops(
-            weights_per_step(config),
-            case.batch_size,
-            engine.positions_read(context),
-            config.num_heads,
-            config.head_dim,
-            config.value_dim,
-        ),
-        bandwidth,
-    )
+    roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
     step = Summary.of(measurement.step_ms)
     return {
         "model": case.model,
