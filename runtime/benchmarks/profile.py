@@ -18,14 +18,11 @@ from typing import Literal
 import torch
 
 from ...profiling import attribution, nsys
-from ...profiling.kernel_costs import kernel_costs
-from ...profiling.kernel_names import KernelNames, OperationCost
+from ...profiling.kernel_names import KernelNames
 from ...profiling.trace import torch_trace, trace_operations
 from ..config import EngineConfig
 from ..engine import Engine
-from ..errors import ConfigError
-from ..kernels.gpu.splits import choose_splits
-from ..step_report import decoder_shape
+from ..step_report import decode_operation_costs
 from .document import modes_of
 from .profile_options import StepRange, kernels_path, trace_path
 from .run_steady import SteadyRun
@@ -154,10 +151,15 @@ class ProfileRun(SteadyRun):
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
         """Return the case, with the window around its steps."""
-        self.names.costs = _costs(engine, case, self.options.profile_steps)
-        window = self._windows.enter_context(
-            StepWindow(self.options.profile_steps, self._open_window)
-        )
+        steps = self.options.profile_steps
+        if engine.config.mode == "graph" and self.device.type == "cuda":
+            self.names.costs = decode_operation_costs(
+                engine.model_config,
+                engine.config,
+                rows=case.batch_size,
+                context=case.input_len + (steps.first + steps.end) // 2,
+            )
+        window = self._windows.enter_context(StepWindow(steps, self._open_window))
         return CaseRun(engine, case, seed=self.options.seed, before_step=window.before_step)
 
     def report(self) -> str:
@@ -176,25 +178,3 @@ class ProfileRun(SteadyRun):
         if self.options.profile == "nsys":
             return nsys.capture_window()
         return torch_trace(trace_path(self.options), self.names)
-
-
-def _costs(engine: Engine, case: BenchmarkCase, steps: StepRange) -> list[OperationCost]:
-    """Return what the operations of a captured step must read, halfway through the window.
-
-    Weights and cache, which is what the floor of the step is made of.
-    """
-    config, model = engine.config, engine.model_config
-    if config.mode != "graph" or config.device.type != "cuda":
-        return []  # made of other kernels, or of none that can be told apart
-    try:
-        shape = decoder_shape(model, config)
-    except ConfigError:  # latent attention: its kernels are not counted
-        return []
-    context = case.input_len + (steps.first + steps.end) // 2
-    processors = torch.cuda.get_device_properties(config.device).multi_processor_count
-    splits = choose_splits(case.batch_size, model.num_kv_heads, context, processors)
-    costs = kernel_costs(shape, rows=case.batch_size, context=context, splits=splits)
-    return [
-        OperationCost(cost.name, cost.launches, cost.weight_bytes + cost.cache_bytes)
-        for cost in costs
-    ]
