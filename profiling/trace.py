@@ -20,7 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import ranges
+from . import attribution, ranges
+from .kernel_names import Node
 from .trace_events import Annotation, TraceError, annotate, annotation
 from .trace_table import SCHEMA_VERSION, read_trace, trace_operations
 
@@ -87,7 +88,7 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     profiler.start()
     recorder = _Recorder()
     try:
-        with ranges.listening(recorder):
+        with ranges.listening(recorder), attribution.listening(recorder):
             yield
         if on_cuda:
             torch.cuda.synchronize()
@@ -97,7 +98,7 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
 
 
 class _Recorder:
-    """Passes ranges and marks on to torch's profiler, and notes what they carry.
+    """Passes ranges, marks and scopes on to torch's profiler, and notes what they carry.
 
     torch's events have a name and nothing else, so an event is called by an index here until the
     trace is written (`trace_events.annotation`).
@@ -114,9 +115,7 @@ class _Recorder:
     def push(self, name: str, payload: ranges.Payload) -> None:
         """Begin a range on the calling thread."""
         said = {"payload": payload} if isinstance(payload, int) else payload._asdict()
-        event = self._note(Annotation(name, said))
-        event.__enter__()
-        self._open.events.append(event)
+        self._begin(Annotation(name, said))
 
     def pop(self) -> None:
         """End the innermost range of the calling thread."""
@@ -129,6 +128,26 @@ class _Recorder:
         with self._note(Annotation(name, said, instant=True)):
             pass
 
+    def enter(self, name: str, layer: int | None) -> None:
+        """Begin the scope of an operation; without a layer of its own it is in that around it."""
+        layers = self._open.layers
+        if layer is None and layers:
+            layer = layers[-1]
+        layers.append(layer)
+        node = Node(layer, name, "other", None, None)
+        said: dict[str, int | str] = {"operation": name}
+        self._begin(Annotation(node.label, said if layer is None else said | {"layer": layer}))
+
+    def leave(self, mark: object) -> None:
+        """End the innermost scope of the calling thread."""
+        self._open.layers.pop()
+        self.pop()
+
+    def _begin(self, noted: Annotation) -> None:
+        event = self._note(noted)
+        event.__enter__()
+        self._open.events.append(event)
+
     def _note(self, noted: Annotation) -> Any:
         index = next(self._index)
         self.log[index] = noted
@@ -136,10 +155,11 @@ class _Recorder:
 
 
 class _Open(threading.local):
-    """The ranges of one thread that have not ended, outermost first."""
+    """The ranges and scopes of one thread that have not ended, outermost first."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.layers: list[int | None] = []
 
 
 def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames | None") -> None:

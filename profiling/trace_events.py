@@ -53,10 +53,10 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """One push of a range, or a mark, as an emitter noted it."""
+    """One push of a range, a mark or a scope of an operation, as a listener noted it."""
 
     name: str
-    payload: Mapping[str, int]
+    payload: Mapping[str, int | str]
     instant: bool = False
 
 
@@ -126,9 +126,11 @@ def annotate(
         work.sort(key=lambda event: event["ts"])
         call = calls.get(correlation)
         around = {} if call is None else ranges.around(call)
-        nodes = _nodes_of(work, call, around, names)
+        ids = [_node_id(event) for event in work]
+        replayed = any(ids) if call is None else "GraphLaunch" in str(call["name"])
+        nodes = _nodes_of(work, ids, around, names if replayed else None)
         for event, node in zip(work, nodes, strict=True):
-            _name_work(event, node, around)
+            _name_work(event, node, around, replayed=replayed)
     _separate_overlaps(events)
 
 
@@ -160,7 +162,7 @@ class _Ranges:
         self._parents = {key: _parents(ranges) for key, ranges in self._threads.items()}
 
     def around(self, call: Event) -> dict[str, Any]:
-        """Return `step`, `rows`, `bucket`, `phase` as far as the ranges around a call say them."""
+        """Return what the ranges around a call say: step, rows, bucket, phase; operation, layer."""
         key = call["pid"], call["tid"]
         ranges = self._threads.get(key, [])
         index = bisect_right(ranges, call["ts"], key=lambda event: event["ts"]) - 1
@@ -172,6 +174,9 @@ class _Ranges:
                 if event["name"] in _PHASES:
                     found["phase"] = _PHASES[event["name"]]
                     found.update({k: args[k] for k in ("step", "rows", "bucket") if k in args})
+                elif "operation" in args and "label" not in found:  # the innermost
+                    found["label"] = event["name"]
+                    found.update({k: args[k] for k in ("operation", "layer") if k in args})
                 elif event["name"] == "step" and "payload" in args:
                     found.setdefault("step", args["payload"])
             index = self._parents[key][index]
@@ -191,15 +196,13 @@ def _parents(ranges: Sequence[Event]) -> list[int]:
 
 def _nodes_of(
     work: Sequence[Event],
-    call: Event | None,
+    ids: Sequence[int | None],
     around: Mapping[str, Any],
     names: KernelNames | None,
 ) -> Sequence[Node | None]:
     """Return of each event of a replay the node that it ran, as far as one can tell."""
     nodes: list[Node | None] = [None] * len(work)
-    ids = [_node_id(event) for event in work]
-    replayed = "GraphLaunch" in str(call["name"]) if call is not None else any(ids)
-    if names is None or not replayed:
+    if names is None:
         return nodes
     of_kind = {
         kind: [index for index, event in enumerate(work) if event["cat"] == category]
@@ -240,16 +243,21 @@ def _node_id(event: Event) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _name_work(event: Event, node: Node | None, around: Mapping[str, Any]) -> None:
+def _name_work(
+    event: Event, node: Node | None, around: Mapping[str, Any], *, replayed: bool
+) -> None:
+    """Name work by its node; what is launched by itself by the scope that it was launched in."""
     args = event.setdefault("args", {})
     args.update({key: around[key] for key in ("step", "rows", "bucket") if key in around})
-    if node is None:
+    if node is not None:
+        around = {"label": node.label, "operation": node.operation, "layer": node.layer}
+    elif replayed or "label" not in around:
         return
     args["kernel"] = event["name"]
-    args["operation"] = node.operation
-    event["name"] = node.label
-    if node.layer is not None:
-        args["layer"] = node.layer
+    event["name"] = around["label"]
+    for key in ("operation", "layer"):
+        if around.get(key) is not None:
+            args[key] = around[key]
 
 
 def _separate_overlaps(events: list[Event]) -> None:

@@ -6,15 +6,15 @@ Reads what `trace.torch_trace` writes. Standard library only.
 import gzip
 import json
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
-from .roofline import floor_seconds, fraction
+from .roofline import floor_seconds
 from .trace_events import DEVICE_CATEGORIES, TraceError, check_trace
+from .trace_times import Event, OperationTime, busy, own_times, times_by_name
 
 __all__ = ["OperationTime", "TraceOperations", "read_trace", "trace_operations"]
 
@@ -29,38 +29,19 @@ MOST_ROWS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
-class OperationTime:
-    """What one operation, layer, operator or range took of a step, on average.
-
-    Attributes:
-        name: of the operation; of a layer its number.
-        us: microseconds of a step. Work that overlaps counts for each that does it.
-        share: of the time of a step.
-        launches: in a step.
-        fraction: bytes that must be read at the device's bandwidth over `us`; None where one of
-            them is not known.
-    """
-
-    name: str
-    us: float
-    share: float
-    launches: float
-    fraction: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TraceOperations:
     """The steps of a trace, taken apart; times are means over the steps.
 
     Attributes:
         model: what ran, as far as the trace says.
-        device: whether the time is that of a device beside the host; else it is that of operators
-            in the thread of the engine, without what they called.
+        device: whether operations and layers are work of a device beside the host; else they are
+            what the thread of the engine ran, each without what it called.
         steps: turns of the engine in the trace that began and ended in it.
         step_us: on a device, from the beginning of the first work of a step to the end of its last;
             else the length of the range `step`.
         operations: where the time went, the longest first.
         layers: the same by layer, in order; empty where no layer is known.
+        operators: of torch, without those that they call, where the host is the device.
         ranges: the ranges of the host, in the order of their first appearance.
     """
 
@@ -70,19 +51,22 @@ class TraceOperations:
     step_us: float
     operations: tuple[OperationTime, ...]
     layers: tuple[OperationTime, ...]
+    operators: tuple[OperationTime, ...]
     ranges: tuple[OperationTime, ...]
 
     def markdown(self) -> str:
         """Return tables as text."""
-        what, where = ("operation", "device") if self.device else ("operator", "host")
-        title = f"{self.steps} steps of {self.step_us:,.1f} µs on the {where}"
-        if self.model is not None:
-            title = f"{self.model}: {title}"
-        parts = [title, _table(what, _shortened(self.operations), roofline=self.device)]
+        title = f"{self.steps} steps of {self.step_us:,.1f} µs on the"
+        title += " device" if self.device else " host"
+        parts = [title if self.model is None else f"{self.model}: {title}"]
+        if self.operations:
+            parts.append(_table("operation", self.operations, roofline=self.device))
         if self.layers:
-            parts.append(_table("layer", self.layers, roofline=False))
+            parts.append(_table("layer", self.layers))
+        if self.operators:
+            parts.append(_table("operator", _shortened(self.operators)))
         if self.ranges:
-            parts.append(_table("range of the host", self.ranges, roofline=False))
+            parts.append(_table("range of the host", self.ranges))
         return "\n\n".join(parts)
 
 
@@ -129,16 +113,20 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     said = _said(document)
     work = [e for e in events if e["ph"] == "X" and e.get("cat") in DEVICE_CATEGORIES]
     span = sum(e["dur"] for e in turns)
-    of_ranges = _times(ranges, lambda e: e["name"], len(turns), span)
+    plain = [e for e in ranges if "operation" not in e.get("args", {})]
+    of_ranges = times_by_name(plain, lambda e: e["name"], len(turns), span)
     if not work:
-        operators, step_us = _operators(events, turns)
+        operators = own_times(events, turns, _operator)
+        rest = span - len(turns) * sum(row.us for row in operators)
+        outside = OperationTime(OUTSIDE, rest / len(turns), rest / span if span else 0.0, 0.0)
         return TraceOperations(
             model=said["model"],
             device=False,
             steps=len(turns),
-            step_us=step_us,
-            operations=operators,
-            layers=(),
+            step_us=span / len(turns),
+            operations=own_times(events, turns, lambda e: _of_scope(e, "operation")),
+            layers=_in_order(own_times(events, turns, lambda e: _of_scope(e, "layer"))),
+            operators=(*operators, outside),
             ranges=of_ranges,
         )
     return _device_operations(said, work, of_ranges)
@@ -158,12 +146,12 @@ def _device_operations(
     for events in by_step.values():
         length = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
         span += length
-        idle += length - _busy(events)
+        idle += length - busy(events)
     known = [event for events in by_step.values() for event in events]
     steps = len(by_step)
-    operations = _times(known, _operation, steps, span, _floors(said))
+    operations = times_by_name(known, _operation, steps, span, _floors(said))
     pause = OperationTime(IDLE, idle / steps, idle / span if span else 0.0, 0.0)
-    layers = _times(
+    layers = times_by_name(
         [e for e in known if "layer" in e["args"]], lambda e: str(e["args"]["layer"]), steps, span
     )
     return TraceOperations(
@@ -172,7 +160,8 @@ def _device_operations(
         steps=steps,
         step_us=span / steps,
         operations=(*sorted(operations, key=lambda row: -row.us), pause),
-        layers=tuple(sorted(layers, key=lambda row: int(row.name))),
+        layers=_in_order(layers),
+        operators=(),
         ranges=ranges,
     )
 
@@ -204,90 +193,27 @@ def _floors(said: Mapping[str, Any]) -> dict[str, float]:
     return dict(floors)
 
 
+def _in_order(layers: Iterable[OperationTime]) -> tuple[OperationTime, ...]:
+    return tuple(sorted(layers, key=lambda row: int(row.name)))
+
+
+def _operator(event: Event) -> str | None:
+    return str(event["name"]) if event.get("cat") == "cpu_op" else None
+
+
+def _of_scope(event: Event, key: str) -> str | None:
+    """Return the operation or the layer that a scope on the host is of."""
+    if event.get("cat") != "user_annotation" or "operation" not in event.get("args", {}):
+        return None
+    value = event["args"].get(key)
+    return None if value is None else str(value)
+
+
 def _operation(event: Mapping[str, Any]) -> str:
     args = event.get("args", {})
     if "operation" in args:
         return str(args["operation"])
     return UNNAMED if event["cat"] == "kernel" else DEVICE_CATEGORIES[event["cat"]]
-
-
-def _times(
-    events: Iterable[Mapping[str, Any]],
-    name: Callable[[Mapping[str, Any]], str],
-    steps: int,
-    span: float,
-    floors: Mapping[str, float] = MappingProxyType({}),
-) -> tuple[OperationTime, ...]:
-    """Sum events by name, in the order of their first appearance; `span` is that of all steps."""
-    us: defaultdict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for event in sorted(events, key=lambda event: event["ts"]):
-        us[name(event)] += event["dur"]
-        launches[name(event)] += 1
-    return tuple(
-        OperationTime(
-            key,
-            us[key] / steps,
-            us[key] / span if span else 0.0,
-            launches[key] / steps,
-            fraction(floors[key], us[key] / steps) if floors.get(key) and us[key] else None,
-        )
-        for key in us
-    )
-
-
-def _operators(
-    events: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[OperationTime, ...], float]:
-    """Return the operators within the ranges `step`, without what they called, and the step's µs.
-
-    What is in no operator is the interpreter's. Threads that an operator computes in are its own.
-    """
-    own: defaultdict[str, float] = defaultdict(float)
-    calls: Counter[str] = Counter()
-    threads = {(turn["pid"], turn["tid"]) for turn in turns}
-    steps_of = {id(turn) for turn in turns}
-    for thread in threads:
-        ours = sorted(
-            (
-                event
-                for event in events
-                if event["ph"] == "X"
-                and (event["pid"], event["tid"]) == thread
-                and (event.get("cat") == "cpu_op" or id(event) in steps_of)
-            ),
-            key=lambda event: (event["ts"], -event["dur"]),
-        )
-        stack: list[Mapping[str, Any]] = []
-        for event in ours:
-            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
-                stack.pop()
-            if event.get("cat") == "cpu_op" and not stack:
-                continue  # outside of every step
-            own[event["name"]] += event["dur"]
-            calls[event["name"]] += 1
-            if stack:
-                own[stack[-1]["name"]] -= event["dur"]
-            stack.append(event)
-    span = sum(turn["dur"] for turn in turns)
-    rest = own.pop("step")
-    steps = len(turns)
-    rows = [
-        OperationTime(name, us / steps, us / span if span else 0.0, calls[name] / steps)
-        for name, us in sorted(own.items(), key=lambda item: -item[1])
-    ]
-    rows.append(OperationTime(OUTSIDE, rest / steps, rest / span if span else 0.0, 0.0))
-    return tuple(rows), span / steps
-
-
-def _busy(events: Iterable[Mapping[str, Any]]) -> float:
-    """Return the microseconds in which at least one of the events ran."""
-    busy, until = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event["ts"]):
-        end = event["ts"] + event["dur"]
-        busy += max(0.0, end - max(event["ts"], until))
-        until = max(until, end)
-    return busy
 
 
 def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
@@ -304,7 +230,7 @@ def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
     return (*rows[:MOST_ROWS], together, last)
 
 
-def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool) -> str:
+def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool = False) -> str:
     """Return a table in Markdown."""
     heads = [what, "µs a step", "share", "launches a step", *(["roofline"] if roofline else [])]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]

@@ -61,6 +61,7 @@ WITHOUT_TORCH = (
     "profiling/kernel_names.py",
     "profiling/trace_events.py",
     "profiling/trace_table.py",
+    "profiling/trace_times.py",
     "runtime/benchmarks/cells.py",
     "runtime/benchmarks/compared.py",
     "runtime/benchmarks/comparison.py",

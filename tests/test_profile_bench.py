@@ -234,8 +234,10 @@ def test_ranges_enclose_the_operators_of_their_step(traced):
 def test_the_table_adds_up(traced):
     found = trace_operations(traced / "demo.trace.json.gz")
     assert (found.model, found.device, found.steps) == ("demo", False, 4)
-    assert sum(row.share for row in found.operations) == pytest.approx(1)
-    assert sum(row.us for row in found.operations) == pytest.approx(found.step_us)
+    assert sum(row.share for row in found.operators) == pytest.approx(1)
+    assert sum(row.us for row in found.operators) == pytest.approx(found.step_us)
+    assert {"qkv_linear", "attention", "head"} <= {row.name for row in found.operations}
+    assert [row.name for row in found.layers] == [str(layer) for layer in range(6)]
     (step,) = [row for row in found.ranges if row.name == "step"]
     assert (step.us, step.launches) == (pytest.approx(found.step_us), 1)
 

@@ -133,11 +133,30 @@ def test_an_error_inside_leaves_what_was_there(tmp_path):
         pass
 
 
+def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
+    engine = open_engine("base")
+    engine.generate([[1, 2, 3]], GREEDY)
+    path = tmp_path / "a.json.gz"
+    with torch_trace(path):
+        engine.generate([[1, 2, 3]], GREEDY)
+    layers = engine.model_config.num_layers
+    for layer in range(layers):
+        found = named(path, f"{layer}/qkv_linear")
+        assert len(found) == 6  # a prefill and five decode steps
+        assert {event["args"]["layer"] for event in found} == {layer}
+    assert len(named(path, "head")) == 6
+    table = trace_operations(path)
+    assert [row.name for row in table.layers] == [str(layer) for layer in range(layers)]
+    rows = {row.name: row.launches for row in table.operations}
+    assert rows["qkv_linear"] == layers
+    assert not {row.name for row in table.ranges} & set(rows)
+
+
 def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
     engine = compiled("base")
     engine.generate([[1, 2, 3]], GREEDY)
     path = tmp_path / "a.json.gz"
-    with torch_trace(path):
+    with torch.compiler.set_stance("fail_on_recompile"), torch_trace(path):
         engine.generate([[1, 2, 3]], GREEDY)
     replays = named(path, "replay")
     assert len(replays) == 5
@@ -145,4 +164,4 @@ def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
         assert len(named(path, operator)) >= len(replays), operator
     assert len(named(path, "prefill")) == 1
     found = trace_operations(path)
-    assert "stepgraph::decoder_stack" in {row.name for row in found.operations}
+    assert "stepgraph::decoder_stack" in {row.name for row in found.operators}

@@ -129,6 +129,24 @@ def test_work_outside_of_graphs_and_of_unknown_calls_keeps_its_name():
         assert "operation" not in event["args"]
 
 
+def test_kernels_that_are_launched_one_by_one_have_the_scope_of_their_launch():
+    trace = KinetoTrace()
+    trace.range("step", 0, 100, payload=2)
+    trace.range("replay", 5, 90, step=2, rows=1, bucket=1)
+    trace.range("1/layer", 10, 60, operation="layer", layer=1)
+    trace.range("1/down", 20, 20, operation="down", layer=1)
+    trace.work(trace.call("cudaLaunchKernel", 25), "gemm", 30, 5)
+    trace.work(trace.call("cudaLaunchKernel", 50), "add", 55, 5)
+    trace.work(trace.call("cudaLaunchKernel", 80), "last", 85, 5)
+    trace.work(trace.call("cudaGraphLaunch", 26), "in a graph", 95, 5)
+    annotate(trace.document, trace.log)
+    inner, outer, outside, replayed = work(trace)
+    assert [e["name"] for e in (inner, outer)] == ["1/down", "1/layer"]
+    assert (inner["args"]["layer"], inner["args"]["operation"]) == (1, "down")
+    assert (inner["args"]["kernel"], inner["args"]["step"]) == ("gemm", 2)
+    assert (outside["name"], replayed["name"]) == ("last", "in a graph")
+
+
 def test_a_replay_whose_call_is_missing_is_known_by_its_ids():
     nodes = nodes_of(1, ids_from=10)
     trace = KinetoTrace()

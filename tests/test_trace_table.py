@@ -74,7 +74,7 @@ def test_operators_are_told_without_those_that_they_call():
     annotate(trace.document, trace.log)
     found = trace_operations(trace.document)
     assert (found.device, found.steps, found.step_us) == (False, 2, 100)
-    assert [(row.name, row.us, row.launches) for row in found.operations] == [
+    assert [(row.name, row.us, row.launches) for row in found.operators] == [
         ("aten::mm", 40, 2),
         ("aten::linear", 20, 1),
         ("(outside of operators)", 40, 0),
@@ -97,7 +97,7 @@ def test_many_operators_are_cut_short():
         trace.operator(f"aten::op{index}", 10 + 10 * index, 9 - index / 10)
     annotate(trace.document, trace.log)
     found = trace_operations(trace.document)
-    assert len(found.operations) == 41
+    assert len(found.operators) == 41
     text = found.markdown()
     assert "aten::op23" in text
     assert "aten::op24" not in text
