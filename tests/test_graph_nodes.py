@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import AttributionError, KernelNames, operation
 from stepgraph.profiling.graph_nodes import CudaGraphNodes, cuda_graph_nodes
@@ -306,3 +307,31 @@ def test_a_driver_without_ids_is_asked_once_and_torch_marks_nothing(
     assert "driver is older" in (names.reason or "")
     assert not module.get_kernel_annotations()
     assert GRAPH_ID not in {(node.tools_id or 0) >> 32 for node in names.steps[0].nodes}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_real_capture() -> None:
+    pytest.importorskip("cuda.bindings")
+    x = torch.randn(64, 64, device="cuda")
+
+    def fn() -> torch.Tensor:
+        with operation("layer", 0):
+            with operation("down"):
+                y = x @ x
+            with operation("residual"):
+                y = y + x
+        z = y.clone()
+        with operation("norm"):
+            return (z * 2).relu()
+
+    step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"), StepKey("decode", 1, 1, False))
+    with attribution.recording() as names:
+        step.prepare()
+    assert torch.equal(step.launch(), fn())
+    (captured,) = names.steps
+    assert list(dict.fromkeys(node.label for node in captured.nodes)) == [
+        *("0/down", "0/residual", "other", "norm"),
+    ]
+    assert sum(node.label == "norm" for node in captured.nodes) == 2
+    assert all(node.kernel for node in captured.kernels)
