@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -14,11 +15,13 @@ import pytest
 import torch
 from stepgraph.profiling import attribution, nsys, ranges
 from stepgraph.profiling.trace import read_trace, trace_operations
-from stepgraph.runtime.benchmarks import profile
+from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.benchmarks import profile, run_steady
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.engine import Engine
 
 from .bench_rig import ROOT, load_bench, run_bench
+from .fake_graphs import make_fake_graphs  # noqa: F401
 
 CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
 
@@ -268,6 +271,47 @@ def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="in the window"):
         run_bench(monkeypatch, f"--profile torch --profile-steps 1:8 {CASE}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_graphs(fake_graphs, monkeypatch):
+    """The fastest mode is graph, whose captures hold the operations of eager mode."""
+    monkeypatch.setattr(profile, "modes_of", lambda device: ("graph",))
+    plain = functools.partial(EngineConfig, compile=False)
+    monkeypatch.setattr(run_steady, "EngineConfig", plain)
+    return fake_graphs
+
+
+GRAPHS = "--device cpu --input-len 4 --output-len 4 --num-warmup 0"
+
+
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = []
+    trace = profile.torch_trace
+
+    def noted(path, names):
+        given.append(names)
+        return trace(path, names)
+
+    monkeypatch.setattr(profile, "torch_trace", noted)
+    assert run_bench(monkeypatch, f"--profile torch {GRAPHS}") == 0
+    (names,) = given
+    assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
+    (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
+    assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
+    said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
+    assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
+
+
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0
+    names = attribution.load(tmp_path / "a.kernels.json")
+    assert {step.phase for step in names.steps} == {"decode", "prefill"}
 
 
 def test_modes_default_to_the_fastest(monkeypatch):
