@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 
 import pytest
 from stepgraph.profiling import attribution
-from stepgraph.profiling.attribution import KernelNames, StepNodes
-from stepgraph.runtime import Engine, SamplingParams
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
