@@ -7,6 +7,8 @@ import dataclasses
 import os
 import sqlite3
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -294,6 +296,17 @@ def test_a_diff_against_something_else(trace: Path, capsys) -> None:
     message = error_of(trace, "--diff", "old.sqlite", "--json", out, capsys=capsys)
     assert "cannot read old.sqlite" in message
     assert not out.exists()
+
+
+def test_a_terminal_without_greek_letters_gets_a_report_too(trace: Path) -> None:
+    command = [sys.executable, "-m", "stepgraph.profiling.report", trace.name]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(
+        command, cwd=trace.parent, env=environment, capture_output=True, check=True, timeout=60
+    )
+    assert result.stdout.startswith(b"# trace.sqlite\n")
+    assert b"host \\xb5s" in result.stdout
+    assert result.stderr == b""
 
 
 def test_unknown_flags(trace: Path, capsys) -> None:
