@@ -195,6 +195,22 @@ def test_every_other_table_may_be_missing(trace: Path, table: str) -> None:
     assert len(read_report(trace).steps) == 3
 
 
+def test_only_threads_may_tell_of_the_machine_they_ran_on(trace: Path) -> None:
+    machine = 7 << 48
+    for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"):
+        where = "WHERE eventType = 59" if table == "NVTX_EVENTS" else ""
+        foreign(trace, f"UPDATE {table} SET globalTid = globalTid + {machine} {where}")
+    assert [row.launches for row in read_report(trace).steps] == [1, 1, 1]
+    assert all(row.device_us is not None for row in read_report(trace).steps)
+
+
+def test_an_export_that_does_not_tell_processes_is_read_by_the_ids_of_calls(trace: Path) -> None:
+    before = read_report(trace).steps
+    for table in ("MEMCPY", "GRAPH_TRACE"):
+        foreign(trace, f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET globalPid = NULL")
+    assert read_report(trace).steps == before
+
+
 def test_the_export_is_not_changed_and_may_be_read_only(trace: Path) -> None:
     before = trace.read_bytes()
     trace.chmod(0o444)
