@@ -61,6 +61,7 @@ def test_default_steps_lie_within_the_run(steps):
         ("--profile torch --steps-per-launch 4", "--steps-per-launch is 4, it must be 1"),
         ("--profile torch --baseline transformers", "--baseline cannot go with --profile"),
         ("--profile torch --compare old.json", "--compare cannot go with --profile"),
+        ("--profile torch --plot a.png", "--plot cannot go with --profile: a profiled run is"),
         ("--profile torch --scenario churn", "--profile: no effect together with --scenario churn"),
         ("--profile nsys --explain-memory", "--profile: no effect together with --explain-memory"),
         ("--profile torch --profile-output nowhere/x", "nowhere is not a directory"),

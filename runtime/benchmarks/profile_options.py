@@ -109,7 +109,7 @@ def check_profile(
         return
     if options.graph_trace is not None and options.profile != "nsys":
         parser.error("--graph-trace has no effect without --profile nsys")
-    for name in ("baseline", "compare"):
+    for name in ("baseline", "compare", "plot"):
         if name in given:
             parser.error(f"--{name} cannot go with --profile: a profiled run is slower")
     for name in _LISTS:
