@@ -34,6 +34,10 @@ RUNS = {
     " --num-steps 30",
     "churn": "--scenario churn --mode eager --batch-size 1 --input-len 8 --output-len 4"
     " --num-steps 30 --max-itl-ms 50",
+    "prefix": "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4"
+    " --num-warmup 0 --num-iters 2",
+    "memory": "--scenario memory --mode eager --batch-size 2 --input-len 24 --output-len 6"
+    " --num-steps 30 --num-warmup 0 --num-iters 2",
     "start": "--scenario start --mode eager --batch-size 1",
     "host": "--scenario host --num-steps 40",
     "cache": "--scenario cache",
@@ -136,6 +140,10 @@ def test_what_a_run_writes(folder, name):
     assert entries
 
 
+def test_every_scenario_that_runs_on_a_cpu_is_run():
+    assert {"steady", *RUNS} >= set(FLAGS_OF_SCENARIO) - {"kernels"}
+
+
 def test_a_case_has_all_that_is_new(folder):
     """Keys that the schema lets older files do without."""
     for name in ("steady", "one repetition", "launches"):
@@ -147,7 +155,7 @@ def test_a_case_has_all_that_is_new(folder):
         assert entry["automatic_budget"] == (entry["max_itl_ms"] is not None)
 
 
-@pytest.mark.parametrize("name", ["steady", "interference", "churn"])
+@pytest.mark.parametrize("name", COMPARED)
 def test_what_a_comparison_writes(folder, monkeypatch, tmp_path, name):
     output(folder, name)
     path = folder / f"{name}.json"
