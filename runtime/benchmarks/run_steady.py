@@ -18,6 +18,7 @@ from ..engine import Engine
 from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
 from .document import modes_of, new_document, write_json
+from .hf_config import import_transformers
 from .options import MODES
 from .steady import BenchmarkCase, Measurement, longest_sequence, measure, to_json
 from .tables import describe_start
@@ -33,9 +34,11 @@ class SteadyRun:
     """One run of the command line: which engines to start, what to measure on each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the device and measure its bandwidth."""
+        """Check the device, and what is compared with; measure the bandwidth."""
         self.options = options
         self.console = Console(stderr=True)
+        if options.baseline is not None:
+            import_transformers()  # before anything is measured for a comparison that cannot be
         self.device = resolve_device(options.device)
         # Eager first: it is what the other modes' tokens and logits are compared with.
         self.modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
@@ -94,6 +97,7 @@ class SteadyRun:
             dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
             device=self.device,
             seed=self.options.seed,
+            say=self.say,
         ) as baseline:
             yield baseline
 
@@ -138,7 +142,10 @@ class SteadyRun:
             for case in cases:
                 turns: BaselineCase | None = None
                 if baseline is not None:
-                    self.say(f"{case.batch_size} rows after {case.input_len} in transformers")
+                    self.say(
+                        f"{case.batch_size} rows after {case.input_len} in transformers, weights"
+                        f" and cache in {baseline.dtype}"
+                    )
                     prompts = random_prompts(
                         engine.model_config, case.batch_size, case.input_len, options.seed
                     )
@@ -157,6 +164,8 @@ class SteadyRun:
                     measured,
                     bandwidth=self.bandwidth,
                     eager=reference,
-                    baseline=None if turns is None else turns.to_json(measured.step_ms),
+                    baselines=[]
+                    if turns is None
+                    else turns.to_json(measured.step_ms, measured.token_ids),
                 )
                 yield case, measured, document

@@ -176,7 +176,7 @@ def to_json(
     *,
     bandwidth: float,
     eager: Measurement | None,
-    baseline: dict[str, Any] | None = None,
+    baselines: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
 
@@ -185,7 +185,7 @@ def to_json(
         measurement: the observations.
         bandwidth: bytes per second that the device reads.
         eager: the same case in eager mode, to judge the tokens and logits by.
-        baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
+        baselines: how another runtime did, as `BaselineCase.to_json` returns it.
     """
     case, config = measurement.case, engine.model_config
     stats = engine.stats()
@@ -234,7 +234,7 @@ def to_json(
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
         },
-        "baseline": baseline,
+        "baselines": list(baselines),
         "samples": {"step_ms": measurement.step_ms},
     }
 
