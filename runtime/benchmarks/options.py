@@ -10,11 +10,14 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..memory_report import parse_bytes
+from .compared import COMPARED
+from .outputs import OutputError, check_output, same_file
 
 __all__ = ["MODES", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
 _OUTPUTS = ("output_json", "output_md", "seed")
+_COMPARE = ("compare", "fail_above")
 _ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
 
 FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
@@ -22,11 +25,12 @@ FLAGS_OF_EXPLAIN_STEP = (
     *("explain_step", "bandwidth_gb_s", "device", "batch_size", "input_len"),
     *("model", "dtype", "weight_dtype", "kv_dtype"),
 )
+FLAGS_OF_TWO_FILES = (*_COMPARE, "output_json", "output_md")
 FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        "steps_per_launch",
+        *("steps_per_launch", *_COMPARE),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -37,11 +41,11 @@ FLAGS_OF_SCENARIO = {
     ),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "num_steps", "max_itl_ms"),
+        *("batch_size", "input_len", "num_steps", "max_itl_ms", *_COMPARE),
     ),
     "churn": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms"),
+        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms", *_COMPARE),
     ),
 }
 
@@ -90,17 +94,15 @@ def parse_arguments(
         _refuse_others(parser, given, FLAGS_OF_EXPLAIN_STEP, "--explain-step")
     elif options.bandwidth_gb_s is not None:
         parser.error("--bandwidth-gb-s has no effect without --explain-step")
+    elif options.compare is not None and len(options.compare) == 2:
+        _refuse_others(parser, given, FLAGS_OF_TWO_FILES, "--compare OLD.json NEW.json")
     else:
         known = FLAGS_OF_SCENARIO[options.scenario]
         _refuse_others(parser, given, known, f"--scenario {options.scenario}")
     for name, value in DEFAULTS[options.scenario].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    for path in (options.output_json, options.output_md):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"cannot write {path}: {path.parent} is not a directory")
-        if path is not None and path.is_dir():
-            parser.error(f"cannot write {path}: it is a directory")
+    _check_files(parser, options)
     return options
 
 
@@ -210,10 +212,32 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         choices=("transformers",),
-        help="run the same cases in turn with continuous batching of transformers, and say how many"
-        " times faster a step is (needs the extra `baseline`)",
+        help="run the same cases in turn with transformers (continuous batching, and generate with"
+        " a static cache), and say how many times faster a step is and which share of the tokens"
+        " is equal (needs the extra `baseline`)",
     )
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="OLD.json: an earlier --output-json of the same scenario; its times and those of this"
+        f" run are set against each other ({', '.join(COMPARED)}). OLD.json NEW.json: compare the"
+        " two, and measure nothing",
+    )
+    parser.add_argument(
+        "--fail-above",
+        type=_ratio,
+        metavar="RATIO",
+        help="for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no"
+        " case is in both",
+    )
+    parser.add_argument(
+        "--output-json",
+        type=Path,
+        metavar="FILE",
+        help="write all results here, after each case (docs/benchmark.schema.json)",
+    )
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
     parser.add_argument(
@@ -243,6 +267,32 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " on the CUDA device)",
     )
     return parser
+
+
+def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error if a file cannot be written, or would be written over another one."""
+    compare = options.compare or []
+    if len(compare) > 2:
+        parser.error(f"--compare takes one file, or two to compare with each other: {len(compare)}")
+    if options.fail_above is not None and not compare:
+        parser.error("--fail-above has no effect without --compare")
+    outputs = [
+        (flag, path)
+        for flag, path in (
+            ("--output-json", options.output_json),
+            ("--output-md", options.output_md),
+        )
+        if path is not None
+    ]
+    for flag, path in outputs:
+        if any(same_file(path, other) for other in compare):
+            parser.error(f"{flag} {path} is what --compare reads: write to another file")
+        try:
+            check_output(path)
+        except OutputError as error:
+            parser.error(str(error))
+    if len(outputs) == 2 and same_file(options.output_json, options.output_md):
+        parser.error(f"--output-json and --output-md are one file: {options.output_json}")
 
 
 def _refuse_others(
@@ -285,6 +335,18 @@ def _positive_float(text: str, unit: str) -> float:
         value = 0.0
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
+    return value
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a ratio of at least 1, which is what as fast as before has"
+        )
     return value
 
 

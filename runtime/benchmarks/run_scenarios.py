@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ...profiling import bandwidth
+from ...profiling.device_state import DeviceMonitor, watch
 from ..config import EngineConfig, ResolvedConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
@@ -36,25 +37,26 @@ class ScenarioRun:
         self.options = options
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
+        self.monitor = DeviceMonitor.of(self.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
+        """What `--output-json` writes; has an entry as soon as it is measured."""
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
         self.console.print(text, style="dim", highlight=False)
 
-    def run(self) -> dict[str, Any]:
-        """Measure; return the document that `--output-json` writes after each entry."""
+    def run(self) -> None:
+        """Measure, and write the document after each entry."""
         options = self.options
         measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
-        document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
-        entries = document[options.scenario] = []
+        entries = self.document[options.scenario] = []
         for engine in engines:
             for entry in measure(*engine):
                 entries.append(entry)
-                write_json(options, document)
-        return document
+                write_json(options, self.document)
 
     def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
@@ -71,11 +73,14 @@ class ScenarioRun:
             budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
+                    read_again = watch(self.monitor)
                     measured = measure_interference(e, case, seed=options.seed)
+                    state = read_again()
                     entry = interference_to_json(e, measured, max_itl_ms)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
-                yield entry
+                automatic = max_itl_ms is not None and not options.max_itl_ms
+                yield {**entry, "automatic_budget": automatic, "device_state": state}
 
     def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
@@ -91,8 +96,11 @@ class ScenarioRun:
                     max_itl_ms=max_itl_ms,
                 )
                 with self._engine(case, config) as engine:
+                    read_again = watch(self.monitor)
                     measured = measure_churn(engine, case, seed=options.seed)
-                    yield churn_to_json(engine, measured, max_itl_ms)
+                    state = read_again()
+                    entry = churn_to_json(engine, measured, max_itl_ms)
+                yield {**entry, "device_state": state}
 
     def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""

@@ -8,9 +8,10 @@ from rich.table import Table
 
 from . import steady_rows
 from .cells import aligned
+from .comparison_table import comparison_text
 from .scenario_rows import SCENARIO_TABLES
 
-__all__ = ["columns", "describe_start", "markdown_table", "rich_table", "rows"]
+__all__ = ["columns", "describe_start", "markdown_table", "remarks", "rich_table", "rows"]
 
 TEXT_COLUMNS = 5
 
@@ -28,7 +29,15 @@ def rich_table(document: dict[str, Any]) -> Table:
 def markdown_table(document: dict[str, Any]) -> str:
     """Return the table as Markdown, aligned so that it reads as plain text too."""
     table = aligned(columns(document), rows(document), TEXT_COLUMNS)
-    return "\n".join([*table, "", caption(document)])
+    return "\n".join([*table, "", caption(document), *remarks(document)])
+
+
+def remarks(document: dict[str, Any]) -> list[str]:
+    """Return what stands below the table and its caption: warnings and the comparison."""
+    lines = [line for warning in steady_rows.warnings(document) for line in ("", warning)]
+    if "comparison" in document:
+        lines += ["", comparison_text(document["comparison"])]
+    return lines
 
 
 def describe_start(stats: dict[str, Any]) -> str:
