@@ -11,6 +11,8 @@ python bench.py --scenario cache                      what the bookkeeping of bl
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
+python bench.py --scenario prefix                     prompts that begin alike
+python bench.py --scenario memory                     what an engine takes, and a full cache costs
 python bench.py --scenario start                      the first start of an engine, and the second
 python bench.py --scenario kernels                    each kernel of a step on CUDA, and forecasts
 """

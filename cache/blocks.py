@@ -71,6 +71,11 @@ class BlockPool:
         return self._num_free
 
     @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return self._num_blocks - 1 - self._num_free
+
+    @property
     def num_published(self) -> int:
         """Blocks that can be found by their key, held or free."""
         return self._num_published

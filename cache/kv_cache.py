@@ -96,6 +96,11 @@ class KVCache:
         return self._pool.num_free
 
     @property
+    def num_held_blocks(self) -> int:
+        """Blocks that requests hold."""
+        return self._pool.num_held
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks, held or free, whose contents can be shared."""
         return self._pool.num_published

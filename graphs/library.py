@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..profiling.ranges import CAPTURE, WARMUP, span
+from ..profiling import ranges
 from .errors import StepPreparationError
 from .steps import Step, StepKind
 
@@ -108,7 +108,7 @@ class StepLibrary(Generic[K, O]):
         """
         assert not self._open, "the library is prepared already"
         try:
-            with span(WARMUP, len(self._keys)):
+            with ranges.span(ranges.WARMUP, len(self._keys)):
                 for done, key in enumerate(self._keys, start=1):
                     self._steps[key] = self._prepared(key)
                     if progress is not None:
@@ -172,13 +172,14 @@ class StepLibrary(Generic[K, O]):
             step = self._make_step(key)
         except Exception as error:
             raise StepPreparationError(str(key), None, error) from error
-        with span(CAPTURE, self._size_of(key)):
+        with ranges.span(ranges.CAPTURE, self._size_of(key)):
             step.prepare()
         return step
 
     def _miss(self, key: K) -> Step[O]:
         assert self._open, f"step {key} is looked up in a library that is not prepared"
         self._misses += 1
+        ranges.mark(ranges.FALLBACK, self._size_of(key))
         step = self._fallbacks.get(key)
         if step is None:
             step = self._fallbacks[key] = self._make_fallback(key)

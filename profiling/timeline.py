@@ -3,9 +3,11 @@
 import struct
 from dataclasses import dataclass
 
-# A record is eleven 64-bit integers. Packed into one buffer a record leaves no object behind:
+# A record is fourteen 64-bit integers. Packed into one buffer a record leaves no object behind:
 # nothing for the garbage collector to visit, however long the engine runs.
-_LAYOUT = struct.Struct("=11q")
+_LAYOUT = struct.Struct("=14q")
+_INTEGER = struct.Struct("=q")
+_DEVICE_NS = 9 * _INTEGER.size  # where in a record it is
 _NOT_TIMED = -1
 
 
@@ -23,10 +25,16 @@ class StepRecord:
         launch_ns: starting it, without what the device did meanwhile.
         commit_ns: taking in its tokens, without the wait for them.
         wait_ns: what the host waited for the device.
-        device_ns: what the device worked on the step; None where that was not timed. A device that
-            runs in the caller's thread works inside the launch: there this is taken out of
-            `launch_ns`.
+        device_ns: what the device worked on the step; None where that was not timed, or not yet. A
+            device that runs in the caller's thread works inside the launch: there this is taken
+            out of `launch_ns`.
         steps: decode steps that were launched together, of whose tokens all of this is the time.
+        joined: requests that took a row.
+        blocks_in_use: blocks of the cache that requests held at the launch.
+        collected_ns: what Python's garbage collector took between the step's begin and end. It is
+            part of whatever phases it interrupted.
+        beside_host: whether the device is another processor, so that `device_ns` is no part of the
+            time between begin and end.
     """
 
     step: int
@@ -40,29 +48,24 @@ class StepRecord:
     wait_ns: int
     device_ns: int | None
     steps: int = 1
+    joined: int = 0
+    blocks_in_use: int = 0
+    collected_ns: int = 0
+    beside_host: bool = False
+
+    @property
+    def ended_ns(self) -> int:
+        """When its commits were done and its outputs made, on the clock of `started_ns`.
+
+        With a step in flight the commit is that of an earlier step.
+        """
+        device_ns = 0 if self.beside_host or self.device_ns is None else self.device_ns
+        return self.started_ns + self.host_ns + self.wait_ns + device_ns
 
     @property
     def host_ns(self) -> int:
         """What the host itself worked: plan + launch + commit, no waiting, no device."""
         return self.plan_ns + self.launch_ns + self.commit_ns
-
-
-def _unpack(values: tuple[int, ...]) -> StepRecord:
-    *times, device_ns, steps = values
-    step, rows, bucket, prefill_tokens, started, plan, launch, commit, wait = times
-    return StepRecord(
-        step,
-        rows,
-        bucket,
-        prefill_tokens,
-        started,
-        plan,
-        launch,
-        commit,
-        wait,
-        None if device_ns == _NOT_TIMED else device_ns,
-        steps,
-    )
 
 
 class Timeline:
@@ -71,16 +74,18 @@ class Timeline:
     `record` belongs to the one thread that runs the steps; `records` to the same thread.
 
     Args:
-        capacity: number of steps that are kept (88 bytes each).
+        capacity: number of steps that are kept (112 bytes each).
+        beside_host: whether the device that is timed works beside the host.
 
     Raises:
         ValueError: if `capacity` is not positive.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, beside_host: bool = False) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; a timeline keeps at least one step")
         self._capacity = capacity
+        self._beside_host = beside_host
         self._buffer = bytearray(capacity * _LAYOUT.size)
         self._recorded = 0
 
@@ -110,6 +115,9 @@ class Timeline:
         wait_ns: int,
         device_ns: int | None = None,
         steps: int = 1,
+        joined: int = 0,
+        blocks_in_use: int = 0,
+        collected_ns: int = 0,
     ) -> None:
         """Keep one step, in place of the oldest once the ring is full. See `StepRecord`.
 
@@ -130,15 +138,56 @@ class Timeline:
             wait_ns,
             _NOT_TIMED if device_ns is None else device_ns,
             steps,
+            joined,
+            blocks_in_use,
+            collected_ns,
         )
         self._recorded += 1
+
+    def set_device_ns(self, step: int, device_ns: int) -> None:
+        """Add what the device worked on a step that may have been recorded already.
+
+        A step whose record is gone, or was never made, is left alone. Steps are recorded in the
+        order of their numbers, and those still under way are the latest: the search begins there.
+
+        Raises:
+            struct.error: if a value is no integer of 64 bits.
+        """
+        for age in range(1, len(self) + 1):
+            record = (self._recorded - age) % self._capacity * _LAYOUT.size
+            (number,) = _INTEGER.unpack_from(self._buffer, record)
+            if number <= step:
+                if number == step:
+                    _INTEGER.pack_into(self._buffer, record + _DEVICE_NS, device_ns)
+                return
 
     def records(self) -> list[StepRecord]:
         """Return the kept steps, oldest first."""
         kept = memoryview(self._buffer)[: len(self) * _LAYOUT.size]
-        ring = [_unpack(values) for values in _LAYOUT.iter_unpack(kept)]
+        ring = [self._unpack(values) for values in _LAYOUT.iter_unpack(kept)]
         oldest = self._recorded % self._capacity if self._recorded > self._capacity else 0
         return ring[oldest:] + ring[:oldest]
+
+    def _unpack(self, values: tuple[int, ...]) -> StepRecord:
+        *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
+        step, rows, bucket, prefill_tokens, started, plan, launch, commit, wait = before
+        return StepRecord(
+            step,
+            rows,
+            bucket,
+            prefill_tokens,
+            started,
+            plan,
+            launch,
+            commit,
+            wait,
+            None if device_ns == _NOT_TIMED else device_ns,
+            steps,
+            joined,
+            blocks_in_use,
+            collected_ns,
+            self._beside_host,
+        )
 
     def clear(self) -> None:
         """Forget every step. A benchmark does so between its cases."""

@@ -324,9 +324,12 @@ class Engine:
         with self._failing():
             return self._loop.score(group, forced)
 
-    @property
     def timeline(self) -> Timeline:
-        """Where the time of the last steps went."""
+        """Return where the time of the last steps went; it goes on being written.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
         return self._loop.timeline
 
     @property

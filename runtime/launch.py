@@ -45,6 +45,17 @@ class Launch:
     """Recorded behind the copies to the host; None where the device is the host."""
     device_ns: int
     """What the launching thread itself worked as the device; 0 where that is another processor."""
+    began: torch.cuda.Event | None = None
+    """Recorded before the first of its parts; None where the device is the host."""
+
+    def elapsed_ns(self) -> int | None:
+        """What another processor worked on it, from `began` to `arrived`; None: there is none.
+
+        To be asked once it has arrived, and before the launch after the next: events are few.
+        """
+        if self.began is None or self.arrived is None:
+            return None
+        return round(1e6 * float(self.began.elapsed_time(self.arrived)))
 
 
 class HostOutputs:
@@ -79,7 +90,13 @@ class HostOutputs:
             for index in range(OUTPUT_SETS)
             for phase, count in lanes.items()
         }
-        self._arrived = [torch.cuda.Event() for _ in range(OUTPUT_SETS)] if pinned else None
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+        """Of each set: begun, and arrived."""
+        if pinned:
+            self._events = [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                for _ in range(OUTPUT_SETS)
+            ]
         self._views: dict[tuple[int, Phase, torch.Size], SampleOutput] = {}
 
     @property
@@ -96,6 +113,10 @@ class HostOutputs:
         """Bytes that a `HostOutputs` of these sizes takes."""
         lane = (8 + 4) * (1 + min(MAX_LOGPROBS, vocab_size))
         return OUTPUT_SETS * (steps * max_rows + prefill_rows) * lane
+
+    def begin(self, number: int) -> torch.cuda.Event | None:
+        """Record, before anything of step `number`, the event that its time is counted from."""
+        return self._record(number, 0)
 
     def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
         """Queue the copies of what step `number` leaves; return them as they will be.
@@ -126,9 +147,12 @@ class HostOutputs:
 
     def depart(self, number: int) -> torch.cuda.Event | None:
         """Record, behind the copies of step `number`, the event that they have arrived with."""
-        if self._arrived is None:
+        return self._record(number, 1)
+
+    def _record(self, number: int, which: int) -> torch.cuda.Event | None:
+        if self._events is None:
             return None
-        event = self._arrived[number % OUTPUT_SETS]
+        event = self._events[number % OUTPUT_SETS][which]
         event.record()
         return event
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from ..profiling import ranges
+from ..profiling.collector import CollectorWatch
 from ..profiling.timeline import Timeline
 from .launch import Launch
 from .plan import StepPlan
@@ -41,7 +42,7 @@ logger = logging.getLogger("stepgraph.runtime")
 _FINISHED = RequestStatus.FINISHED
 
 TIMELINE_STEPS = 65536
-"""Steps whose times are kept (5.5 MiB)."""
+"""Steps whose times are kept (7 MiB)."""
 
 
 class StepLoop:
@@ -66,7 +67,8 @@ class StepLoop:
         """
         self.scheduler = scheduler
         self.runner = runner
-        self.timeline = Timeline(TIMELINE_STEPS)
+        self.timeline = Timeline(TIMELINE_STEPS, beside_host=in_flight > 0)
+        self.collector = CollectorWatch()
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
         self.counts = dict.fromkeys(
@@ -110,6 +112,7 @@ class StepLoop:
         """Run one step and return what changed since the last one."""
         number = self.num_steps
         with ranges.span(ranges.STEP, number):
+            collected = self.collector.total_ns
             started = time.perf_counter_ns()
             with ranges.span(ranges.PLAN, number):
                 plan = self.scheduler.plan()
@@ -135,6 +138,9 @@ class StepLoop:
                     waited,
                     launch.device_ns or None,
                     plan.steps,
+                    len(plan.admitted),
+                    plan.blocks_in_use,
+                    self.collector.total_ns - collected,
                 )
         return outputs
 
@@ -165,6 +171,7 @@ class StepLoop:
 
     def close(self) -> None:
         """Let go of all requests and steps."""
+        self.collector.close()
         self._launched.clear()
         self.groups.clear()
         self._group_of.clear()
@@ -201,6 +208,7 @@ class StepLoop:
             self.scheduler.cache.count_admission(admission.found, request.num_tokens, first=first)
         if plan.is_empty:
             return None
+        plan.blocks_in_use = self.scheduler.cache.num_held_blocks
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
             launch = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1
@@ -255,6 +263,9 @@ class StepLoop:
             started = time.perf_counter_ns()
             sampled = self.runner.read(launch)
             arrived = time.perf_counter_ns()
+            elapsed = launch.elapsed_ns()
+            if elapsed is not None:  # written down already: this step was recorded when launched
+                self.timeline.set_device_ns(launch.number, elapsed)
             if self._step_budget is not None:
                 self._step_budget.observe(launch.plan, launch.launched_ns, arrived)
             taken = 0

@@ -70,6 +70,8 @@ class StepPlan:
     steps: int = 1
     """Decode steps: the tokens that each request of `decode` gets. More than one only where there
     is no prefill."""
+    blocks_in_use: int = 0
+    """Blocks that requests hold when it is launched; for whoever looks at it."""
 
     @property
     def is_empty(self) -> bool:
@@ -79,4 +81,6 @@ class StepPlan:
     @property
     def prefill_tokens(self) -> int:
         """Tokens of all chunks."""
+        if not self.prefill:
+            return 0
         return sum(chunk.count for chunk in self.prefill)

@@ -199,29 +199,36 @@ class Runner:
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         clock, worked, bucket = time.perf_counter_ns, 0, 0
         launched = clock()
+        began = None if self._outputs is None else self._outputs.begin(number)
         if plan.decode:
             key = self._decode_key(plan.steps)
-            bucket = key.size
-            with ranges.span(ranges.REPLAY, len(plan.decode)):
+            bucket, rows = key.size, len(plan.decode)
+            tokens, lanes = plan.steps * rows, plan.steps * bucket
+            with ranges.step_span(
+                ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
+            ):
                 started = clock()
                 output = self.library.launch(key)
                 worked += clock() - started
                 parts.append((plan.decode, self._outward(number, key, output)))
-            self.library.record_padding(plan.steps * len(plan.decode), plan.steps * key.size)
+            self.library.record_padding(tokens, lanes)
         if prefill_key is not None:
             key = prefill_key
             bucket = bucket or key.size
-            with ranges.span(ranges.PREFILL, plan.prefill_tokens):
+            tokens, lanes = plan.prefill_tokens, key.size
+            with ranges.step_span(
+                ranges.PREFILL, number, 0, lanes, tokens, plan.blocks_in_use, lanes - tokens
+            ):
                 started = clock()
                 output = self.library.launch(key)
                 worked += clock() - started
                 output = self._outward(number, key, output)
-            self.library.record_padding(plan.prefill_tokens, key.size)
+            self.library.record_padding(tokens, lanes)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
         arrived = self._outputs.depart(number)
-        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0)
+        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
 
     def read(self, launch: Launch) -> Iterable[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""

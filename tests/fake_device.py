@@ -136,6 +136,9 @@ class FakeLaunch:
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
 
+    def elapsed_ns(self) -> None:
+        return None
+
 
 class FakeRunner:
     """Carries out plans on the fake device, and checks each of them on the way.

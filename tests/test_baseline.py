@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import transformers
@@ -32,6 +33,9 @@ from .bench_rig import run_bench
 from .conftest import TinyModel
 
 CPU = torch.device("cpu")
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parent.parent / "docs" / "benchmark.schema.json").read_text()
+)
 ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-iters 2"
 ARGUMENTS += " --baseline transformers"
 
@@ -217,6 +221,7 @@ def test_the_benchmark_takes_turns(
     arguments = f"{ARGUMENTS} --dtype float32 --output-json {file}"
     assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
+    jsonschema.validate(document, SCHEMA)
     (case,) = document["cases"]
     assert [entry["tokens_equal"] for entry in case["baselines"]] == [1.0, 1.0]
     for entry in case["baselines"]:
@@ -241,6 +246,7 @@ def test_a_failing_method_is_a_dash(
     captured = capsys.readouterr()
     assert "continuous is left out: of no such kind" in captured.err
     document = json.loads(file.read_text())
+    jsonschema.validate(document, SCHEMA)
     failed, static = document["cases"][0]["baselines"]
     assert (failed["error"], static["error"]) == ("of no such kind", None)
     (cells,) = rows(document)

@@ -335,7 +335,10 @@ def test_the_benchmark_tells_what_held_the_device_back(
         assert document["environment"]["max_sm_mhz"] is None
 
 
-@pytest.mark.parametrize("scenario", ["interference --input-len 32", "churn --output-len 4"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["interference --input-len 32", "churn --output-len 4"],
+)
 def test_scenarios_tell_the_state(
     scenario: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -366,7 +366,7 @@ def test_closed_engine_says_so(open_engine: Callable[..., Engine]) -> None:
         lambda: engine.score([1, 2]),
         lambda: engine.abort("request-1"),
         lambda: engine.memory_plan,
-        lambda: engine.timeline,
+        lambda: engine.timeline(),
         lambda: engine.kv_bytes_per_token,
         lambda: engine.weight_bytes_per_step,
         engine.step,

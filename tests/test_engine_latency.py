@@ -95,7 +95,7 @@ def test_steps_beside_decoding_rows_stay_within_the_budget(
     again, took = serve(engine, base, clock)
     assert again == tokens
     assert max(took[1:]) == pytest.approx(2 + 2 + 3.2)  # the bucket of 32, not of 48
-    records = engine.timeline.records()
+    records = engine.timeline().records()
     assert [r.prefill_tokens for r in records[1:] if r.prefill_tokens] == [32, 32, 26]
     assert all(r.rows == 3 for r in records[1:] if r.prefill_tokens)
     stats = engine.stats()["step_budget"]
@@ -147,7 +147,7 @@ def test_chunks_may_be_larger_than_the_longest_sequence(open_engine: Callable[..
     assert engine.stats()["step_budget"]["costs"]["prefill"]["sizes"][-1] == 64
     prompts = [[1 + i] * 15 for i in range(4)]
     engine.generate(prompts, greedy(5))
-    assert engine.timeline.records()[0].prefill_tokens == 60
+    assert engine.timeline().records()[0].prefill_tokens == 60
 
 
 @pytest.mark.parametrize("max_itl_ms", [None, 500.0])

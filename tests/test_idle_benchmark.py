@@ -46,9 +46,9 @@ def test_one_row_decodes_while_it_is_traced() -> None:
     seen: list[int] = []
 
     def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
-        engine.timeline.clear()
+        engine.timeline().clear()
         run()
-        records = engine.timeline.records()
+        records = engine.timeline().records()
         assert all((record.rows, record.prefill_tokens) == (1, 0) for record in records)
         seen.append(len(records))
         return [event("_begin_decode", 10.0 * n, 9.0 - n / 10) for n in range(len(records))]

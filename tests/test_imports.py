@@ -56,6 +56,12 @@ WITHOUT_TORCH = (
     "profiling/kernel_costs.py",
     "profiling/timeline.py",
     "profiling/device_state.py",
+    "runtime/benchmarks/cells.py",
+    "runtime/benchmarks/compared.py",
+    "runtime/benchmarks/comparison.py",
+    "runtime/benchmarks/comparison_table.py",
+    "runtime/benchmarks/outputs.py",
+    "runtime/benchmarks/turns.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

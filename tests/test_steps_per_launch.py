@@ -309,7 +309,7 @@ def test_a_steady_launch_is_one_replay(
         mark = len(fake_graphs.log)
         engine.step()
         assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "bring", "read"]
-        record = engine.timeline.records()[-1]
+        record = engine.timeline().records()[-1]
         assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
     assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]
 

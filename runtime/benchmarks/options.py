@@ -47,6 +47,14 @@ FLAGS_OF_SCENARIO = {
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms", *_COMPARE),
     ),
+    "prefix": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", *_COMPARE),
+    ),
+    "memory": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_steps", "num_warmup", "num_iters"),
+    ),
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -63,6 +71,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"batch_size": [1], "input_len": [1024]},
     "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
+    "prefix": {
+        "batch_size": [8],
+        "input_len": [1024],
+        "output_len": [32],
+        "num_warmup": 1,
+        "num_iters": 3,
+    },
+    "memory": {
+        "batch_size": [8],
+        "input_len": [128, 512, 1024],
+        "output_len": [128],
+        "num_steps": 100,
+        "num_warmup": 1,
+        "num_iters": 3,
+    },
 }
 """Of flags whose default depends on the scenario."""
 
@@ -144,8 +167,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="how steps run (default: every mode that the device has; with interference, churn and"
-        " start the fastest)",
+        help="how steps run (default: every mode that the device has; with other scenarios the"
+        " fastest)",
     )
     parser.add_argument(
         "--prefill-chunk",
@@ -171,7 +194,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " commit cost around a model that does nothing; interference: rows decode while a long"
         " prompt comes every 10 steps; churn: requests come and leave at random; start: an engine"
         " with a bucket for each batch size is started twice, at first with nothing built or"
-        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted"
+        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted;"
+        " prefix: prompts that begin alike, with and without a prefix cache; memory: what an engine"
+        " takes, what a full cache costs a step, and what too few blocks cost"
         " (default: steady)",
     )
     parser.add_argument(
@@ -184,13 +209,15 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--input-len",
         nargs="+",
         type=_positive,
-        help="tokens of a prompt (default: 128 1024; interference 1024; churn 256 at most)",
+        help="tokens of a prompt (default: 128 1024; interference and prefix 1024; memory 128 512"
+        " 1024; churn 256 at most)",
     )
     parser.add_argument(
         "--output-len",
         nargs="+",
         type=_at_least_two,
-        help="tokens that a request decodes (default: 64; churn 32 on average)",
+        help="tokens that a request decodes (default: 64; prefix 32; memory 128, where blocks are"
+        " scarce; churn 32 on average)",
     )
     parser.add_argument(
         "--num-warmup", type=_not_negative, help="runs of a case that are not counted (default: 1)"
@@ -199,7 +226,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-steps",
         type=_steps,
-        help="steps of interference (default: 200), churn and host (default: 400)",
+        help="steps of interference (default: 200), churn and host (default: 400), and of memory"
+        " behind each prompt length (default: 100)",
     )
     parser.add_argument(
         "--max-itl-ms",

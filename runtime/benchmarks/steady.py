@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from ...profiling.roofline import Roofline, step_bytes, step_flops
 from ...profiling.stats import Summary
 from ..engine import Engine
-from ..models.layout import weights_per_step
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
+from .decode_steps import decode_roofline
 from .environment import dtype_names
 from .turns import spread
 from .workload import abort_all, random_prompts
@@ -112,14 +111,14 @@ class CaseRun:
     def repeat(self) -> None:
         """Run it once more."""
         engine, case = self.engine, self.case
-        engine.timeline.clear()
+        engine.timeline().clear()
         outputs, durations, counted = _run(engine, self.prompts, self._params, case.output_len - 1)
         self._step_ms.append(durations)
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
             self._ttft_ms.append(output.timing.ttft_ms)
             self._itl_ms += output.timing.itl_ms[-counted:]
-        for record in engine.timeline.records():
+        for record in engine.timeline().records():
             if record.rows == case.batch_size and not record.prefill_tokens:
                 self._host_us.append(record.host_ns / 1e3 / record.steps)
                 self._lanes, self._used = self._lanes + record.bucket, self._used + record.rows
@@ -199,24 +198,11 @@ def to_json(
         baselines: how another runtime did, as `BaselineCase.to_json` returns it.
         device_state: clocks, power and throttling before and after, as `watch` tells them.
     """
-    case, config = measurement.case, engine.model_config
-    stats = engine.stats()
+    case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
     context = case.input_len + case.output_len // 2
     kv_bytes = engine.kv_bytes_read(context)
-    weight_bytes = engine.weight_bytes_per_step
-    roofline = Roofline(
-        step_bytes(weight_bytes, case.batch_size, kv_bytes),
-        step_flops(
-            weights_per_step(config),
-            case.batch_size,
-            engine.positions_read(context),
-            config.num_heads,
-            config.head_dim,
-            config.value_dim,
-        ),
-        bandwidth,
-    )
+    roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
     step = Summary.of(measurement.step_ms)
     return {
         "model": case.model,

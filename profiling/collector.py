@@ -1,0 +1,75 @@
+"""When Python's garbage collector runs, and for how long: it holds up every thread of the process.
+
+The interpreter calls `gc.callbacks` before and after each collection. One function of this module
+is among them as long as there is a `CollectorWatch` that is open and alive; the collections of a
+process are counted in each of them, and told once, by the mark `collection`.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any, Final
+
+from . import ranges
+
+__all__ = ["CollectorWatch"]
+
+
+class CollectorWatch:
+    """Counts and times the collections of the process, of whatever thread, until it is closed.
+
+    Nothing keeps it alive: one that is dropped without being closed leaves nothing behind.
+
+    Attributes:
+        collections: how many there were.
+        total_ns: nanoseconds that all of them took.
+    """
+
+    __slots__ = ("__weakref__", "collections", "total_ns")
+
+    def __init__(self) -> None:
+        self.collections = 0
+        self.total_ns = 0
+        with _changing:
+            _watches.append(weakref.ref(self, _forget))
+            if _on_collection not in gc.callbacks:
+                gc.callbacks.append(_on_collection)
+
+    def close(self) -> None:
+        """Count no more. Idempotent."""
+        for reference in _watches.copy():
+            if reference() is self:
+                _forget(reference)
+
+
+_watches: Final[list["weakref.ref[CollectorWatch]"]] = []
+# Reentrant: whatever is done with it held may run the collector, which may drop a watch.
+_changing: Final = threading.RLock()
+_started_ns = 0
+
+
+def _forget(reference: "weakref.ref[CollectorWatch]") -> None:
+    with _changing:
+        if reference in _watches:
+            _watches.remove(reference)
+        if not _watches and _on_collection in gc.callbacks:
+            gc.callbacks.remove(_on_collection)
+
+
+def _on_collection(phase: str, info: dict[str, Any]) -> None:
+    """Count a collection. The interpreter runs one at a time, and prints what this raises."""
+    global _started_ns
+    if phase == "start":
+        _started_ns = time.perf_counter_ns()
+        return
+    if not _started_ns:  # it began before anybody watched
+        return
+    took = time.perf_counter_ns() - _started_ns
+    _started_ns = 0
+    for reference in _watches.copy():
+        watch = reference()
+        if watch is not None:
+            watch.collections += 1
+            watch.total_ns += took
+    ranges.mark(ranges.COLLECTION, info["generation"], took // 1000, info["collected"])
