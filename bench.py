@@ -2,7 +2,7 @@
 
 python bench.py                                       the demo model, every mode the device has
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
-python bench.py --baseline transformers               beside continuous batching of transformers
+python bench.py --baseline transformers               beside transformers, same weights
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --output-json new.json --compare old.json --fail-above 1.05

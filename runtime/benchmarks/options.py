@@ -253,8 +253,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         choices=("transformers",),
-        help="run the same cases in turn with continuous batching of transformers, and say how many"
-        " times faster a step is (needs the extra `baseline`)",
+        help="run the same cases in turn with transformers (continuous batching, and generate with"
+        " a static cache), and say how many times faster a step is and which share of the tokens"
+        " is equal (needs the extra `baseline`)",
     )
     parser.add_argument(
         "--compare",
