@@ -22,6 +22,7 @@ from .churn import ChurnCase, churn_to_json, measure_churn
 from .document import modes_of, new_document, write_json
 from .interference import InterferenceCase, interference_to_json, measure_interference
 from .kernels import measure_kernels
+from .plot import MeasuredSteps
 from .pool import RequestBlocks
 from .start import measure_starts
 from .steady import BenchmarkCase, longest_sequence
@@ -47,6 +48,7 @@ class ScenarioRun:
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has an entry as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
@@ -85,6 +87,7 @@ class ScenarioRun:
                     entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
+                self.steps.add(entry, measured.records)
                 automatic = max_itl_ms is not None and not options.max_itl_ms
                 yield {**entry, "automatic_budget": automatic, "device_state": state}
 
@@ -106,6 +109,7 @@ class ScenarioRun:
                     measured = measure_churn(engine, case, seed=options.seed)
                     state, reads = read_again(), self.bandwidth
                     entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=reads)
+                self.steps.add(entry, measured.records)
                 yield {**entry, "device_state": state}
 
     def prefix(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
