@@ -2,7 +2,7 @@
 
 python bench.py                                       the demo model, every mode the device has
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
-python bench.py --baseline transformers               beside continuous batching of transformers
+python bench.py --baseline transformers               beside transformers, same weights
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --output-json new.json --compare old.json --fail-above 1.05
@@ -146,6 +146,7 @@ def run_explain_step(options: argparse.Namespace) -> int:
 
 def run_cache_scenario(options: argparse.Namespace) -> int:
     """Measure the bookkeeping of blocks; print and write the results."""
+    print("measuring the bookkeeping of blocks", file=sys.stderr)
     costs = measure_cache(seed=options.seed)
     _write_costs(options, cache_table(costs), "cache_operations", costs)
     return 0
@@ -153,6 +154,7 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
 
 def run_host_scenario(options: argparse.Namespace) -> int:
     """Measure the host's part of a step; print and write the results."""
+    print("measuring what the host does in a step", file=sys.stderr)
     try:
         costs = measure_host(num_steps=options.num_steps, seed=options.seed)
     except ValueError as error:  # more steps than the cache has room for

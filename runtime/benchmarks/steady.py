@@ -215,7 +215,8 @@ def to_json(
     bandwidth: float,
     eager: Measurement | None,
     interleaved: bool,
-    baseline: dict[str, Any] | None = None,
+    baselines: Sequence[dict[str, Any]] = (),
+    device_state: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
 
@@ -225,7 +226,8 @@ def to_json(
         bandwidth: bytes per second that the device reads.
         eager: the same case in eager mode, to judge the tokens and logits by.
         interleaved: whether its repetitions took turns with those of the other modes.
-        baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
+        baselines: how another runtime did, as `BaselineCase.to_json` returns it.
+        device_state: clocks, power and throttling before and after, as `watch` tells them.
     """
     case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
@@ -269,7 +271,8 @@ def to_json(
             measurement.step_ms,
             engine.config.user.steps_per_launch,
         ),
-        "baseline": baseline,
+        "baselines": list(baselines),
+        "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
     }
 
