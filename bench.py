@@ -202,9 +202,11 @@ def run_engines(options: argparse.Namespace) -> int:
     except BaseException:
         if any(isinstance(value, list) and value for value in run.document.values()):
             _tell(options, run.document)
+            run.steps.write(run.document)
         raise
     if before is None:
         _tell(options, run.document)
+        run.steps.write(run.document)
         return 0
     run.document["comparison"] = compare(
         before,
@@ -216,6 +218,7 @@ def run_engines(options: argparse.Namespace) -> int:
     )
     write_json(options, run.document)
     _tell(options, run.document)
+    run.steps.write(run.document)
     return judge(run.document["comparison"])
 
 

@@ -40,7 +40,7 @@ class _Record:
     __slots__ = ("_bytes", "_layout", "array")
 
     def __init__(self, fields: tuple[FieldInfo, ...]) -> None:
-        self._layout = struct.Struct(f"={len(fields)}q")
+        self._layout = struct.Struct(f"@{len(fields)}q")
         self._bytes = bytearray(self._layout.size)
         dtype = _dtype(fields)
         self.array = np.frombuffer(self._bytes, dtype).reshape(())

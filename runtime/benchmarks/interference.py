@@ -105,6 +105,7 @@ class Interference:
     ttft_ms: list[float]
     """Of the long prompts that got a token."""
     num_arrivals: int
+    records: list[StepRecord]
 
     @property
     def chunk_ms(self) -> float:
@@ -170,6 +171,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         chunks=chunks,
         ttft_ms=[timing.ttft_ms for timing in ttfts if timing is not None],
         num_arrivals=len(ids),
+        records=records,
     )
 
 

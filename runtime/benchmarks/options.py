@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...profiling.plot import PlotError, check_plot
 from ..config import EngineConfig
 from ..memory_report import parse_bytes
 from .compared import COMPARED
@@ -30,7 +32,7 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        *("steps_per_launch", *_COMPARE),
+        *("steps_per_launch", "plot", *_COMPARE),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -41,11 +43,11 @@ FLAGS_OF_SCENARIO = {
     ),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "num_steps", "max_itl_ms", *_COMPARE),
+        *("batch_size", "input_len", "num_steps", "max_itl_ms", "plot", *_COMPARE),
     ),
     "churn": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms", *_COMPARE),
+        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms", "plot", *_COMPARE),
     ),
     "prefix": (
         *("scenario", *_ENGINE, *_OUTPUTS),
@@ -266,6 +268,13 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="write all results here, after each case (docs/benchmark.schema.json)",
     )
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the gaps between tokens over time, their histogram, and the roofline or where"
+        " the time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
+    )
     parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
     parser.add_argument(
         "--explain-memory",
@@ -308,6 +317,7 @@ def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         for flag, path in (
             ("--output-json", options.output_json),
             ("--output-md", options.output_md),
+            ("--plot", options.plot),
         )
         if path is not None
     ]
@@ -318,8 +328,14 @@ def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             check_output(path)
         except OutputError as error:
             parser.error(str(error))
-    if len(outputs) == 2 and same_file(options.output_json, options.output_md):
-        parser.error(f"--output-json and --output-md are one file: {options.output_json}")
+    for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
+        if same_file(path, its_path):
+            parser.error(f"{flag} and {other} are one file: {path}")
+    if options.plot is not None:
+        try:
+            check_plot(options.plot)
+        except PlotError as error:
+            parser.error(str(error))
 
 
 def _refuse_others(

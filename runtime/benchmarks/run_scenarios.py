@@ -21,6 +21,7 @@ from .churn import ChurnCase, churn_to_json, measure_churn
 from .document import modes_of, new_document, write_json
 from .interference import InterferenceCase, interference_to_json, measure_interference
 from .kernels import measure_kernels
+from .plot import MeasuredSteps
 from .pool import RequestBlocks
 from .start import measure_starts
 from .steady import BenchmarkCase, longest_sequence
@@ -45,6 +46,7 @@ class ScenarioRun:
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has an entry as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
@@ -82,6 +84,7 @@ class ScenarioRun:
                     entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
+                self.steps.add(entry, measured.records)
                 automatic = max_itl_ms is not None and not options.max_itl_ms
                 yield {**entry, "automatic_budget": automatic}
 
@@ -100,7 +103,9 @@ class ScenarioRun:
                 )
                 with self._engine(case, config) as engine:
                     measured = measure_churn(engine, case, seed=options.seed)
-                    yield churn_to_json(engine, measured, max_itl_ms, bandwidth=self.bandwidth)
+                    entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=self.bandwidth)
+                self.steps.add(entry, measured.records)
+                yield entry
 
     def prefix(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield what sharing brings, for each point of the grid."""

@@ -19,6 +19,7 @@ from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
 from .document import modes_of, new_document, write_json
 from .options import MODES
+from .plot import MeasuredSteps
 from .shares import share_memory
 from .steady import BenchmarkCase, CaseRun, Measurement, longest_sequence, to_json
 from .tables import describe_start
@@ -53,6 +54,7 @@ class SteadyRun:
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has a case as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
@@ -177,7 +179,9 @@ class SteadyRun:
                 measured = run.result()
                 if run.engine.config.mode == "eager":
                     eager[case] = measured
-                yield self.to_json(run.engine, measured, eager, len(runs) > 1, turns)
+                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns)
+                self.steps.add(entry, measured.records)
+                yield entry
 
     def to_json(
         self,

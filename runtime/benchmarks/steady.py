@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...profiling.stats import Summary
+from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
@@ -68,6 +69,8 @@ class Measurement:
     """The first `output_len` tokens of each prompt, of the first repetition."""
     logits: torch.Tensor
     """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
+    records: list[StepRecord]
+    """All steps of all repetitions, those that prefill as well."""
 
 
 def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
@@ -103,6 +106,7 @@ class CaseRun:
         self._host_us: list[float] = []
         self._lanes = self._used = 0
         self._token_ids: list[list[int]] = []
+        self._records: list[StepRecord] = []
 
     def warm_up(self) -> None:
         """Run it once, unseen."""
@@ -118,7 +122,9 @@ class CaseRun:
             assert output.timing is not None, "every prompt got a token"
             self._ttft_ms.append(output.timing.ttft_ms)
             self._itl_ms += output.timing.itl_ms[-counted:]
-        for record in engine.timeline().records():
+        records = engine.timeline().records()
+        self._records += records
+        for record in records:
             if record.rows == case.batch_size and not record.prefill_tokens:
                 self._host_us.append(record.host_ns / 1e3 / record.steps)
                 self._lanes, self._used = self._lanes + record.bucket, self._used + record.rows
@@ -138,6 +144,7 @@ class CaseRun:
             padding=1 - self._used / self._lanes if self._lanes else 0.0,
             token_ids=self._token_ids,
             logits=self.engine.score(scored, (len(scored) + 1) // 2),
+            records=self._records,
         )
 
 
