@@ -137,6 +137,7 @@ def run_explain_step(options: argparse.Namespace) -> int:
 
 def run_cache_scenario(options: argparse.Namespace) -> int:
     """Measure the bookkeeping of blocks; print and write the results."""
+    print("measuring the bookkeeping of blocks", file=sys.stderr)
     costs = measure_cache(seed=options.seed)
     _write_costs(options, cache_table(costs), "cache_operations", costs)
     return 0
@@ -144,6 +145,7 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
 
 def run_host_scenario(options: argparse.Namespace) -> int:
     """Measure the host's part of a step; print and write the results."""
+    print("measuring what the host does in a step", file=sys.stderr)
     try:
         costs = measure_host(num_steps=options.num_steps, seed=options.seed)
     except ValueError as error:  # more steps than the cache has room for

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,16 @@ def measure_less(patch: pytest.MonkeyPatch) -> None:
 
 
 def output(folder: Path, name: str) -> dict[str, Any]:
-    """What a real run writes, measured once."""
+    """What a real run writes, measured once; what it prints lies beside that."""
     path = folder / f"{name.replace(' ', '-')}.json"
     if not path.exists():
         with pytest.MonkeyPatch.context() as patch:
             measure_less(patch)
-            assert run_bench(patch, f"{RUNS[name]} --output-json {path}") == 0
+            files = f"--output-json {path} --output-md {path.with_suffix('.md')}"
+            with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as told:
+                assert run_bench(patch, f"{RUNS[name]} {files}") == 0
+        path.with_suffix(".out").write_text(printed.getvalue())
+        path.with_suffix(".err").write_text(told.getvalue())
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 
@@ -138,6 +144,20 @@ def test_what_a_run_writes(folder, name):
     assert problems(document) == []
     (entries,) = [v for v in document.values() if isinstance(v, list) and v]
     assert entries
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stdout_is_the_table_and_progress_is_on_stderr(folder, name):
+    output(folder, name)
+    printed, table, progress = (
+        (folder / f"{name.replace(' ', '-')}.{suffix}").read_text()
+        for suffix in ("out", "md", "err")
+    )
+    assert printed == table
+    assert "\n| --" in table
+    assert "\x1b" not in printed + progress
+    assert progress
+    assert "| --" not in progress
 
 
 def test_every_scenario_that_runs_on_a_cpu_is_run():

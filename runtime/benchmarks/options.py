@@ -91,6 +91,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 LEAST_STEPS = 30
 
+_EPILOG = """\
+The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
+of the lists is a case, or an engine of its own. Exit status: 0; 1 if something cannot be measured
+or is above --fail-above; 2 for a wrong command line; 130 after an interrupt, which keeps what was
+measured. What is in the numbers: docs/benchmarking.md
+"""
+
 
 def parse_arguments(
     arguments: Sequence[str] | None = None, description: str | None = None
@@ -134,6 +141,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         prog="bench.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "--model",
@@ -167,8 +175,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="how steps run (default: every mode that the device has; with other scenarios the"
-        " fastest)",
+        help="how steps run (default: every mode that the device has, taking turns; with other"
+        " scenarios the fastest)",
     )
     parser.add_argument(
         "--prefill-chunk",
@@ -222,7 +230,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-warmup", type=_not_negative, help="runs of a case that are not counted (default: 1)"
     )
-    parser.add_argument("--num-iters", type=_positive, help="runs of a case that are (default: 3)")
+    parser.add_argument(
+        "--num-iters",
+        type=_positive,
+        help="runs of a case that are counted, and take turns with other modes; 6 or more for"
+        " --compare (default: 3)",
+    )
     parser.add_argument(
         "--num-steps",
         type=_steps,
