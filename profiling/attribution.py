@@ -51,6 +51,7 @@ __all__ = [
     "OperationCost",
     "StepIdentity",
     "StepNodes",
+    "capture_in_progress",
     "capturing",
     "find_step",
     "load",
@@ -107,6 +108,9 @@ _step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", d
 _tape: ContextVar[Tape | None] = ContextVar("stepgraph_tape", default=None)
 
 _NOTHING = contextlib.nullcontext()
+
+capture_in_progress = _tape.get
+"""Return the capture whose nodes are recorded on this thread, or None."""
 
 
 @contextlib.contextmanager
@@ -221,6 +225,15 @@ class Tape:
             return None
         return mark
 
+    def abandon(self) -> None:
+        """Close the innermost scope on the way of an exception.
+
+        What failed may have ended the capture, and with it the graph: nothing is asked any more.
+        """
+        self._source = None
+        self._nodes.clear()
+        self._scopes.pop()
+
     def leave(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
         """Close the innermost scope."""
         self.boundary()
@@ -298,7 +311,10 @@ class _Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._tape.leave(self._mark)
+        if kind is None:
+            self._tape.leave(self._mark)
+        else:
+            self._tape.abandon()
 
 
 def _annotated(node: Node, annotation: Annotation | None) -> Node:
