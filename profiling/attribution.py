@@ -59,6 +59,7 @@ __all__ = [
     "match",
     "operation",
     "recording",
+    "scope_listener",
     "step",
 ]
 
@@ -115,12 +116,18 @@ class ScopeListener(Protocol):
     def leave(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
         """Hear that the innermost scope ended."""
 
+    def abandon(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
+        """Hear that the innermost scope ended with an exception."""
+
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
 _step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", default=None)
 _scopes: ContextVar[ScopeListener | None] = ContextVar("stepgraph_scopes", default=None)
 
 _NOTHING = contextlib.nullcontext()
+
+scope_listener = _scopes.get
+"""Return who hears the scopes of this thread, or None."""
 
 
 @contextlib.contextmanager
@@ -248,6 +255,15 @@ class Tape:
             return None
         return mark
 
+    def abandon(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
+        """Close the innermost scope on the way of an exception.
+
+        What failed may have ended the capture, and with it the graph: nothing is asked any more.
+        """
+        self._source = None
+        self._nodes.clear()
+        self._scopes.pop()
+
     def leave(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
         """Close the innermost scope."""
         self.boundary()
@@ -325,7 +341,10 @@ class _Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._listener.leave(self._mark)
+        if kind is None:
+            self._listener.leave(self._mark)
+        else:
+            self._listener.abandon(self._mark)
 
 
 def _annotated(node: Node, annotation: Annotation | None) -> Node:

@@ -143,6 +143,10 @@ class _Recorder:
         self._open.layers.pop()
         self.pop()
 
+    def abandon(self, mark: object) -> None:
+        """End the innermost scope of the calling thread, which an exception leaves."""
+        self.leave(mark)
+
     def _begin(self, noted: Annotation) -> None:
         event = self._note(noted)
         event.__enter__()
