@@ -64,7 +64,9 @@ def roofline_lines(cases: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points
     varying = [name for name in NAMES if len(values[name]) > 1]
     points: dict[str, dict[int, float]] = {}
     for case, rows, percent in known:
-        label = " ".join(NAMES[name].format(case.get(name)) for name in varying)
+        label = " ".join(
+            NAMES[name].format(case[name]) for name in varying if case.get(name) is not None
+        )
         points.setdefault(label or str(case.get("mode", "")), {})[rows] = percent
     common = ", ".join(
         NAMES[name].format(known[0][0][name])

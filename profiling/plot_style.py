@@ -115,6 +115,7 @@ def head(axes: "Axes", pieces: Sequence[tuple[str, str]]) -> None:
             bbox_transform=axes.transAxes,
             frameon=False,
             borderpad=0.3,
+            prop={"size": 12},
             pad=0,
         )
     )
@@ -181,7 +182,7 @@ def duration(ms: float) -> str:
     """Return milliseconds with the unit that reads best."""
     if 0 < ms < 1:
         return f"{number(1e3 * ms)} µs"
-    return f"{number(ms)} ms" if ms < 10_000 else f"{number(ms / 1e3)} s"
+    return f"{number(ms)} ms" if ms < 1000 else f"{number(ms / 1e3)} s"
 
 
 def plain(text: str) -> str:
