@@ -58,6 +58,11 @@ COMPARED = {
         ),
         _GAPS,
     ),
+    "prefix": Compared(
+        "prefix",
+        (*_ENGINE, "batch_size", "input_len", "output_len", "prefill_chunk"),
+        (("ttft_ms", "p50"), ("step_ms", "p50")),
+    ),
 }
 """By scenario."""
 

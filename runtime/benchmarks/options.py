@@ -51,7 +51,7 @@ FLAGS_OF_SCENARIO = {
     ),
     "prefix": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters"),
+        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", *_COMPARE),
     ),
     "memory": (
         *("scenario", *_ENGINE, *_OUTPUTS),

@@ -18,6 +18,8 @@ class RequestBlocks:
     each: int
     """The most blocks that one of them holds at once, over all layer groups."""
     num_groups: int
+    num_sliding: int
+    """Of those, the groups of layers with a sliding window."""
     block_bytes: int
     """Over the layers of a group; they are the same in every group."""
 
@@ -33,6 +35,7 @@ class RequestBlocks:
         return cls(
             sum(g.spec.most_blocks(num_tokens, size, config.prefill_chunk) for g in groups),
             len(groups),
+            sum(g.spec.window_tokens is not None for g in groups),
             groups[0].spec.block_bytes(size) * len(groups[0].layers),
         )
 
@@ -42,3 +45,10 @@ class RequestBlocks:
         Whoever is admitted last leaves a block in each group to every other.
         """
         return rows * (self.each + self.num_groups) + 1
+
+    def full_pool(self, rows: int) -> int:
+        """Return as many, with none to spare, for rows that fill a block more while all decode.
+
+        That block is what they leave to others until then; sliding windows take no more of them.
+        """
+        return rows * (self.each + self.num_sliding) + 1
