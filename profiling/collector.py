@@ -50,11 +50,13 @@ _started_ns = 0
 
 
 def _forget(reference: "weakref.ref[CollectorWatch]") -> None:
+    global _started_ns
     with _changing:
         if reference in _watches:
             _watches.remove(reference)
         if not _watches and _on_collection in gc.callbacks:
             gc.callbacks.remove(_on_collection)
+            _started_ns = 0  # whose end nobody will see
 
 
 def _on_collection(phase: str, info: dict[str, Any]) -> None:

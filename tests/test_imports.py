@@ -55,6 +55,12 @@ WITHOUT_TORCH = (
     "profiling/roofline.py",
     "profiling/kernel_costs.py",
     "profiling/timeline.py",
+    "profiling/dictionary.py",
+    "profiling/emitters.py",
+    "profiling/nvtx_tool.py",
+    "profiling/ranges.py",
+    "profiling/collector.py",
+    "profiling/overhead.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

@@ -1,10 +1,7 @@
-import os
-import shutil
-import subprocess
-import sys
+import contextlib
 import threading
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.profiling import ranges
+from stepgraph.profiling.dictionary import COUNTERS, STEP_NUMBERS
 
-names = st.sampled_from(sorted(ranges.RANGES))
+from .listeners import Listening
+
+PLAIN = sorted(name for name, info in ranges.RANGES.items() if not info.fields)
+OF_STEPS = sorted(set(ranges.RANGES) - set(PLAIN))
+int64 = st.integers(-(2**63), 2**63 - 1)
+numbers = st.tuples(*[int64] * len(STEP_NUMBERS))
 
 
 class Recorder:
@@ -21,28 +24,50 @@ class Recorder:
 
     def __init__(self) -> None:
         self.registered: list[tuple[str, int, str]] = []
-        self.events: list[tuple[str, str, int] | tuple[str]] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.counters: list[tuple[str, tuple[str, ...], str]] = []
+        self.samples: list[tuple[int, ...]] = []
 
     def get_event_attributes(self, message: str, color: int, category: str) -> SimpleNamespace:
         self.registered.append((message, color, category))
         return SimpleNamespace(message=message, payload=None)
 
+    def get_counter(self, name: str, dtype: "np.dtype[Any]", *, description: str) -> Any:
+        self.counters.append((name, dtype.names, description))
+        return SimpleNamespace(sample=lambda record: self.samples.append(record.item()))
+
+    def payload_of(self, attributes: SimpleNamespace) -> int | tuple[int, ...]:
+        """What NVTX reads at the event: an integer, or what is then at the address of a record."""
+        payload = attributes.payload
+        if type(payload) is int:
+            return payload
+        assert type(payload) is np.ndarray, "nvtx looks at the exact type"
+        assert payload.shape == ()
+        assert all(payload.dtype[name] == np.int64 for name in payload.dtype.names)
+        assert payload.dtype.itemsize == 8 * len(payload.dtype.names)
+        return tuple(payload.item())
+
     def push_range(self, attributes: SimpleNamespace) -> None:
-        assert type(attributes.payload) is int
-        self.events.append(("push", attributes.message, attributes.payload))
+        self.events.append(("push", attributes.message, self.payload_of(attributes)))
 
     def pop_range(self) -> None:
         self.events.append(("pop",))
 
+    def mark(self, attributes: SimpleNamespace) -> None:
+        self.events.append(("mark", attributes.message, self.payload_of(attributes)))
+
 
 class EmitterAgainstStack(RuleBasedStateMachine):
+    """An emitter into a domain, and listeners that come and go, against stacks of open ranges."""
+
     def __init__(self) -> None:
         super().__init__()
         self.recorder = Recorder()
         self.emitter = ranges.connect(self.recorder)
-        self.stack: list[tuple[str, int]] = []
+        self.stack: list[tuple[str, Any]] = []
+        self.marks: list[tuple[str, Any]] = []
 
-    @rule(name=names, payload=st.integers(0, 2**40))
+    @rule(name=st.sampled_from(PLAIN), payload=int64)
     def push(self, name: str, payload: int) -> None:
         self.emitter.push(name, payload)
         self.stack.append((name, payload))
@@ -53,22 +78,42 @@ class EmitterAgainstStack(RuleBasedStateMachine):
         self.emitter.pop()
         self.stack.pop()
 
-    @rule(name=names, payload=st.integers(0, 2**40), fails=st.booleans())
+    @rule(name=st.sampled_from(PLAIN), payload=int64, fails=st.booleans())
     def span(self, name: str, payload: int, fails: bool) -> None:
+        self.within(self.emitter.span(name, payload), (name, payload), fails)
+
+    @rule(name=st.sampled_from(OF_STEPS), payload=numbers, fails=st.booleans())
+    def step_span(self, name: str, payload: tuple[int, ...], fails: bool) -> None:
+        self.within(self.emitter.step_span(name, *payload), (name, payload), fails)
+        assert self.recorder.samples[-1] == payload, "counters are sampled with it"
+
+    def within(
+        self, span: contextlib.AbstractContextManager[None], shown: tuple[str, Any], fails: bool
+    ) -> None:
         try:
-            with self.emitter.span(name, payload):
-                assert self.open() == [*self.stack, (name, payload)]
+            with span:
+                assert self.open() == [*self.stack, shown]
                 if fails:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             assert fails
 
-    def open(self) -> list[tuple[str, int]]:
-        stack: list[tuple[str, int]] = []
+    @rule(generation=st.integers(0, 2), microseconds=int64, collected=int64)
+    def collection(self, **fields: int) -> None:
+        self.emitter.mark(ranges.COLLECTION, *fields.values())
+        self.marks.append((ranges.COLLECTION, tuple(fields.values())))
+
+    @rule(bucket=int64)
+    def fallback(self, bucket: int) -> None:
+        self.emitter.mark(ranges.FALLBACK, bucket)
+        self.marks.append((ranges.FALLBACK, bucket))
+
+    def open(self) -> list[tuple[str, Any]]:
+        stack: list[tuple[str, Any]] = []
         for kind, *event in self.recorder.events:
             if kind == "push":
                 stack.append((event[0], event[1]))
-            else:
+            elif kind == "pop":
                 stack.pop()
         return stack
 
@@ -77,8 +122,13 @@ class EmitterAgainstStack(RuleBasedStateMachine):
         assert self.open() == self.stack
 
     @invariant()
+    def a_tool_sees_every_mark(self) -> None:
+        marks = [event[1:] for event in self.recorder.events if event[0] == "mark"]
+        assert marks == self.marks
+
+    @invariant()
     def every_message_is_registered_once(self) -> None:
-        assert len(self.recorder.registered) == len(ranges.RANGES)
+        assert len(self.recorder.registered) == len(ranges.RANGES) + len(ranges.MARKS)
 
 
 TestEmitterAgainstStack = EmitterAgainstStack.TestCase
@@ -87,8 +137,11 @@ TestEmitterAgainstStack = EmitterAgainstStack.TestCase
 def test_the_dictionary_is_complete_and_sound() -> None:
     assert set(ranges.RANGES) == {
         "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit", "capture",
-        "load", "warmup", "swap", "fork",
+        "load", "warmup", "swap", "fork", "window",
     }  # fmt: skip
+    assert set(ranges.MARKS) == {"collection", "fallback"}
+    assert set(ranges.RANGES).isdisjoint(ranges.MARKS)
+    assert OF_STEPS == ["prefill", "replay"]
     for name, info in ranges.RANGES.items():
         assert info.name == name
         assert name.isalpha(), "a name holds no id"
@@ -101,6 +154,9 @@ def test_the_dictionary_is_complete_and_sound() -> None:
             assert info.parent not in seen
             seen.add(info.parent)
             info = ranges.RANGES[info.parent]
+    for mark in ranges.MARKS.values():
+        assert mark.description
+        assert mark.fields
     with pytest.raises(TypeError):
         ranges.RANGES["step"] = ranges.RANGES["plan"]  # type: ignore[index]
 
@@ -108,25 +164,64 @@ def test_the_dictionary_is_complete_and_sound() -> None:
 def test_every_range_is_registered_with_its_color_and_category() -> None:
     recorder = Recorder()
     ranges.connect(recorder)
-    assert recorder.registered == [(i.name, i.color, i.category) for i in ranges.RANGES.values()]
+    infos = (*ranges.RANGES.values(), *ranges.MARKS.values())
+    assert recorder.registered == [(i.name, i.color, i.category) for i in infos]
+    (group,) = COUNTERS.values()
+    fields = tuple(field.name for field in group.fields)
+    assert recorder.counters == [(group.name, fields, group.description)]
+    assert fields == ranges.StepNumbers._fields
 
 
-@pytest.mark.parametrize("emitter", [ranges.connect(None), ranges.connect(Recorder()), ranges])
-@given(name=st.text().filter(lambda text: text not in ranges.RANGES))
-def test_an_unknown_name_fails_whether_or_not_a_tool_listens(emitter, name: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown range .*the ranges are: step, plan"):
+EVERY_EMITTER = [ranges.connect(None), ranges.connect(Recorder()), ranges, Listening()]
+
+
+@pytest.mark.parametrize("emitter", EVERY_EMITTER)
+@given(name=st.text().filter(lambda text: text not in {*ranges.RANGES, *ranges.MARKS}))
+def test_an_unknown_name_fails_whether_or_not_anybody_listens(emitter: Any, name: str) -> None:
+    unknown = r"unknown range .*the ranges are: step, plan"
+    with pytest.raises(ValueError, match=unknown):
         emitter.push(name, 1)
-    with pytest.raises(ValueError, match="unknown range"):
+    with pytest.raises(ValueError, match=unknown):
         emitter.span(name)
+    with pytest.raises(ValueError, match=unknown):
+        emitter.step_span(name, 1, 2, 3, 4, 5, 6)
+    with pytest.raises(ValueError, match=r"unknown mark .*the marks are: collection, fallback"):
+        emitter.mark(name, 1)
+
+
+@pytest.mark.parametrize("emitter", EVERY_EMITTER)
+def test_a_payload_of_the_wrong_kind_fails_whether_or_not_anybody_listens(emitter: Any) -> None:
+    for name in OF_STEPS:
+        for wrong in (emitter.push, emitter.span):
+            with pytest.raises(ValueError, match=f"{name}.* is the step's numbers: use step_span"):
+                wrong(name, 1)
+    for name in PLAIN:
+        with pytest.raises(ValueError, match=f"{name}.* is one integer: use span"):
+            emitter.step_span(name, 1, 2, 3, 4, 5, 6)
+    with pytest.raises(ValueError, match=r"carries generation, microseconds, .*; got 1 numbers"):
+        emitter.mark(ranges.COLLECTION, 1)
+    with pytest.raises(ValueError, match="mark 'fallback' carries bucket; got 0 numbers"):
+        emitter.mark(ranges.FALLBACK)
 
 
 def test_integers_of_numpy_arrive_as_integers() -> None:
     recorder = Recorder()
     emitter = ranges.connect(recorder)
-    with emitter.span(ranges.REPLAY, np.int32(7)):  # type: ignore[arg-type]
+    with emitter.span(ranges.COPY, np.int32(7)):  # type: ignore[arg-type]
         emitter.push(ranges.COPY, True)
         emitter.pop()
-    assert recorder.events == [("push", "replay", 7), ("push", "copy", 1), ("pop",), ("pop",)]
+    emitter.mark(ranges.FALLBACK, np.int64(3))  # type: ignore[arg-type]
+    with emitter.step_span(ranges.REPLAY, np.int64(1), 2, 3, True, 5, 6):  # type: ignore[arg-type]
+        pass
+    assert recorder.events == [
+        ("push", "copy", 7),
+        ("push", "copy", 1),
+        ("pop",),
+        ("pop",),
+        ("mark", "fallback", 3),
+        ("push", "replay", (1, 2, 3, 1, 5, 6)),
+        ("pop",),
+    ]
 
 
 def test_threads_do_not_share_event_attributes() -> None:
@@ -135,14 +230,16 @@ def test_threads_do_not_share_event_attributes() -> None:
 
     class PerThread(Recorder):
         def push_range(self, attributes: SimpleNamespace) -> None:
-            seen.setdefault(threading.current_thread().name, set()).add(id(attributes))
+            own = seen.setdefault(threading.current_thread().name, set())
+            own |= {id(attributes), id(attributes.payload)}
 
     emitter = ranges.connect(PerThread())
     barrier = threading.Barrier(2)
 
     def work() -> None:
         for _ in range(3):
-            emitter.push(ranges.STEP, 1)
+            with emitter.step_span(ranges.REPLAY, 1, 2, 3, 4, 5, 6):
+                pass
         barrier.wait(timeout=10)
 
     threads = [threading.Thread(target=work, name=name) for name in ("a", "b")]
@@ -150,7 +247,7 @@ def test_threads_do_not_share_event_attributes() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(seen["a"]) == len(seen["b"]) == 1
+    assert len(seen["a"]) == len(seen["b"]) == 2
     assert seen["a"].isdisjoint(seen["b"])
 
 
@@ -162,89 +259,20 @@ def test_without_a_tool_nothing_is_emitted_and_spans_pass_exceptions_on() -> Non
         raise RuntimeError("passes")
 
 
-# The smallest tool that NVTX accepts: it is asked to put its functions into the tables of the
-# process and prints what arrives. Layouts as in the headers of NVTX 3.
-TOOL = r"""
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-typedef void (*fn)(void);
-typedef struct { size_t size; int (*table)(int, fn ***, unsigned *); } callbacks;
-typedef struct {
-  uint16_t version, size; uint32_t category; int32_t color_type; uint32_t color;
-  int32_t payload_type, reserved; int64_t payload; int32_t message_type; const char *message;
-} event;
-static void *create(const char *name) { printf("domain %s\n", name); return (void *)1; }
-static const char *reg(void *d, const char *s) { printf("register %s\n", s); return s; }
-static int push(void *d, const event *e) {
-  printf("push %s %lld\n", e->message, (long long)e->payload); return 0;
-}
-static int pop(void *d) { printf("pop\n"); fflush(stdout); return 0; }
-int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
-  const callbacks *c = export(1); fn **t; unsigned n;
-  if (!c->table(5, &t, &n)) return 0;
-  *t[4] = (fn)push; *t[5] = (fn)pop; *t[10] = (fn)reg; *t[12] = (fn)create;
-  return 1;
-}
-"""
+def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
+    """Building them makes objects, so it may run the collector, which tells of itself."""
 
-PROGRAM = """
-from stepgraph.profiling import ranges
-print("attached", ranges.attached, flush=True)
-with ranges.span(ranges.STEP, 41):
-    ranges.push(ranges.REPLAY, 8)
-    ranges.pop()
-    ranges.push(ranges.REPLAY, 9)
-    ranges.pop()
-"""
+    class Collecting(Recorder):
+        def get_event_attributes(self, *args: Any) -> SimpleNamespace:
+            if len(self.registered) == 3 and threading.current_thread().name == "late":
+                emitter.mark(ranges.COLLECTION, 0, 1, 2)
+            return super().get_event_attributes(*args)
 
-
-def run(**environment: str) -> list[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("NVTX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout.split("\n")[:-1]
-
-
-@pytest.fixture(scope="module")
-def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
-        pytest.skip("building an NVTX tool needs a C compiler on 64-bit Linux")
-    folder: Path = tmp_path_factory.mktemp("nvtx_tool")
-    (folder / "tool.c").write_text(TOOL)
-    library = str(folder / "tool.so")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", library, str(folder / "tool.c")], check=True
-    )
-    return library
-
-
-def test_a_real_tool_receives_names_payloads_and_pairs(tool: str) -> None:
-    lines = run(NVTX_INJECTION64_PATH=tool)
-    assert "domain stepgraph" in lines
-    assert "attached True" in lines
-    registered = [line for line in lines if line.startswith("register ")]
-    assert sorted(registered) == sorted(f"register {name}" for name in ranges.RANGES)
-    assert [line for line in lines if line.startswith(("push", "pop"))] == [
-        "push step 41",
-        "push replay 8",
-        "pop",
-        "push replay 9",
-        "pop",
-        "pop",
-    ]
-
-
-def test_a_tool_can_be_kept_out(tool: str) -> None:
-    assert run(NVTX_INJECTION64_PATH=tool, NVTX_DISABLE="1")[-1] == "attached False"
-
-
-def test_no_tool_no_emission() -> None:
-    assert run() == ["attached False"]
+    recorder = Collecting()
+    emitter = ranges.connect(recorder)
+    recorder.registered.clear()
+    thread = threading.Thread(target=lambda: emitter.push(ranges.STEP, 4), name="late")
+    thread.start()
+    thread.join()
+    assert recorder.events == [("push", "step", 4)]
+    assert len(recorder.registered) == len(ranges.RANGES) + len(ranges.MARKS)

@@ -2,6 +2,7 @@ import gc
 import struct
 import sys
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,12 +46,25 @@ class TimelineAgainstDeque(RuleBasedStateMachine):
         self.timeline = Timeline(capacity)
         self.oracle: deque[StepRecord] = deque(maxlen=capacity)
         self.recorded = 0
+        self.steps = 0
 
-    @rule(record=records)
-    def record(self, record: StepRecord) -> None:
+    @rule(record=records, skipped=st.integers(0, 2))
+    def record(self, record: StepRecord, skipped: int) -> None:
+        """The next step, or one behind others that nobody recorded."""
+        record = replace(record, step=self.steps + skipped)
+        self.steps = record.step + 1
         put(self.timeline, record)
         self.oracle.append(record)
         self.recorded += 1
+
+    @rule(age=st.integers(-2, 12), device_ns=nanoseconds)
+    def set_device_ns(self, age: int, device_ns: int) -> None:
+        """Of a step that is kept, is gone, was skipped, or is yet to come."""
+        step = self.steps - age
+        self.timeline.set_device_ns(step, device_ns)
+        for index, record in enumerate(self.oracle):
+            if record.step == step:
+                self.oracle[index] = replace(record, device_ns=device_ns)
 
     @rule()
     def clear(self) -> None:
@@ -113,6 +127,20 @@ def test_recording_holds_no_object_and_no_memory() -> None:
         timeline.record(step, 3, 4, 0, step, 11, 22, 33, 44, 55)
     assert len(gc.get_objects()) - objects < 20
     assert sys.getallocatedblocks() - blocks < 100
+
+
+def test_a_record_ends_after_all_that_happened_within_it() -> None:
+    timed = StepRecord(0, 3, 4, 0, 1000, 1, 20, 300, 4000, 50_000)
+    assert timed.ended_ns == 55_321
+    assert replace(timed, beside_host=True).ended_ns == 5_321
+    assert replace(timed, device_ns=None).ended_ns == 5_321
+
+
+def test_all_records_of_a_timeline_are_of_one_device() -> None:
+    for beside_host in (False, True):
+        timeline = Timeline(2, beside_host=beside_host)
+        put(timeline, some_record(1))
+        assert timeline.records()[0].beside_host is beside_host
 
 
 def test_values_that_are_no_integers_are_refused() -> None:

@@ -25,6 +25,7 @@ from ..request import RequestOutput
 from ..sampling_params import SamplingParams
 from .decode_steps import decode_roofline
 from .environment import dtype_names
+from .instrumentation import instrumentation_to_json, measure_instrumentation
 from .turns import spread
 from .workload import abort_all, random_prompts
 
@@ -240,6 +241,11 @@ def to_json(
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
         },
+        "instrumentation": instrumentation_to_json(
+            measure_instrumentation(engine),
+            measurement.step_ms,
+            engine.config.user.steps_per_launch,
+        ),
         "baseline": baseline,
         "samples": {"step_ms": measurement.step_ms},
     }

@@ -1,0 +1,163 @@
+"""Python's garbage collector under watch: counted, timed, told once, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+from stepgraph.profiling import collector, ranges
+from stepgraph.profiling.collector import CollectorWatch
+from stepgraph.runtime import Engine, SamplingParams
+
+from .listeners import Heard
+
+
+@pytest.fixture(autouse=True)
+def no_automatic_collection() -> Iterator[None]:
+    gc.collect()  # engines that other tests dropped
+    assert collector._watches == []
+    before = gc.callbacks.copy()
+    gc.disable()
+    gc.freeze()  # so that a collection looks at what the test makes, and at nothing else
+    yield
+    gc.collect()
+    gc.unfreeze()
+    gc.enable()
+    assert gc.callbacks == before
+    assert collector._watches == []
+
+
+def make_cycles(count: int) -> None:
+    for _ in range(count):
+        cycle: list[object] = []
+        cycle.append(cycle)
+
+
+def test_collections_are_counted_and_timed() -> None:
+    watch = CollectorWatch()
+    assert (watch.collections, watch.total_ns) == (0, 0)
+    for number in range(1, 4):
+        before = watch.total_ns
+        gc.collect()
+        assert watch.collections == number
+        assert watch.total_ns > before
+    watch.close()
+    watch.close()
+    counted = (watch.collections, watch.total_ns)
+    gc.collect()
+    assert (watch.collections, watch.total_ns) == counted
+
+
+def test_a_mark_says_what_the_collector_did() -> None:
+    heard = Heard(collections=True)
+    watch = CollectorWatch()
+    with ranges.listening(heard):
+        gc.collect(0)
+        make_cycles(7)
+        gc.collect(2)
+    watch.close()
+    (_, _, young), (_, _, old) = heard.events
+    assert heard.names("mark") == ["collection", "collection"]
+    assert [young[0], old[0]] == [0, 2]
+    assert old[2] >= 7
+    assert 0 <= young[1] + old[1] <= watch.total_ns // 1000
+
+
+def test_two_watches_count_the_same_and_tell_once() -> None:
+    heard = Heard(collections=True)
+    first, second = CollectorWatch(), CollectorWatch()
+    assert gc.callbacks.count(collector._on_collection) == 1
+    with ranges.listening(heard):
+        gc.collect()
+        first.close()
+        gc.collect()
+        second.close()
+        gc.collect()
+    assert (first.collections, second.collections) == (1, 2)
+    assert len(heard.events) == 2
+
+
+def test_a_watch_that_is_dropped_leaves_nothing() -> None:
+    watch = CollectorWatch()
+    gone = weakref.ref(watch)
+    del watch
+    assert gone() is None
+    assert collector._on_collection not in gc.callbacks
+
+
+def test_a_watch_that_is_dropped_in_a_cycle_leaves_nothing() -> None:
+    """It goes in the middle of a collection, which nobody is told the end of."""
+    cycle: list[object] = [CollectorWatch()]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert collector._on_collection not in gc.callbacks
+    assert collector._started_ns == 0
+
+
+def test_a_collection_that_began_before_anybody_watched_is_not_counted() -> None:
+    made: list[CollectorWatch] = []
+
+    class Appearing:
+        """Makes a watch when it is found unreachable: between start and stop."""
+
+        def __del__(self) -> None:
+            made.append(CollectorWatch())
+
+    cycle: list[object] = [Appearing()]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    (watch,) = made
+    assert (watch.collections, watch.total_ns) == (0, 0)
+    gc.collect()
+    assert watch.collections == 1
+    watch.close()
+
+
+def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
+    first, second = open_engine("base"), open_engine("micro")
+    assert len(collector._watches) == 2
+    gc.collect()
+    first.close()
+    gc.collect()
+    first.close()
+    assert len(collector._watches) == 1
+    assert second.stats()["collector"]["collections"] == 2
+    assert second.stats()["collector"]["seconds"] > 0
+    second.close()
+    assert collector._on_collection not in gc.callbacks
+
+
+def test_an_engine_that_is_dropped_leaves_nothing(open_engine: Callable[..., Engine]) -> None:
+    loop = weakref.ref(open_engine("micro")._loop)
+    open_engine.__closure__[0].cell_contents.clear()  # type: ignore[index]
+    gc.collect()
+    assert loop() is None
+    assert collector._on_collection not in gc.callbacks
+
+
+def test_a_step_knows_what_the_collector_took_of_it(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("micro")
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    plan = engine._loop.scheduler.plan
+    collects = iter([False, True, False, True, True, False])
+
+    def plan_and_collect(**kwargs: bool) -> object:
+        if next(collects):
+            gc.collect()
+        return plan(**kwargs)
+
+    monkeypatch.setattr(engine._loop.scheduler, "plan", plan_and_collect)
+    for _ in range(6):
+        engine.step()
+        gc.collect()  # between two steps: no part of either
+    records = engine.timeline().records()
+    held_up = [number for number, record in enumerate(records) if record.collected_ns > 0]
+    assert held_up == [1, 3, 4]
+    for record in records:
+        assert record.collected_ns <= record.plan_ns

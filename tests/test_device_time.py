@@ -1,0 +1,155 @@
+"""What the timeline says of the device's time, by events of a device that works behind the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count, pairwise
+from typing import Any
+
+import pytest
+from stepgraph.profiling.timeline import StepRecord, Timeline
+from stepgraph.runtime import Engine, SamplingParams
+
+from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
+
+CAPTURED = {"mode": "graph", "compile": False, "max_model_len": 96, "buckets": (1, 4)}
+
+
+class Rig:
+    """An engine, and for each of its steps what the device will have worked on it."""
+
+    def __init__(self, engine: Engine, graphs: FakeGraphs) -> None:
+        graphs.stream.behind = True
+        self.engine = engine
+        self.graphs = graphs
+        self.expected: dict[int, int] = {}
+        self._names = count()
+
+    def add(self, *prompts: list[int], max_tokens: int = 12) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        for prompt in prompts:
+            self.engine.add_request(prompt, params, f"request {next(self._names)}")
+
+    def step(self) -> None:
+        number, logged = self.engine.stats()["steps"], len(self.graphs.log)
+        self.engine.step()
+        replays = [e[1] for e in self.graphs.log[logged:] if e[0] == "replay"]
+        if replays:
+            self.expected[number] = sum(self.graphs.graphs[i].duration_ns for i in replays)
+
+    def drain(self) -> None:
+        while self.engine.has_unfinished():
+            self.step()
+
+    def shown(self) -> dict[int, int | None]:
+        return {record.step: record.device_ns for record in self.engine.timeline().records()}
+
+
+@pytest.fixture
+def rig(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Rig:
+    return Rig(open_engine("base", **CAPTURED), fake_graphs)
+
+
+def replace_timeline(engine: Engine, capacity: int) -> Timeline:
+    engine._loop.timeline = Timeline(capacity, beside_host=True)
+    return engine._loop.timeline
+
+
+def test_every_step_has_the_time_of_its_own_replays(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(4):
+        rig.step()
+    rig.add([6, 7, 8, 9], [3])
+    rig.drain()
+    assert rig.shown() == rig.expected
+    assert len(set(rig.expected.values())) > 2, "chunks, decode steps, and both in one"
+    rig.add([5, 6, 7])  # and after a pause
+    rig.drain()
+    assert rig.shown() == rig.expected
+
+
+def test_a_step_under_way_is_not_timed_yet(rig: Rig) -> None:
+    rig.add([1, 2, 3])
+    for _ in range(5):
+        rig.step()
+        *earlier, latest = rig.engine.timeline().records()
+        assert latest.device_ns is None
+        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5])
+def test_it_goes_to_the_right_record_of_a_ring_that_wraps(rig: Rig, capacity: int) -> None:
+    replace_timeline(rig.engine, capacity)
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(9):
+        rig.step()
+        *earlier, latest = rig.engine.timeline().records()
+        assert latest.device_ns is None
+        assert [r.device_ns for r in earlier] == [rig.expected[r.step] for r in earlier]
+    rig.drain()
+    assert rig.shown() == dict(list(rig.expected.items())[-capacity:])
+
+
+def test_a_step_whose_record_was_cleared_is_left_alone(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    for _ in range(4):
+        rig.step()
+    rig.engine.timeline().clear()
+    rig.step()
+    (record,) = rig.engine.timeline().records()
+    assert record.device_ns is None
+    rig.drain()
+    assert rig.shown() == {n: ns for n, ns in rig.expected.items() if n >= record.step}
+
+
+def test_steps_that_score_are_in_nobody_s_record(rig: Rig) -> None:
+    rig.add([1, 2, 3])
+    rig.drain()
+    rig.engine.score([1, 2, 3, 4], 2)
+    rig.add([1, 2, 3])
+    rig.drain()
+    assert rig.shown() == rig.expected
+
+
+def test_the_device_s_time_is_no_part_of_the_host_s(rig: Rig) -> None:
+    rig.add([1, 2, 3], max_tokens=30)
+    rig.drain()
+    records = rig.engine.timeline().records()
+    for before, after in pairwise(records):
+        assert before.beside_host
+        assert before.ended_ns == before.started_ns + before.host_ns + before.wait_ns
+        assert before.started_ns < before.ended_ns < after.started_ns
+
+
+def test_on_the_host_s_own_device_it_is(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("base")
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    records = engine.timeline().records()
+    for before, after in pairwise(records):
+        assert before.device_ns
+        assert not before.beside_host
+        ended = before.started_ns + before.host_ns + before.wait_ns + before.device_ns
+        assert before.ended_ns == ended
+        assert before.started_ns < ended < after.started_ns
+
+
+def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
+    rig.add([1, 2, 3], [4, 5])
+    shown: list[tuple[StepRecord, int]] = []
+    for turn in range(30):
+        if turn == 4:
+            rig.add([6] * 20)
+        if not rig.engine.has_unfinished():
+            break
+        before: Any = rig.engine.timeline().recorded
+        rig.step()
+        blocks = rig.engine.stats()["blocks"]
+        if rig.engine.timeline().recorded > before:
+            held = blocks["usable"] - blocks["free"]
+            shown.append((rig.engine.timeline().records()[-1], held))
+    assert [record.joined for record, _ in shown[:6]] == [2, 0, 0, 0, 1, 0]
+    assert sum(record.joined for record, _ in shown) == 3
+    # What finishes is given back behind the launch.
+    assert all(record.blocks_in_use >= held for record, held in shown)
+    assert [r.blocks_in_use for r, _ in shown[:3]] == [held for _, held in shown[:3]]
+    assert shown[5][0].blocks_in_use > shown[3][0].blocks_in_use > 0

@@ -1,0 +1,232 @@
+"""What an NVTX tool receives: a small one, built here, that prints it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stepgraph.profiling import ranges
+from stepgraph.profiling.dictionary import MARKS, STEP_NUMBERS
+
+# The smallest tool that NVTX accepts: it is asked to put its functions into the tables of the
+# process and prints what arrives. Payloads and counters are extensions, which ask on their own.
+# Layouts as in the headers of NVTX 3.
+TOOL = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+typedef void (*fn)(void);
+typedef struct { size_t size; int (*table)(int, fn ***, unsigned *); } callbacks;
+typedef struct {
+  uint16_t version, size; uint32_t category; int32_t color_type; uint32_t color;
+  int32_t payload_type, reserved; union { int64_t integer; const void *extended; } payload;
+  int32_t message_type; const char *message;
+} event;
+typedef struct { uint64_t schema; size_t size; const int64_t *bytes; } extended;
+typedef struct {
+  uint64_t flags, type; const char *name, *description; uint64_t detail, offset;
+  const void *semantics, *reserved;
+} entry;
+typedef struct {
+  uint64_t mask; const char *name; uint64_t type, flags; const entry *entries; size_t count, size;
+} schema;
+typedef struct {
+  size_t size; uint64_t schema; const char *name, *description;
+} counter;
+typedef struct { size_t id, count; intptr_t *slots; } segment;
+typedef struct {
+  uint16_t version, size, module, compatibility; size_t count; segment *segments;
+} extension;
+
+static void numbers(const int64_t *values, size_t bytes) {
+  for (size_t i = 0; i < bytes / 8; i++) printf(" %lld", (long long)values[i]);
+  printf("\n"); fflush(stdout);
+}
+static void payload(const event *e) {
+  if (e->payload_type == (int32_t)0xDFBD0009) {
+    const extended *x = e->payload.extended;
+    printf(" schema %llu of %d", (unsigned long long)x->schema, e->reserved);
+    numbers(x->bytes, x->size);
+  } else numbers(&e->payload.integer, 8);
+}
+static void *create(const char *name) { printf("domain %s\n", name); return strdup(name); }
+static void whose(const char *domain) {
+  if (domain && strcmp(domain, "stepgraph")) printf("[%s] ", domain);
+}
+static const char *reg(void *d, const char *s) { printf("register %s\n", s); return s; }
+static void category(void *d, uint32_t id, const char *s) { printf("category %s\n", s); }
+static int push(void *d, const event *e) {
+  whose(d); printf("push %s", e->message); payload(e); return 0;
+}
+static int pop(void *d) { whose(d); printf("pop\n"); fflush(stdout); return 0; }
+static void mark(void *d, const event *e) { whose(d); printf("mark %s", e->message); payload(e); }
+int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
+  const callbacks *c = export(1); fn **t; unsigned n;
+  if (!c->table(5, &t, &n)) return 0;
+  *t[1] = (fn)mark; *t[4] = (fn)push; *t[5] = (fn)pop; *t[8] = (fn)category; *t[10] = (fn)reg;
+  *t[12] = (fn)create;
+  return 1;
+}
+
+#ifndef WITHOUT_EXTENSIONS
+static uint64_t schemas = 1000, counters = 2000;
+static uint64_t new_schema(void *d, const schema *s) {
+  printf("schema %llu:", (unsigned long long)++schemas);
+  for (size_t i = 0; i < s->count; i++)
+    printf(" %s@%llu", s->entries[i].name ? s->entries[i].name : "-",
+           (unsigned long long)s->entries[i].offset);
+  printf(" (%zu bytes)\n", s->size);
+  return schemas;
+}
+static uint64_t new_counter(void *d, const counter *c) {
+  printf("counter %llu: %s, schema %llu\n", (unsigned long long)++counters, c->name,
+         (unsigned long long)c->schema);
+  return counters;
+}
+static void sample(void *d, uint64_t id, const int64_t *values, size_t bytes) {
+  whose(d); printf("sample %llu", (unsigned long long)id); numbers(values, bytes);
+}
+int InitializeInjectionNvtxExtension(extension *e) {
+  intptr_t *slots = e->segments[0].slots;
+  if (e->module == 2) slots[0] = (intptr_t)new_schema;
+  if (e->module == 4) { slots[0] = (intptr_t)new_counter; slots[3] = (intptr_t)sample; }
+  return 1;
+}
+#endif
+"""
+
+PROGRAM = """
+from stepgraph.profiling import ranges
+print("attached", ranges.attached, flush=True)
+with ranges.span(ranges.STEP, 41):
+    with ranges.step_span(ranges.REPLAY, 41, 3, 4, 3, 17, 1):
+        pass
+    with ranges.step_span(ranges.REPLAY, 42, 4, 4, 4, 2**62, 0):
+        ranges.mark(ranges.FALLBACK, 4)
+    ranges.mark(ranges.COLLECTION, 2, 1500, -1)
+    ranges.push(ranges.COPY, 9)
+    ranges.pop()
+"""
+
+
+def run(program: str = PROGRAM, **environment: str) -> list[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("NVTX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.split("\n")[:-1]
+
+
+def build(folder: Path, *flags: str) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
+        pytest.skip("building an NVTX tool needs a C compiler on 64-bit Linux")
+    (folder / "tool.c").write_text(TOOL)
+    library = str(folder / "tool.so")
+    command = [compiler, *flags, "-shared", "-fPIC", "-o", library, str(folder / "tool.c")]
+    subprocess.run(command, check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("nvtx_tool"))
+
+
+@pytest.fixture(scope="module")
+def plain_tool(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tool that knows neither payloads of several fields nor counters."""
+    return build(tmp_path_factory.mktemp("plain_nvtx_tool"), "-DWITHOUT_EXTENSIONS")
+
+
+def laid_out(names: list[str]) -> str:
+    fields = " ".join(f"{name}@{8 * index}" for index, name in enumerate(names))
+    return f"{fields} ({8 * len(names)} bytes)"
+
+
+def test_a_tool_receives_names_payloads_marks_and_counters(tool: str) -> None:
+    lines = run(NVTX_INJECTION64_PATH=tool)
+    assert "domain stepgraph" in lines
+    assert "attached True" in lines
+    registered = [line for line in lines if line.startswith("register ")]
+    assert sorted(registered) == sorted(f"register {name}" for name in (*ranges.RANGES, *MARKS))
+    categories = {line for line in lines if line.startswith("category ")}
+    assert categories == {f"category {info.category}" for info in ranges.RANGES.values()}
+
+    # Fields of a payload are schemas of their own, of a counter they are not: two that are alike.
+    schemas = dict(line.split(": ") for line in lines if line.startswith("schema "))
+    step_numbers = laid_out([field.name for field in STEP_NUMBERS])
+    of_ranges, of_counters = (id for id, fields in schemas.items() if fields == step_numbers)
+    (of_marks,) = (
+        id
+        for id, fields in schemas.items()
+        if fields == laid_out([field.name for field in MARKS["collection"].fields])
+    )
+    (counters,) = (line for line in lines if line.startswith("counter "))
+    assert counters == f"counter 2001: step numbers, {of_counters}"
+
+    shown = ("push", "pop", "mark", "sample")
+    assert [line for line in lines if line.startswith(shown)] == [
+        "push step 41",
+        f"push replay {of_ranges} of 1 41 3 4 3 17 1",
+        "sample 2001 41 3 4 3 17 1",
+        "pop",
+        f"push replay {of_ranges} of 1 42 4 4 4 {2**62} 0",
+        f"sample 2001 42 4 4 4 {2**62} 0",
+        "mark fallback 4",
+        "pop",
+        f"mark collection {of_marks} of 1 2 1500 -1",
+        "push copy 9",
+        "pop",
+        "pop",
+    ]
+
+
+def test_a_tool_without_extensions_receives_the_rest(plain_tool: str) -> None:
+    lines = run(NVTX_INJECTION64_PATH=plain_tool)
+    assert "attached True" in lines
+    assert not [line for line in lines if line.startswith(("counter", "sample", "schema"))]
+    events = [line.split()[:2] for line in lines if line.startswith(("push", "mark"))]
+    assert [name for _, name in events] == [
+        "step", "replay", "replay", "fallback", "collection", "copy",
+    ]  # fmt: skip
+    assert lines[-1] == "pop"
+
+
+def test_a_tool_hears_of_collections_while_somebody_watches(tool: str) -> None:
+    program = (
+        "import gc; from stepgraph.profiling.collector import CollectorWatch as Watch\n"
+        "gc.disable(); gc.collect(); watch = Watch(); gc.collect(1); watch.close(); gc.collect(0)"
+    )
+    marks = [line for line in run(program, NVTX_INJECTION64_PATH=tool) if line.startswith("mark")]
+    (mark,) = marks
+    assert mark.startswith("mark collection schema ")
+    assert mark.split("of 1 ")[1].startswith("1 ")
+
+
+def test_the_cost_under_a_tool_is_measured_in_a_domain_of_its_own(tool: str) -> None:
+    program = "from stepgraph.profiling.overhead import measure_overhead as measure\n"
+    lines = run(program + "measure(rounds=1, steps=3)", NVTX_INJECTION64_PATH=tool)
+    assert "domain stepgraph.overhead" in lines
+    events = [line for line in lines if line.partition("] ")[2].startswith(("push", "sample"))]
+    assert all(line.startswith("[stepgraph.overhead] ") for line in events)
+    assert len(events) == 2 * 3 * 6  # a round warms up; five ranges and a sample a step
+    assert not [line for line in lines if line.startswith(("push", "sample", "mark"))]
+
+
+def test_a_tool_can_be_kept_out(tool: str) -> None:
+    assert run(NVTX_INJECTION64_PATH=tool, NVTX_DISABLE="1")[-1] == "attached False"
+
+
+def test_no_tool_no_emission() -> None:
+    assert run() == ["attached False"]
