@@ -7,6 +7,7 @@ python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24G
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --output-json new.json --compare old.json --fail-above 1.05
 python bench.py --compare old.json new.json           two files, and measure nothing
+python bench.py --scenario churn --plot steps.png     gaps between tokens over time, drawn
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
