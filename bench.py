@@ -9,6 +9,7 @@ python bench.py --output-json new.json --compare old.json --fail-above 1.05
 python bench.py --compare old.json new.json           two files, and measure nothing
 python bench.py --profile torch                       a trace of some steps, for Perfetto
 python bench.py --profile nsys                        the command for nsys, run where it is
+python bench.py --scenario churn --plot steps.png     gaps between tokens over time, drawn
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
