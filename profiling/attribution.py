@@ -314,8 +314,9 @@ class Tape:
         self._told(f"steps have no nodes: {kind}{error}")
 
     def _told(self, reason: str | None) -> None:
-        if reason is not None and self._names.reason is None:
-            self._names.reason = reason
+        before = self._names.reason
+        if reason is not None and (before is None or reason not in before):
+            self._names.reason = reason if before is None else f"{before}; {reason}"
             logger.warning("kernels of captured steps: %s", reason)
 
 

@@ -136,7 +136,7 @@ class KernelNames:
     costs: list[OperationCost] = field(default_factory=list)
     """May be empty."""
     reason: str | None = None
-    """Why steps have no nodes, or nodes lack a part; the first reason there was."""
+    """Why steps have no nodes, or nodes lack a part; each reason once."""
 
     @property
     def unattributed(self) -> int:

@@ -347,6 +347,20 @@ def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
     assert len(caplog.records) == 1  # told once
 
 
+def test_every_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """That there are no ids must not hide that there are no nodes."""
+    with attribution.recording() as names, attribution.step(Key()):
+        for fails_in in ("", "take", "", "take"):
+            source = Nodes(reason="no ids", fails_in=fails_in)
+            with attribution.capturing(lambda source=source: source) as tape:
+                pass
+            assert tape is not None
+            tape.finish(None)
+    failure = "steps have no nodes: TypeError: take has another signature"
+    assert names.reason == f"no ids; {failure}"
+    assert len(caplog.records) == 2
+
+
 def test_a_source_that_cannot_be_opened_is_told() -> None:
     def closed() -> Nodes:
         raise attribution.AttributionError("nothing to ask")
