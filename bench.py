@@ -5,10 +5,14 @@ python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 102
 python bench.py --baseline transformers               beside continuous batching of transformers
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
+python bench.py --output-json new.json --compare old.json --fail-above 1.05
+python bench.py --compare old.json new.json           two files, and measure nothing
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
+python bench.py --scenario prefix                     prompts that begin alike
+python bench.py --scenario memory                     what an engine takes, and a full cache costs
 python bench.py --scenario start                      the first start of an engine, and the second
 python bench.py --scenario kernels                    each kernel of a step on CUDA, and forecasts
 """
@@ -20,6 +24,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,17 +37,24 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
+from stepgraph.runtime.benchmarks.compared import read_results
+from stepgraph.runtime.benchmarks.comparison import compare, slower_than
+from stepgraph.runtime.benchmarks.comparison_table import comparison_text, describe_case
 from stepgraph.runtime.benchmarks.cost_tables import cache_table, host_table
 from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.benchmarks.outputs import write_text
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
-from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table
+from stepgraph.runtime.benchmarks.steady_rows import warnings
+from stepgraph.runtime.benchmarks.tables import markdown_table, remarks, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.step_report import explain_step
 
+INTERRUPTED = 130
+"""The exit status of what SIGINT ended: 128 + 2, as of a shell."""
 ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
 
 
@@ -146,40 +158,129 @@ def _write_costs(
 ) -> None:
     """Print the table of what runs on the host alone, and write it where it was asked for."""
     print(table)
-    if options.output_md is not None:
-        options.output_md.write_text(table + "\n")
     if options.output_json is not None:
         device = torch.device("cpu")
         document = new_document(device, bandwidth.measure_read_bandwidth(device))
         document[name] = [dataclasses.asdict(cost) for cost in costs]
         write_json(options, document)
+    if options.output_md is not None:
+        write_text(options.output_md, table + "\n")
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Compare two files; print and write what comes of it, and return the exit status."""
+    old, new = options.compare
+    scenario, before = read_results(old, None)
+    _, document = read_results(new, scenario)
+    document["comparison"] = compare(
+        before,
+        document,
+        scenario=scenario,
+        old_name=str(old),
+        new_name=str(new),
+        fail_above=options.fail_above,
+    )
+    text = comparison_text(document["comparison"])
+    print(text)
+    write_json(options, document)
+    if options.output_md is not None:
+        write_text(options.output_md, text + "\n")
+    return judge(document["comparison"])
+
+
+def run_engines(options: argparse.Namespace) -> int:
+    """Measure engines; print and write the results, and return the exit status.
+
+    Whatever ends it, what was measured before is told.
+    """
+    before = None
+    if options.compare is not None:
+        _, before = read_results(options.compare[0], options.scenario)
+    run = SteadyRun(options) if options.scenario == "steady" else ScenarioRun(options)
+    try:
+        run.run()
+    except BaseException:
+        if any(isinstance(value, list) and value for value in run.document.values()):
+            _tell(options, run.document)
+            run.steps.write(run.document)
+        raise
+    if before is None:
+        _tell(options, run.document)
+        run.steps.write(run.document)
+        return 0
+    run.document["comparison"] = compare(
+        before,
+        run.document,
+        scenario=options.scenario,
+        old_name=str(options.compare[0]),
+        new_name=None,
+        fail_above=options.fail_above,
+    )
+    write_json(options, run.document)
+    _tell(options, run.document)
+    run.steps.write(run.document)
+    return judge(run.document["comparison"])
+
+
+def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Print the table and what is to be said of it, and write it where it was asked for."""
+    stdout = Console(soft_wrap=True)
+    if stdout.is_terminal:
+        stdout.print(rich_table(document))
+        print("\n".join(remarks(document)))
+    else:
+        print(markdown_table(document))
+    for warning in warnings(document):
+        print(f"bench.py: {warning}", file=sys.stderr)
+    if options.output_md is not None:
+        write_text(options.output_md, markdown_table(document) + "\n")
+
+
+def judge(comparison: dict[str, Any]) -> int:
+    """Say on stderr what is slower than it may be; return the exit status."""
+    limit = comparison["fail_above"]
+    if limit is None:
+        return 0
+    slower = slower_than(comparison)
+    if slower:
+        worst = max(slower, key=lambda entry: entry["ratio"])
+        reason = (
+            f"{len(slower)} of {len(comparison['entries'])} ratios are above {limit:g}, the largest"
+            f" is {worst['ratio']:.3f}: {describe_case(worst['case'])}"
+        )
+    elif not comparison["entries"]:
+        reason = f"no case is in {comparison['old']} too: nothing was compared"
+    else:
+        return 0
+    print(f"bench.py: error: {reason}", file=sys.stderr)
+    return 1
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
     options = parse_arguments(description=__doc__)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("bench.py: interrupted; what was measured before is kept", file=sys.stderr)
+        return INTERRUPTED
+    except ERRORS as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.explain_memory:
         return run_explain_memory(options)
     if options.explain_step:
         return run_explain_step(options)
+    if options.compare is not None and len(options.compare) == 2:
+        return run_compare(options)
     if options.scenario == "cache":
         return run_cache_scenario(options)
     if options.scenario == "host":
         return run_host_scenario(options)
-    try:
-        run = SteadyRun(options) if options.scenario == "steady" else ScenarioRun(options)
-        document = run.run()
-    except ERRORS as error:
-        print(f"bench.py: error: {error}", file=sys.stderr)
-        return 1
-    stdout = Console(soft_wrap=True)
-    stdout.print(
-        rich_table(document) if stdout.is_terminal else markdown_table(document), markup=False
-    )
-    if options.output_md is not None:
-        options.output_md.write_text(markdown_table(document) + "\n")
-    write_json(options, document)
-    return 0
+    return run_engines(options)
 
 
 if __name__ == "__main__":

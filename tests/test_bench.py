@@ -8,7 +8,7 @@ import pytest
 from stepgraph.cache.benchmark import OperationCost
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.benchmarks import run_scenarios, run_steady, start, steady
+from stepgraph.runtime.benchmarks import run_scenarios, start, steady
 from stepgraph.runtime.benchmarks.host import HostCost
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
@@ -129,18 +129,22 @@ def test_launches_of_several_steps_are_divided_by_them(monkeypatch, tmp_path, do
         assert case["fallbacks"] == 0
 
 
-def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
-    def measure(engine, case, **_):
-        if case.batch_size == 2:
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path, capsys):
+    def repeat(run):
+        if run.case.batch_size == 2:
             raise StepgraphError("enough")
-        return real(engine, case, num_warmup=0, num_iters=1, seed=0)
+        real(run)
 
-    real = run_steady.measure
-    monkeypatch.setattr(run_steady, "measure", measure)
-    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json"
+    real = steady.CaseRun.repeat
+    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    arguments = f"{SMALL} --mode eager --output-json {tmp_path}/a.json --output-md {tmp_path}/a.md"
     assert run_bench(monkeypatch, arguments) == 1
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["batch_size"] == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "bench.py: error: enough"
+    assert captured.out == (tmp_path / "a.md").read_text()
+    assert len(rows({"cases": [case]})) == 1
 
 
 def test_percentiles_appear_only_where_n_supports_them(document):

@@ -61,6 +61,16 @@ WITHOUT_TORCH = (
     "profiling/ranges.py",
     "profiling/collector.py",
     "profiling/overhead.py",
+    "profiling/attribution.py",
+    "profiling/graph_nodes.py",
+    "profiling/kernel_matching.py",
+    "profiling/kernel_names.py",
+    "runtime/benchmarks/cells.py",
+    "runtime/benchmarks/compared.py",
+    "runtime/benchmarks/comparison.py",
+    "runtime/benchmarks/comparison_table.py",
+    "runtime/benchmarks/outputs.py",
+    "runtime/benchmarks/turns.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

@@ -67,7 +67,7 @@ def test_interference_beside_a_device(
         return [1.0], []
 
     monkeypatch.setattr(interference, "_chunks", chunks)
-    monkeypatch.setattr(interference, "_steps_under_way", lambda engine: 1)
+    monkeypatch.setattr(interference, "steps_under_way", lambda engine: 1)
     measured = measure_interference(engine, CASE, seed=3)
     assert len(measured.itl_ms) == CASE.num_steps
     assert len(ended) == len(records) == interference.SETTLING_STEPS + CASE.num_steps
@@ -98,7 +98,7 @@ def test_chunks_are_told_apart_by_bucket_and_place() -> None:
 
 
 def measured_interference(chunks: list[Chunks], itl_ms: list[float]) -> Interference:
-    return Interference(CASE, itl_ms, [10.0, 11.0, 12.0], chunks, [], 4)
+    return Interference(CASE, itl_ms, [10.0, 11.0, 12.0], [], chunks, [], 4)
 
 
 def test_the_bound_is_a_decode_step_and_the_costliest_chunk() -> None:
@@ -120,7 +120,7 @@ def test_p99_is_judged_where_n_supports_it(
     open_engine: Callable[..., Engine], itl_ms: list[float], within: bool | None
 ) -> None:
     engine = open_for(open_engine, CASE)
-    document = interference_to_json(engine, measured_interference([], itl_ms), None)
+    document = interference_to_json(engine, measured_interference([], itl_ms), None, bandwidth=1e10)
     assert document["p99_within_bound"] is within
     assert document["bound_ms"] == pytest.approx(12.1)
     assert document["ttft_ms"] is None
@@ -130,7 +130,7 @@ def test_p99_is_judged_where_n_supports_it(
 def test_interference_with_a_budget(open_engine: Callable[..., Engine]) -> None:
     engine = open_for(open_engine, CASE, max_itl_ms=1e-3)
     measured = measure_interference(engine, CASE, seed=3)
-    document = interference_to_json(engine, measured, 1e-3)
+    document = interference_to_json(engine, measured, 1e-3, bandwidth=1e10)
     assert document["max_itl_ms"] == 1e-3
     assert document["step_budget"]["forced"] == document["step_budget"]["n"] > 0
     assert document["itl_ms"]["n"] == CASE.num_steps
@@ -161,7 +161,7 @@ def test_churn(open_engine: Callable[..., Engine]) -> None:
     assert len(measured.itl_ms) > 100
     assert not engine.has_unfinished()
     engine.check_integrity()
-    document = churn_to_json(engine, measured, None)
+    document = churn_to_json(engine, measured, None, bandwidth=1e10)
     assert document["itl_ms"]["n"] == len(measured.itl_ms)
     assert document["step_ms"]["n"] == document["steps"] == CHURN.num_steps
     assert document["step_budget"] is None

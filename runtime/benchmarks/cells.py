@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["aligned", "engine_cells", "median", "percentiles"]
+__all__ = ["aligned", "engine_cells", "median", "percentiles", "roofline"]
 
 
 def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
@@ -38,3 +38,8 @@ def percentiles(summary: dict[str, Any]) -> str:
     """Return p50 / p90 / p99, with a dash where there are too few samples to tell."""
     values = (summary[name] for name in ("p50", "p90", "p99"))
     return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def roofline(reached: dict[str, Any] | None) -> str:
+    """Return the fraction of the roofline, or a dash where no step only decoded."""
+    return "-" if reached is None else f"{reached['fraction']:.0%}"

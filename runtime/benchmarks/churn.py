@@ -16,6 +16,7 @@ from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..models.config import ModelConfig
 from ..request import RequestOutput
+from .decode_steps import DecodeStep, StepWatch, mean_roofline
 from .environment import describe_engine
 from .workload import abort_all, greedy, random_prompts
 
@@ -62,6 +63,8 @@ class Churn:
     """Before their end, while others went on."""
     num_preemptions: int
     records: list[StepRecord]
+    decode_steps: list[DecodeStep]
+    """Those without prefill."""
 
     @property
     def occupancy(self) -> float:
@@ -90,19 +93,19 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
     latest: dict[str, RequestOutput] = {}
     step_ms: list[float] = []
     preemptions = engine.stats()["preemptions"]
-    engine.timeline().clear()
+    watch = StepWatch(engine)
     while len(step_ms) < case.num_steps and (num_requests < len(schedule) or open_ids):
         if not open_ids:
             sooner = max(sooner, schedule[num_requests].step - len(step_ms))
         while num_requests < len(schedule) and schedule[num_requests].step <= len(step_ms) + sooner:
             comes = schedule[num_requests]
             num_requests += 1
-            request_id = engine.add_request(comes.prompt, greedy(comes.output_len))
+            request_id = watch.add_request(comes.prompt, greedy(comes.output_len))
             open_ids.add(request_id)
             if comes.leaves_after is not None:
                 leaving[request_id] = comes.leaves_after
         started = time.perf_counter()
-        outputs = engine.step()
+        outputs = watch.step()
         step_ms.append(1e3 * (time.perf_counter() - started))
         for output in outputs:
             request_id = output.request_id
@@ -112,7 +115,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
             elif request_id in leaving and len(output.token_ids) >= leaving[request_id]:
                 del leaving[request_id]
                 num_aborted += engine.abort(request_id)
-    records = engine.timeline().records()
+    records, decode_steps = engine.timeline().records(), watch.decode_steps()
     preemptions = engine.stats()["preemptions"] - preemptions
     abort_all(engine, sorted(open_ids))
     timings = [output.timing for output in latest.values() if output.timing is not None]
@@ -125,6 +128,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
         num_aborted=num_aborted,
         num_preemptions=preemptions,
         records=records,
+        decode_steps=decode_steps,
     )
 
 
@@ -154,8 +158,13 @@ def _schedule(config: ModelConfig, case: ChurnCase, seed: int) -> list[_Arrival]
     return schedule
 
 
-def churn_to_json(engine: Engine, measured: Churn, max_itl_ms: float | None) -> dict[str, Any]:
-    """Return an entry of `churn` in the benchmark's JSON (see `docs/benchmarking.md`)."""
+def churn_to_json(
+    engine: Engine, measured: Churn, max_itl_ms: float | None, *, bandwidth: float
+) -> dict[str, Any]:
+    """Return an entry of `churn` in the benchmark's JSON (see `docs/benchmarking.md`).
+
+    `bandwidth` is what the device reads, bytes per second.
+    """
     case = measured.case
     return {
         **describe_engine(engine, case.model, max_itl_ms),
@@ -172,4 +181,5 @@ def churn_to_json(engine: Engine, measured: Churn, max_itl_ms: float | None) -> 
         "itl_ms": Summary.of(measured.itl_ms).to_json() if measured.itl_ms else None,
         "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
         "step_ms": Summary.of(measured.step_ms).to_json(),
+        "roofline": mean_roofline(engine, measured.decode_steps, bandwidth),
     }

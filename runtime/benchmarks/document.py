@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..kernels import have_compiler
+from .compared import SCHEMA_VERSION
 from .environment import describe_environment
 from .options import MODES
+from .outputs import write_text
 
-__all__ = ["SCHEMA_VERSION", "modes_of", "new_document", "write_json"]
-
-SCHEMA_VERSION = 1
+__all__ = ["modes_of", "new_document", "write_json"]
 
 
 def new_document(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -34,6 +34,10 @@ def modes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Write what there is so far where it was asked for."""
+    """Write what there is so far where it was asked for.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(document, indent=1) + "\n")
+        write_text(options.output_json, json.dumps(document, indent=1) + "\n")

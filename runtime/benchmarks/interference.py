@@ -17,6 +17,7 @@ from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..request import RequestOutput
+from .decode_steps import DecodeStep, StepWatch, mean_roofline, steps_under_way
 from .environment import describe_engine
 from .workload import abort_all, greedy, random_prompts
 
@@ -98,10 +99,13 @@ class Interference:
     which their tokens are taken in."""
     decode_step_ms: list[float]
     """Steps of the steady rows alone."""
+    decode_steps: list[DecodeStep]
+    """The same steps, with what they had to read."""
     chunks: list[Chunks]
     ttft_ms: list[float]
     """Of the long prompts that got a token."""
     num_arrivals: int
+    records: list[StepRecord]
 
     @property
     def chunk_ms(self) -> float:
@@ -125,27 +129,26 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     steady_prompts = random_prompts(config, case.batch_size, STEADY_INPUT, seed)
     num_arrivals = -(-case.num_steps // ARRIVAL_STEPS)
     arriving = random_prompts(config, num_arrivals, case.input_len, seed + 1)
-    steady = [
-        engine.add_request(p, greedy(case.steady_output), priority=-1) for p in steady_prompts
-    ]
+    lag = steps_under_way(engine)
+    watch = StepWatch(engine, lag)
+    steady = [watch.add_request(p, greedy(case.steady_output), priority=-1) for p in steady_prompts]
     latest: dict[str, RequestOutput] = {}
 
     def step() -> None:
-        latest.update((output.request_id, output) for output in engine.step())
+        latest.update((output.request_id, output) for output in watch.step())
 
     while not all(request_id in latest for request_id in steady):
         step()
-    lag = _steps_under_way(engine)
     for _ in range(lag):
         step()
-    engine.timeline().clear()
+    watch.clear()
     first = {request_id: len(latest[request_id].token_ids) + lag for request_id in steady}
     for _ in range(SETTLING_STEPS):
         step()
     ids: list[str] = []
     for index in range(case.num_steps):
         if index % ARRIVAL_STEPS == 0:
-            ids.append(engine.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
+            ids.append(watch.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
         step()
     records = engine.timeline().records()
     for _ in range(lag):
@@ -164,9 +167,11 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         case=case,
         itl_ms=[max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True)],
         decode_step_ms=decode_ms,
+        decode_steps=watch.decode_steps(case.batch_size),
         chunks=chunks,
         ttft_ms=[timing.ttft_ms for timing in ttfts if timing is not None],
         num_arrivals=len(ids),
+        records=records,
     )
 
 
@@ -202,10 +207,14 @@ def _chunks(
 
 
 def interference_to_json(
-    engine: Engine, measured: Interference, max_itl_ms: float | None
+    engine: Engine, measured: Interference, max_itl_ms: float | None, *, bandwidth: float
 ) -> dict[str, Any]:
-    """Return an entry of `interference` in the benchmark's JSON (see `docs/benchmarking.md`)."""
+    """Return an entry of `interference` in the benchmark's JSON (see `docs/benchmarking.md`).
+
+    `bandwidth` is what the device reads, bytes per second.
+    """
     case, itl = measured.case, Summary.of(measured.itl_ms)
+    decode = Summary.of(measured.decode_step_ms)
     return {
         **describe_engine(engine, case.model, max_itl_ms),
         "batch_size": case.batch_size,
@@ -215,18 +224,14 @@ def interference_to_json(
         "arrivals": measured.num_arrivals,
         "first_tokens": len(measured.ttft_ms),
         "itl_ms": itl.to_json(),
-        "decode_step_ms": Summary.of(measured.decode_step_ms).to_json(),
+        "decode_step_ms": decode.to_json(),
+        "roofline": mean_roofline(engine, measured.decode_steps, bandwidth, ms=decode.p50),
         "chunks": [asdict(chunks) for chunks in measured.chunks],
         "chunk_ms": measured.chunk_ms,
         "bound_ms": measured.bound_ms,
         "p99_within_bound": None if itl.p99 is None else itl.p99 <= measured.bound_ms,
         "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
     }
-
-
-def _steps_under_way(engine: Engine) -> int:
-    """Return how many steps are launched when `step` returns and have not told their tokens."""
-    return int(engine.config.beside_host)
 
 
 def _itl(output: RequestOutput) -> list[float]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...profiling.plot import PlotError, check_plot
 from ..config import EngineConfig
 from ..memory_report import parse_bytes
+from .compared import COMPARED
+from .outputs import OutputError, check_output, same_file
 
 __all__ = ["MODES", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
 _OUTPUTS = ("output_json", "output_md", "seed")
+_COMPARE = ("compare", "fail_above")
 _ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
 
 FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
@@ -22,11 +27,12 @@ FLAGS_OF_EXPLAIN_STEP = (
     *("explain_step", "bandwidth_gb_s", "device", "batch_size", "input_len"),
     *("model", "dtype", "weight_dtype", "kv_dtype"),
 )
+FLAGS_OF_TWO_FILES = (*_COMPARE, "output_json", "output_md")
 FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        "steps_per_launch",
+        *("steps_per_launch", "plot", *_COMPARE),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -37,11 +43,19 @@ FLAGS_OF_SCENARIO = {
     ),
     "interference": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "num_steps", "max_itl_ms"),
+        *("batch_size", "input_len", "num_steps", "max_itl_ms", "plot", *_COMPARE),
     ),
     "churn": (
         *("scenario", *_ENGINE, *_OUTPUTS),
-        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms"),
+        *("batch_size", "input_len", "output_len", "num_steps", "max_itl_ms", "plot", *_COMPARE),
+    ),
+    "prefix": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", *_COMPARE),
+    ),
+    "memory": (
+        *("scenario", *_ENGINE, *_OUTPUTS),
+        *("batch_size", "input_len", "output_len", "num_steps", "num_warmup", "num_iters"),
     ),
 }
 
@@ -59,6 +73,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"batch_size": [1], "input_len": [1024]},
     "interference": {"batch_size": [8], "input_len": [1024], "num_steps": 200},
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
+    "prefix": {
+        "batch_size": [8],
+        "input_len": [1024],
+        "output_len": [32],
+        "num_warmup": 1,
+        "num_iters": 3,
+    },
+    "memory": {
+        "batch_size": [8],
+        "input_len": [128, 512, 1024],
+        "output_len": [128],
+        "num_steps": 100,
+        "num_warmup": 1,
+        "num_iters": 3,
+    },
 }
 """Of flags whose default depends on the scenario."""
 
@@ -90,17 +119,15 @@ def parse_arguments(
         _refuse_others(parser, given, FLAGS_OF_EXPLAIN_STEP, "--explain-step")
     elif options.bandwidth_gb_s is not None:
         parser.error("--bandwidth-gb-s has no effect without --explain-step")
+    elif options.compare is not None and len(options.compare) == 2:
+        _refuse_others(parser, given, FLAGS_OF_TWO_FILES, "--compare OLD.json NEW.json")
     else:
         known = FLAGS_OF_SCENARIO[options.scenario]
         _refuse_others(parser, given, known, f"--scenario {options.scenario}")
     for name, value in DEFAULTS[options.scenario].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    for path in (options.output_json, options.output_md):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"cannot write {path}: {path.parent} is not a directory")
-        if path is not None and path.is_dir():
-            parser.error(f"cannot write {path}: it is a directory")
+    _check_files(parser, options)
     return options
 
 
@@ -142,8 +169,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="how steps run (default: every mode that the device has; with interference, churn and"
-        " start the fastest)",
+        help="how steps run (default: every mode that the device has; with other scenarios the"
+        " fastest)",
     )
     parser.add_argument(
         "--prefill-chunk",
@@ -169,7 +196,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " commit cost around a model that does nothing; interference: rows decode while a long"
         " prompt comes every 10 steps; churn: requests come and leave at random; start: an engine"
         " with a bucket for each batch size is started twice, at first with nothing built or"
-        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted"
+        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted;"
+        " prefix: prompts that begin alike, with and without a prefix cache; memory: what an engine"
+        " takes, what a full cache costs a step, and what too few blocks cost"
         " (default: steady)",
     )
     parser.add_argument(
@@ -182,13 +211,15 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--input-len",
         nargs="+",
         type=_positive,
-        help="tokens of a prompt (default: 128 1024; interference 1024; churn 256 at most)",
+        help="tokens of a prompt (default: 128 1024; interference and prefix 1024; memory 128 512"
+        " 1024; churn 256 at most)",
     )
     parser.add_argument(
         "--output-len",
         nargs="+",
         type=_at_least_two,
-        help="tokens that a request decodes (default: 64; churn 32 on average)",
+        help="tokens that a request decodes (default: 64; prefix 32; memory 128, where blocks are"
+        " scarce; churn 32 on average)",
     )
     parser.add_argument(
         "--num-warmup", type=_not_negative, help="runs of a case that are not counted (default: 1)"
@@ -197,7 +228,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-steps",
         type=_steps,
-        help="steps of interference (default: 200), churn and host (default: 400)",
+        help="steps of interference (default: 200), churn and host (default: 400), and of memory"
+        " behind each prompt length (default: 100)",
     )
     parser.add_argument(
         "--max-itl-ms",
@@ -213,8 +245,36 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="run the same cases in turn with continuous batching of transformers, and say how many"
         " times faster a step is (needs the extra `baseline`)",
     )
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results here")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="OLD.json: an earlier --output-json of the same scenario; its times and those of this"
+        f" run are set against each other ({', '.join(COMPARED)}). OLD.json NEW.json: compare the"
+        " two, and measure nothing",
+    )
+    parser.add_argument(
+        "--fail-above",
+        type=_ratio,
+        metavar="RATIO",
+        help="for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no"
+        " case is in both",
+    )
+    parser.add_argument(
+        "--output-json",
+        type=Path,
+        metavar="FILE",
+        help="write all results here, after each case (docs/benchmark.schema.json)",
+    )
     parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the gaps between tokens over time, their histogram, and the roofline or where"
+        " the time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
+    )
     parser.add_argument("--seed", type=_not_negative, default=0, help="seed of prompts and presets")
     parser.add_argument(
         "--explain-memory",
@@ -243,6 +303,39 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " on the CUDA device)",
     )
     return parser
+
+
+def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error if a file cannot be written, or would be written over another one."""
+    compare = options.compare or []
+    if len(compare) > 2:
+        parser.error(f"--compare takes one file, or two to compare with each other: {len(compare)}")
+    if options.fail_above is not None and not compare:
+        parser.error("--fail-above has no effect without --compare")
+    outputs = [
+        (flag, path)
+        for flag, path in (
+            ("--output-json", options.output_json),
+            ("--output-md", options.output_md),
+            ("--plot", options.plot),
+        )
+        if path is not None
+    ]
+    for flag, path in outputs:
+        if any(same_file(path, other) for other in compare):
+            parser.error(f"{flag} {path} is what --compare reads: write to another file")
+        try:
+            check_output(path)
+        except OutputError as error:
+            parser.error(str(error))
+    for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
+        if same_file(path, its_path):
+            parser.error(f"{flag} and {other} are one file: {path}")
+    if options.plot is not None:
+        try:
+            check_plot(options.plot)
+        except PlotError as error:
+            parser.error(str(error))
 
 
 def _refuse_others(
@@ -285,6 +378,18 @@ def _positive_float(text: str, unit: str) -> float:
         value = 0.0
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
+    return value
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a ratio of at least 1, which is what as fast as before has"
+        )
     return value
 
 

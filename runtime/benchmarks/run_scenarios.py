@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
 
+from ...cache.device_memory import resident_bytes
 from ...profiling import bandwidth
 from ..config import EngineConfig, ResolvedConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
+from . import memory, prefix
 from .churn import ChurnCase, churn_to_json, measure_churn
 from .document import modes_of, new_document, write_json
 from .interference import InterferenceCase, interference_to_json, measure_interference
 from .kernels import measure_kernels
+from .plot import MeasuredSteps
+from .pool import RequestBlocks
 from .start import measure_starts
+from .steady import BenchmarkCase, longest_sequence
 
 __all__ = ["ScenarioRun"]
 
@@ -37,24 +43,26 @@ class ScenarioRun:
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
+        self.document = new_document(self.device, self.bandwidth)
+        """What `--output-json` writes; has an entry as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
         self.console.print(text, style="dim", highlight=False)
 
-    def run(self) -> dict[str, Any]:
-        """Measure; return the document that `--output-json` writes after each entry."""
+    def run(self) -> None:
+        """Measure, and write the document after each entry."""
         options = self.options
         measure = getattr(self, options.scenario)
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
         engines = itertools.product(options.model, dtypes, self.modes)
-        document = new_document(self.device, bandwidth.measure_read_bandwidth(self.device))
-        entries = document[options.scenario] = []
+        entries = self.document[options.scenario] = []
         for engine in engines:
             for entry in measure(*engine):
                 entries.append(entry)
-                write_json(options, document)
-        return document
+                write_json(options, self.document)
 
     def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
@@ -72,10 +80,13 @@ class ScenarioRun:
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
                     measured = measure_interference(e, case, seed=options.seed)
-                    entry = interference_to_json(e, measured, max_itl_ms)
+                    reads = self.bandwidth
+                    entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
-                yield entry
+                self.steps.add(entry, measured.records)
+                automatic = max_itl_ms is not None and not options.max_itl_ms
+                yield {**entry, "automatic_budget": automatic}
 
     def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
@@ -92,7 +103,82 @@ class ScenarioRun:
                 )
                 with self._engine(case, config) as engine:
                     measured = measure_churn(engine, case, seed=options.seed)
-                    yield churn_to_json(engine, measured, max_itl_ms)
+                    entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=self.bandwidth)
+                self.steps.add(entry, measured.records)
+                yield entry
+
+    def prefix(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield what sharing brings, for each point of the grid."""
+        options = self.options
+        source = resolve_source(model, config_only=True).config
+        points = itertools.product(options.output_len, options.input_len, options.batch_size)
+        sized = []
+        for output_len, input_len, batch_size in points:
+            case = BenchmarkCase(model, batch_size, input_len, output_len)
+            longest = longest_sequence(case, options.prefill_chunk)
+            config = EngineConfig(
+                **self._choices(dtypes, mode),
+                max_rows=batch_size,
+                buckets=(batch_size,),
+                max_model_len=longest,
+            )
+            prefix.check_case(case, config.block_size)
+            blocks = RequestBlocks.of(source, config, longest).pool(batch_size)
+            sized.append((case, dataclasses.replace(config, num_blocks=blocks)))
+        for case, config in sized:  # nothing is measured unless all of it can be
+            self._say_case(model, dtypes, mode, case.batch_size, f"prompts of {case.input_len}")
+            sharing = dataclasses.replace(config, prefix_cache=True)
+            with self._start(model, config) as unshared, self._start(model, sharing) as shared:
+                runs = prefix.measure_prefix(
+                    unshared,
+                    shared,
+                    case,
+                    num_warmup=options.num_warmup,
+                    num_iters=options.num_iters,
+                    seed=options.seed,
+                )
+                yield prefix.to_json(*runs, bandwidth=self.bandwidth)
+
+    def memory(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+        """Yield what memory there is and what it costs, for each number of rows."""
+        options = self.options
+        source = resolve_source(model, config_only=True).config
+        base = EngineConfig(**self._choices(dtypes, mode))
+        input_lens = tuple(sorted(set(options.input_len)))
+        sized = []
+        for output_len, batch_size in itertools.product(options.output_len, options.batch_size):
+            case = memory.MemoryCase(model, batch_size, input_lens, output_len, options.num_steps)
+            sized.append((case, case.roomy(base, source), case.scarce(base, source)))
+        for case, roomy, scarce in sized:  # nothing is measured unless all of it can be
+            lengths = ", ".join(map(str, input_lens))
+            self._say_case(model, dtypes, mode, case.batch_size, f"prompts of {lengths}")
+            before = resident_bytes(self.device)
+            with ExitStack() as stack:
+
+                def start(fields: Mapping[str, Any], stack: ExitStack = stack) -> Engine:
+                    config = dataclasses.replace(base, **fields)
+                    return stack.enter_context(self._start(model, config))
+
+                engine = start(roomy)
+                held = {"before": before, "started": resident_bytes(self.device)}
+                full = memory.measure_full_cache(engine, case, seed=options.seed)
+                entry = memory.to_json(
+                    engine, case, full, process_bytes=held, bandwidth=self.bandwidth
+                )
+                runs: dict[str, memory.Scarcity] = {}
+                if scarce:
+                    engines = {"none": engine, **{n: start(f) for n, f in scarce.items()}}
+                    runs = memory.measure_scarcity(
+                        engines,
+                        case,
+                        num_warmup=options.num_warmup,
+                        num_iters=options.num_iters,
+                        seed=options.seed,
+                    )
+                scarcity = [
+                    run.to_json(name, runs["none"], self.bandwidth) for name, run in runs.items()
+                ]
+                yield {**entry, "interleaved": True, "scarcity": scarcity}
 
     def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""
@@ -108,7 +194,6 @@ class ScenarioRun:
         config = EngineConfig(**self._choices(dtypes, mode))
         model_config = resolve_source(model, config_only=True).config
         resolved = ResolvedConfig.resolve(config, model_config)
-        reads = bandwidth.measure_read_bandwidth(self.device)
         for context, rows in itertools.product(self.options.input_len, self.options.batch_size):
             self.say(f"{model} {' '.join(dtypes)}: kernels of {rows} rows of {context} tokens")
             names = dict(zip(("dtype", "weight_dtype", "kv_dtype"), dtypes, strict=True))
@@ -118,7 +203,7 @@ class ScenarioRun:
                 self.device,
                 rows=rows,
                 context=context,
-                bandwidth=reads,
+                bandwidth=self.bandwidth,
             ):
                 yield {"model": model, **names, "rows": rows, "context": context, **entry}
 
@@ -135,10 +220,18 @@ class ScenarioRun:
             "seed": self.options.seed,
         }
 
+    def _say_case(self, model: str, dtypes: Dtypes, mode: str, rows: int, what: str) -> None:
+        dtype, weight_dtype, kv_dtype = dtypes
+        self.say(
+            f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}, {rows} rows, {what}"
+        )
+
+    def _start(self, model: str, config: EngineConfig) -> Engine:
+        return Engine.from_pretrained(model, config, progress=False)
+
     def _engine(self, case: InterferenceCase | ChurnCase, config: EngineConfig) -> Engine:
         budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
-        self.say(
-            f"{case.model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
-            f" {config.mode}, {case.batch_size} rows, prompts of {case.input_len}, {budget}"
-        )
-        return Engine.from_pretrained(case.model, config, progress=False)
+        dtypes = (config.dtype, config.weight_dtype, config.kv_dtype)
+        what = f"prompts of {case.input_len}, {budget}"
+        self._say_case(case.model, dtypes, config.mode, case.batch_size, what)
+        return self._start(case.model, config)

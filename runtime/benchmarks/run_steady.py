@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
+from ...cache.memory import MemoryBudgetError
 from ...profiling import bandwidth
 from ..config import DTYPES, EngineConfig, resolve_device
 from ..engine import Engine
@@ -19,14 +19,19 @@ from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
 from .document import modes_of, new_document, write_json
 from .options import MODES
-from .steady import BenchmarkCase, Measurement, longest_sequence, measure, to_json
+from .plot import MeasuredSteps
+from .shares import share_memory
+from .steady import BenchmarkCase, CaseRun, Measurement, longest_sequence, to_json
 from .tables import describe_start
-from .workload import random_prompts
+from .turns import take_turns
 
 __all__ = ["SteadyRun"]
 
 SHARED_MEMORY_FRACTION = 0.5
-"""Of the memory that is free, for an engine beside which another runtime needs some."""
+"""Of the memory that is free, for engines beside which another runtime needs some."""
+
+Kind = tuple[str, str, str, str]
+"""Model and dtypes (of the model, its weights, its cache), as flags name them."""
 
 
 class SteadyRun:
@@ -47,16 +52,17 @@ class SteadyRun:
         ]
         self.say("measuring the read bandwidth of the device")
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
+        self.document = new_document(self.device, self.bandwidth)
+        """What `--output-json` writes; has a case as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
         self.console.print(text, style="dim", highlight=False)
 
-    def run(self) -> dict[str, Any]:
-        """Measure every case; return the document that `--output-json` writes after each."""
+    def run(self) -> None:
+        """Measure every case, and write the document after each."""
         options = self.options
-        document = new_document(self.device, self.bandwidth)
-        cases = document["cases"]
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
@@ -68,17 +74,11 @@ class SteadyRun:
                 with self.baseline(model, dtype) as baseline:
                     for weight_dtype, kv_dtype in stored:
                         kind = (model, dtype, weight_dtype, kv_dtype)
-                        eager: dict[BenchmarkCase, Measurement] = {}
-                        for mode in self.modes:
-                            run = self.run_engine(*kind, mode, eager, baseline)
-                            for case, measured, entry in run:
-                                if mode == "eager":
-                                    eager[case] = measured
-                                cases.append(entry)
-                                write_json(options, document)
-                                name = " ".join((*kind, mode))
-                                progress.update(task, advance=1, description=name)
-        return document
+                        for case in self.measure_kind(kind, baseline):
+                            self.document["cases"].append(case)
+                            write_json(options, self.document)
+                            name = " ".join((*kind, case["mode"]))
+                            progress.update(task, advance=1, description=name)
 
     @contextmanager
     def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:
@@ -97,66 +97,132 @@ class SteadyRun:
         ) as baseline:
             yield baseline
 
-    def run_engine(
+    def measure_kind(
+        self, kind: Kind, baseline: TransformersBaseline | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the cases of one model and dtypes in every mode, each as it is measured."""
+        model = kind[0]
+        # The other runtime's cache is on the device as well.
+        fraction = None if baseline is None else SHARED_MEMORY_FRACTION
+        alone = [self.config(kind, mode, fraction) for mode in self.modes]
+        eager: dict[BenchmarkCase, Measurement] = {}
+        with ExitStack() as stack:
+            engines = self.start_together(stack, model, alone, fraction)
+            if engines:
+                yield from self.measure(model, engines, eager, baseline)
+                return
+        for config in alone:
+            with self.start(model, config) as engine:
+                yield from self.measure(model, [engine], eager, baseline)
+
+    def start_together(
+        self,
+        stack: ExitStack,
+        model: str,
+        configs: Sequence[EngineConfig],
+        fraction: float | None,
+    ) -> list[Engine]:
+        """Start all engines, to be closed by the stack; none if there is one, or they do not fit.
+
+        The memory plans decide; they are made before a weight is read. An engine that is told
+        otherwise by its device ends what was started before it.
+        """
+        if len(configs) < 2:
+            return []
+        try:
+            shared = share_memory(model, configs, self.device, fraction)
+            return [stack.enter_context(self.start(model, config)) for config in shared]
+        except MemoryBudgetError as error:
+            stack.close()
+            reason, *_ = str(error).splitlines()
+            modes = ", ".join(self.modes)
+            self.say(f"{model}: {modes} run one after the other, without turns: {reason}")
+            return []
+
+    def start(self, model: str, config: EngineConfig) -> Engine:
+        """Start an engine, and tell how that went."""
+        engine = Engine.from_pretrained(model, config, progress=False)
+        self.say(
+            f"{model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
+            f" {config.mode}\n{engine.memory_plan.format()}"
+        )
+        self.say(describe_start(engine.stats()))
+        return engine
+
+    def measure(
         self,
         model: str,
-        dtype: str,
-        weight_dtype: str,
-        kv_dtype: str,
-        mode: str,
-        eager: Mapping[BenchmarkCase, Measurement],
+        engines: Sequence[Engine],
+        eager: dict[BenchmarkCase, Measurement],
         baseline: TransformersBaseline | None,
-    ) -> Iterator[tuple[BenchmarkCase, Measurement, dict[str, Any]]]:
-        """Start an engine and yield each of its cases as it is measured."""
+    ) -> Iterator[dict[str, Any]]:
+        """Yield each case of each engine; the repetitions of a case take turns.
+
+        `eager` has what was measured in eager mode, and gets what is.
+        """
         options = self.options
-        config = EngineConfig(
+        for case in (BenchmarkCase(model, *point) for point in self.grid):
+            runs = [CaseRun(engine, case, seed=options.seed) for engine in engines]
+            sides = [run.repeat for run in runs]
+            turns: BaselineCase | None = None
+            if baseline is not None:
+                self.say(f"{case.batch_size} rows after {case.input_len} in transformers")
+                turns = baseline.prepare(
+                    runs[0].prompts, case.output_len - 1, options.prefill_chunk
+                )
+                sides.append(turns.run)
+            for run in runs:
+                for _ in range(options.num_warmup):
+                    run.warm_up()
+            take_turns(sides, options.num_iters)
+            for run in runs:
+                measured = run.result()
+                if run.engine.config.mode == "eager":
+                    eager[case] = measured
+                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns)
+                self.steps.add(entry, measured.records)
+                yield entry
+
+    def to_json(
+        self,
+        engine: Engine,
+        measured: Measurement,
+        eager: Mapping[BenchmarkCase, Measurement],
+        interleaved: bool,
+        turns: BaselineCase | None,
+    ) -> dict[str, Any]:
+        """Return a case of the document."""
+        return to_json(
+            engine,
+            measured,
+            bandwidth=self.bandwidth,
+            eager=eager.get(measured.case),
+            interleaved=interleaved,
+            baseline=None if turns is None else turns.to_json(measured.step_ms),
+        )
+
+    def config(self, kind: Kind, mode: str, fraction: float | None) -> EngineConfig:
+        """Return how the engine of a mode runs where it has the device to itself."""
+        options = self.options
+        model, dtype, weight_dtype, kv_dtype = kind
+        longest = max(
+            longest_sequence(
+                BenchmarkCase(model, *point), options.prefill_chunk, options.steps_per_launch
+            )
+            for point in self.grid
+        )
+        return EngineConfig(
             device=str(self.device),
             dtype=dtype,
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             mode=mode,
             prefix_cache=False,  # every repetition prefills its prompts
-            # The other runtime's cache is on the device as well.
-            memory_fraction=None if baseline is None else SHARED_MEMORY_FRACTION,
+            memory_fraction=fraction,
             max_rows=max(options.batch_size),
+            max_model_len=longest,
             buckets=tuple(options.batch_size),
             prefill_chunk=options.prefill_chunk,
             steps_per_launch=options.steps_per_launch,
             seed=options.seed,
         )
-        cases = [BenchmarkCase(model, *point) for point in self.grid]
-        longest = max(
-            longest_sequence(case, config.prefill_chunk, config.steps_per_launch) for case in cases
-        )
-        config = dataclasses.replace(config, max_model_len=longest)
-        with Engine.from_pretrained(model, config, progress=False) as engine:
-            self.say(
-                f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}\n"
-                + engine.memory_plan.format()
-            )
-            self.say(describe_start(engine.stats()))
-            for case in cases:
-                turns: BaselineCase | None = None
-                if baseline is not None:
-                    self.say(f"{case.batch_size} rows after {case.input_len} in transformers")
-                    prompts = random_prompts(
-                        engine.model_config, case.batch_size, case.input_len, options.seed
-                    )
-                    turns = baseline.prepare(prompts, case.output_len - 1, config.prefill_chunk)
-                measured = measure(
-                    engine,
-                    case,
-                    num_warmup=options.num_warmup,
-                    num_iters=options.num_iters,
-                    seed=options.seed,
-                    after_each=None if turns is None else turns.run,
-                )
-                reference = measured if mode == "eager" else eager.get(case)
-                document = to_json(
-                    engine,
-                    measured,
-                    bandwidth=self.bandwidth,
-                    eager=reference,
-                    baseline=None if turns is None else turns.to_json(measured.step_ms),
-                )
-                yield case, measured, document

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .cells import engine_cells, median, percentiles
+from .cells import engine_cells, median, percentiles, roofline
+from .memory_rows import (
+    FULL_COLUMNS,
+    SCARCITY_COLUMNS,
+    TERM_COLUMNS,
+    full_rows,
+    scarcity_rows,
+    term_rows,
+)
+from .prefix_rows import PREFIX_COLUMNS, prefix_row
 
 __all__ = [
     "CHURN_COLUMNS",
@@ -33,6 +42,7 @@ INTERFERENCE_COLUMNS = (
     "bound ms",
     "p99 / bound",
     "over budget",
+    "roofline",
     "TTFT ms p50",
     "served",
 )
@@ -50,6 +60,7 @@ CHURN_COLUMNS = (
     "max",
     "n",
     "step ms p50 / p90 / p99",
+    "roofline",
     "TTFT ms p50",
     "occupancy",
     "padding",
@@ -138,6 +149,7 @@ def _interference_row(entry: dict[str, Any]) -> tuple[str, ...]:
         f"{entry['bound_ms']:.2f}",
         "-" if itl["p99"] is None else f"{itl['p99'] / entry['bound_ms']:.2f}",
         "-" if budget is None else f"{budget['over_budget']} of {budget['n']}",
+        roofline(entry["roofline"]),
         median(entry["ttft_ms"]),
         f"{entry['first_tokens']} of {entry['arrivals']}",
     )
@@ -155,6 +167,7 @@ def _churn_row(entry: dict[str, Any]) -> tuple[str, ...]:
         "-" if itl is None else f"{itl['max']:.2f}",
         "0" if itl is None else str(itl["n"]),
         percentiles(entry["step_ms"]),
+        roofline(entry["roofline"]),
         median(entry["ttft_ms"]),
         f"{entry['occupancy']:.0%}",
         f"{entry['padding']:.0%}",
@@ -167,17 +180,35 @@ def _budget(entry: dict[str, Any]) -> str:
     return "-" if entry["max_itl_ms"] is None else f"{entry['max_itl_ms']:g}"
 
 
+_Rows = Callable[[dict[str, Any]], list[tuple[str, ...]]]
+
+
 class ScenarioTable(NamedTuple):
-    """The table of one scenario."""
+    """A table of one scenario."""
 
     columns: tuple[str, ...]
-    row: Callable[[dict[str, Any]], tuple[str, ...]]
+    rows: _Rows
+    """Of an entry."""
+    title: str | None = None
+    """Where a scenario has several tables."""
+    text_columns: int = 5
+    """The first ones, which are aligned to the left."""
+
+
+def _one(row: Callable[[dict[str, Any]], tuple[str, ...]]) -> _Rows:
+    return lambda entry: [row(entry)]
 
 
 SCENARIO_TABLES = {
-    "interference": ScenarioTable(INTERFERENCE_COLUMNS, _interference_row),
-    "start": ScenarioTable(START_COLUMNS, _start_row),
-    "kernels": ScenarioTable(KERNEL_COLUMNS, _kernel_row),
-    "churn": ScenarioTable(CHURN_COLUMNS, _churn_row),
+    "interference": (ScenarioTable(INTERFERENCE_COLUMNS, _one(_interference_row)),),
+    "start": (ScenarioTable(START_COLUMNS, _one(_start_row)),),
+    "kernels": (ScenarioTable(KERNEL_COLUMNS, _one(_kernel_row)),),
+    "churn": (ScenarioTable(CHURN_COLUMNS, _one(_churn_row)),),
+    "prefix": (ScenarioTable(PREFIX_COLUMNS, _one(prefix_row)),),
+    "memory": (
+        ScenarioTable(TERM_COLUMNS, term_rows, "What an engine takes", text_columns=7),
+        ScenarioTable(FULL_COLUMNS, full_rows, "What a cache costs as it fills"),
+        ScenarioTable(SCARCITY_COLUMNS, scarcity_rows, "What too few blocks cost"),
+    ),
 }
 """By the name of the list in the document, which is that of the scenario."""

@@ -10,28 +10,30 @@ nobody's figures.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...profiling.roofline import Roofline, step_bytes, step_flops
 from ...profiling.stats import Summary
+from ...profiling.timeline import StepRecord
 from ..engine import Engine
-from ..models.layout import weights_per_step
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
+from .decode_steps import decode_roofline
 from .environment import dtype_names
 from .instrumentation import instrumentation_to_json, measure_instrumentation
+from .turns import spread
 from .workload import abort_all, random_prompts
 
 __all__ = [
     "BenchmarkCase",
+    "CaseRun",
     "Measurement",
     "longest_sequence",
-    "measure",
     "to_json",
 ]
 
@@ -58,6 +60,9 @@ class Measurement:
     itl_ms: list[float]
     """Gaps between the tokens of the steps that count; those of one launch arrive together."""
     step_ms: list[float]
+    """Of all repetitions, in order."""
+    repetition_ms: list[float]
+    """The median step of each repetition."""
     host_us: list[float]
     padding: float
     """Share of the lanes of its decode steps that computed nothing anybody asked for."""
@@ -65,6 +70,8 @@ class Measurement:
     """The first `output_len` tokens of each prompt, of the first repetition."""
     logits: torch.Tensor
     """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
+    records: list[StepRecord]
+    """All steps of all repetitions, those that prefill as well."""
 
 
 def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
@@ -78,61 +85,68 @@ def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: 
     return case.input_len + case.output_len + alone + spare
 
 
-def measure(
-    engine: Engine,
-    case: BenchmarkCase,
-    *,
-    num_warmup: int,
-    num_iters: int,
-    seed: int,
-    after_each: Callable[[], None] | None = None,
-) -> Measurement:
-    """Run a case on an idle engine with at least `batch_size` rows.
-
-    `after_each` is called after each run that counts: what is compared with takes turns.
+class CaseRun:
+    """A case on an idle engine with at least `batch_size` rows: run as often as wanted, then told.
 
     Raises:
-        RequestError: the prompts and their output do not fit the engine.
+        RequestError: on running it, if the prompts and their output do not fit the engine.
     """
-    prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
-    user = engine.config.user
-    longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
-    params = SamplingParams(max_tokens=longest - case.input_len, temperature=0.0, ignore_eos=True)
-    steps = case.output_len - 1
-    for _ in range(num_warmup):
-        _run(engine, prompts, params, steps)
-    ttft_ms: list[float] = []
-    itl_ms: list[float] = []
-    step_ms: list[float] = []
-    host_us: list[float] = []
-    lanes = used = 0
-    token_ids: list[list[int]] = []
-    for _ in range(num_iters):
+
+    def __init__(self, engine: Engine, case: BenchmarkCase, *, seed: int) -> None:
+        self.engine = engine
+        self.case = case
+        self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
+        user = engine.config.user
+        longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
+        self._params = SamplingParams(
+            max_tokens=longest - case.input_len, temperature=0.0, ignore_eos=True
+        )
+        self._ttft_ms: list[float] = []
+        self._itl_ms: list[float] = []
+        self._step_ms: list[list[float]] = []
+        self._host_us: list[float] = []
+        self._lanes = self._used = 0
+        self._token_ids: list[list[int]] = []
+        self._records: list[StepRecord] = []
+
+    def warm_up(self) -> None:
+        """Run it once, unseen."""
+        _run(self.engine, self.prompts, self._params, self.case.output_len - 1)
+
+    def repeat(self) -> None:
+        """Run it once more."""
+        engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations, counted = _run(engine, prompts, params, steps)
-        step_ms += durations
+        outputs, durations, counted = _run(engine, self.prompts, self._params, case.output_len - 1)
+        self._step_ms.append(durations)
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
-            ttft_ms.append(output.timing.ttft_ms)
-            itl_ms += output.timing.itl_ms[-counted:]
-        for record in engine.timeline().records():
+            self._ttft_ms.append(output.timing.ttft_ms)
+            self._itl_ms += output.timing.itl_ms[-counted:]
+        records = engine.timeline().records()
+        self._records += records
+        for record in records:
             if record.rows == case.batch_size and not record.prefill_tokens:
-                host_us.append(record.host_ns / 1e3 / record.steps)
-                lanes, used = lanes + record.bucket, used + record.rows
-        token_ids = token_ids or [output.token_ids[: case.output_len] for output in outputs]
-        if after_each is not None:
-            after_each()
-    scored = prompts[0][:SCORED_TOKENS]
-    return Measurement(
-        case=case,
-        ttft_ms=ttft_ms,
-        itl_ms=itl_ms,
-        step_ms=step_ms,
-        host_us=host_us,
-        padding=1 - used / lanes if lanes else 0.0,
-        token_ids=token_ids,
-        logits=engine.score(scored, (len(scored) + 1) // 2),
-    )
+                self._host_us.append(record.host_ns / 1e3 / record.steps)
+                self._lanes, self._used = self._lanes + record.bucket, self._used + record.rows
+        if not self._token_ids:
+            self._token_ids = [output.token_ids[: case.output_len] for output in outputs]
+
+    def result(self) -> Measurement:
+        """Return what was observed; scores a sequence to compare modes by."""
+        scored = self.prompts[0][:SCORED_TOKENS]
+        return Measurement(
+            case=self.case,
+            ttft_ms=self._ttft_ms,
+            itl_ms=self._itl_ms,
+            step_ms=[duration for repetition in self._step_ms for duration in repetition],
+            repetition_ms=[statistics.median(repetition) for repetition in self._step_ms],
+            host_us=self._host_us,
+            padding=1 - self._used / self._lanes if self._lanes else 0.0,
+            token_ids=self._token_ids,
+            logits=self.engine.score(scored, (len(scored) + 1) // 2),
+            records=self._records,
+        )
 
 
 def _run(
@@ -177,6 +191,7 @@ def to_json(
     *,
     bandwidth: float,
     eager: Measurement | None,
+    interleaved: bool,
     baseline: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
@@ -186,26 +201,14 @@ def to_json(
         measurement: the observations.
         bandwidth: bytes per second that the device reads.
         eager: the same case in eager mode, to judge the tokens and logits by.
+        interleaved: whether its repetitions took turns with those of the other modes.
         baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
     """
-    case, config = measurement.case, engine.model_config
-    stats = engine.stats()
+    case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
     context = case.input_len + case.output_len // 2
     kv_bytes = engine.kv_bytes_read(context)
-    weight_bytes = engine.weight_bytes_per_step
-    roofline = Roofline(
-        step_bytes(weight_bytes, case.batch_size, kv_bytes),
-        step_flops(
-            weights_per_step(config),
-            case.batch_size,
-            engine.positions_read(context),
-            config.num_heads,
-            config.head_dim,
-            config.value_dim,
-        ),
-        bandwidth,
-    )
+    roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
     step = Summary.of(measurement.step_ms)
     return {
         "model": case.model,
@@ -220,6 +223,9 @@ def to_json(
         "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
         "itl_ms": Summary.of(measurement.itl_ms).to_json(),
         "step_ms": step.to_json(),
+        "repetition_ms": measurement.repetition_ms,
+        "spread": spread(measurement.repetition_ms),
+        "interleaved": interleaved,
         "host_us": Summary.of(measurement.host_us).to_json(),
         "tokens_per_second": 1e3 * case.batch_size / step.p50,
         "padding": measurement.padding,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .cells import percentiles
+from .turns import SPREAD_LIMIT
 
-__all__ = ["BASELINE_COLUMNS", "COLUMNS", "columns", "rows"]
+__all__ = ["BASELINE_COLUMNS", "COLUMNS", "columns", "rows", "warnings"]
 
 COLUMNS = (
     "model",
@@ -21,6 +22,7 @@ COLUMNS = (
     "step ms p50 / p90 / p99",
     "ITL ms p50 / p90 / p99",
     "n",
+    "spread",
     "host µs",
     "tok/s",
     "MB/step",
@@ -45,6 +47,40 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
         (*_row(case), *_baseline_cells(case)) if compares else _row(case)
         for case in document["cases"]
     ]
+
+
+def warnings(document: dict[str, Any]) -> list[str]:
+    """Return what of the cases is to be read with care: a line for noise, one for missing turns."""
+    cases = document["cases"]
+    noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
+    lines = []
+    if noisy:
+        named = ", ".join(f"{_name(case)} ({case['spread']:.1%})" for case in noisy)
+        lines.append(
+            f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
+            f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
+        )
+    # Where the modes of a kind did not fit together, none of its cases took turns.
+    kinds = {_kind(case): case["interleaved"] for case in cases}
+    modes = {kind: {c["mode"] for c in cases if _kind(c) == kind} for kind in kinds}
+    apart = [kind for kind, turns in kinds.items() if not turns and len(modes[kind]) > 1]
+    if apart:
+        named = ", ".join(" ".join(dict.fromkeys(kind)) for kind in apart)
+        lines.append(
+            "Warning: modes ran one after the other, as they do not fit into memory together, so"
+            f" what disturbed the machine may have met one of them alone: {named}"
+        )
+    return lines
+
+
+def _kind(case: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(case[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
+
+
+def _name(case: dict[str, Any]) -> str:
+    names = (*dict.fromkeys(_kind(case)), case["mode"])
+    sizes = (case["batch_size"], case["input_len"], case["output_len"])
+    return f"{' '.join(names)} {' x '.join(map(str, sizes))}"
 
 
 def _compares(document: dict[str, Any]) -> bool:
@@ -73,6 +109,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
         percentiles(case["step_ms"]),
         percentiles(case["itl_ms"]),
         str(case["step_ms"]["n"]),
+        "-" if case["spread"] is None else f"{case['spread']:.1%}",
         f"{case['host_us']['p50']:.0f}",
         f"{case['tokens_per_second']:.1f}",
         f"{case['roofline']['bytes_per_step'] / 1e6:.1f}",

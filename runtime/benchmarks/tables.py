@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from . import steady_rows
 from .cells import aligned
+from .comparison_table import comparison_text
 from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
 
-__all__ = ["columns", "describe_start", "markdown_table", "rich_table", "rows"]
+__all__ = [
+    "columns",
+    "describe_start",
+    "markdown_table",
+    "remarks",
+    "rich_table",
+    "rows",
+    "tables",
+]
 
-TEXT_COLUMNS = 5
+
+class ShownTable(NamedTuple):
+    """A table as text."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    title: str | None = None
+    text_columns: int = 5
+    """The first ones, which are aligned to the left."""
 
 
-def rich_table(document: dict[str, Any]) -> Table:
-    """Return the table for a terminal."""
-    table = Table(caption=caption(document))
-    for index, name in enumerate(columns(document)):
-        table.add_column(name, justify="left" if index < TEXT_COLUMNS else "right")
-    for row in rows(document):
+def rich_table(document: dict[str, Any]) -> Group:
+    """Return the tables for a terminal."""
+    return Group(*map(_rich, tables(document)), Text(caption(document), style="dim italic"))
+
+
+def _rich(shown: ShownTable) -> Table:
+    table = Table(title=shown.title, title_justify="left")
+    for index, name in enumerate(shown.columns):
+        table.add_column(name, justify="left" if index < shown.text_columns else "right")
+    for row in shown.rows:
         table.add_row(*row)
     return table
 
 
 def markdown_table(document: dict[str, Any]) -> str:
-    """Return the table as Markdown, aligned so that it reads as plain text too."""
-    table = aligned(columns(document), rows(document), TEXT_COLUMNS)
-    return "\n".join([*table, "", caption(document)])
+    """Return the tables as Markdown, aligned so that they read as plain text too."""
+    lines: list[str] = []
+    for shown in tables(document):
+        if shown.title is not None:
+            lines += [shown.title, ""]
+        lines += [*aligned(shown.columns, shown.rows, shown.text_columns), ""]
+    return "\n".join([*lines, caption(document), *remarks(document)])
+
+
+def remarks(document: dict[str, Any]) -> list[str]:
+    """Return what stands below the table and its caption: warnings and the comparison."""
+    lines = [line for warning in steady_rows.warnings(document) for line in ("", warning)]
+    if "comparison" in document:
+        lines += ["", comparison_text(document["comparison"])]
+    return lines
 
 
 def describe_start(stats: dict[str, Any]) -> str:
@@ -57,17 +92,28 @@ def caption(document: dict[str, Any]) -> str:
     return measured_on if instrumentation is None else f"{measured_on}\n{instrumentation}"
 
 
-def columns(document: dict[str, Any]) -> tuple[str, ...]:
-    """Return the head of the table of a document's scenario."""
-    for name, table in SCENARIO_TABLES.items():
+def tables(document: dict[str, Any]) -> list[ShownTable]:
+    """Return the tables of a document's scenario, without those that have no row."""
+    for name, kinds in SCENARIO_TABLES.items():
         if name in document:
-            return table.columns
-    return steady_rows.columns(document)
+            shown = [
+                ShownTable(
+                    kind.columns,
+                    [row for entry in document[name] for row in kind.rows(entry)],
+                    kind.title,
+                    kind.text_columns,
+                )
+                for kind in kinds
+            ]
+            return [table for table in shown if table.rows] or shown[:1]
+    return [ShownTable(steady_rows.columns(document), steady_rows.rows(document))]
+
+
+def columns(document: dict[str, Any]) -> tuple[str, ...]:
+    """Return the head of the first table of a document's scenario."""
+    return tables(document)[0].columns
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the cells of each case or entry, as text."""
-    for name, table in SCENARIO_TABLES.items():
-        if name in document:
-            return [table.row(entry) for entry in document[name]]
-    return steady_rows.rows(document)
+    """Return the cells of the first table, as text."""
+    return tables(document)[0].rows

@@ -10,7 +10,7 @@ from ..engine import Engine
 from ..models.config import ModelConfig
 from ..sampling_params import SamplingParams
 
-__all__ = ["abort_all", "greedy", "random_prompts"]
+__all__ = ["abort_all", "equal_share", "greedy", "random_prompts"]
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> list[list[int]]:
@@ -33,3 +33,19 @@ def abort_all(engine: Engine, ids: Sequence[str]) -> None:
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
+
+
+def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the share of tokens that are equal, sequence by sequence and position by position.
+
+    Raises:
+        ValueError: there are not as many of them, or none.
+    """
+    pairs = [
+        a == b
+        for one, other in zip(ours, theirs, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    if not pairs:
+        raise ValueError("there is no token to compare")
+    return sum(pairs) / len(pairs)

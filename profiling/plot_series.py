@@ -1,0 +1,312 @@
+"""What a picture of a timeline shows, as plain numbers: gaps, marks, columns, phases of a step.
+
+Standard library only.
+"""
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from .timeline import StepRecord
+
+__all__ = [
+    "MARK_KINDS",
+    "Column",
+    "Gap",
+    "Mark",
+    "MarkKind",
+    "PhaseTimes",
+    "Series",
+    "bin_edges",
+    "columns_of",
+    "histogram",
+    "phase_times",
+    "series_of",
+    "spread",
+    "thinned",
+]
+
+_NS_PER_S: Final = 1e9
+_NS_PER_MS: Final = 1e6
+
+_LONG_PAUSE: Final = 0.02
+"""A pause that is longer than this share of the time that steps took is cut out of the picture."""
+
+_COLLECTION_SHARE: Final = 0.1
+"""Share of a gap that Python's collector took, from which on it is a reason for the gap's length.
+Collections of the youngest objects are frequent and take microseconds."""
+
+MarkKind = Literal["chunk", "join", "bucket", "collection"]
+MARK_KINDS: Final[tuple[MarkKind, ...]] = ("chunk", "join", "bucket", "collection")
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The time that rows which decode waited for their next token.
+
+    Attributes:
+        seconds: when it ended, on the picture's axis.
+        ms: how long it was.
+        record: the step whose tokens it ended with.
+        collected: whether Python's collector took a good part of it.
+    """
+
+    seconds: float
+    ms: float
+    record: StepRecord
+    collected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened in a step.
+
+    Attributes:
+        seconds: when that step's tokens were there, on the picture's axis.
+        amount: prompt tokens of a chunk, requests that joined, the new bucket, or the nanoseconds
+            of a collection.
+    """
+
+    seconds: float
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A timeline on the axis of the picture, which begins with the first step.
+
+    Attributes:
+        gaps: in the order of time.
+        marks: of each kind, in the order of time.
+        pauses: where on the axis a time without steps was cut out, and its seconds.
+        seconds: the end of the axis.
+    """
+
+    gaps: list[Gap]
+    marks: dict[MarkKind, list[Mark]]
+    pauses: list[tuple[float, float]]
+    seconds: float
+
+
+def series_of(records: Sequence[StepRecord]) -> Series:
+    """Return what a picture shows of the records, which are in the order of their steps.
+
+    A gap is the time between the tokens of two consecutive steps, if rows decode in the second:
+    each of them had its previous token from the first. What lies before a step that only prefills
+    is no gap, because nobody waited; nor is the time between two steps whose numbers do not follow
+    each other.
+
+    Where the device works beside the host, the tokens of a step are there at the end of the call
+    that launches the next one.
+    """
+    beside_host = _beside_host(records)
+    gap_ns = [_gap_ns(records, index, beside_host) for index in range(len(records))]
+    busy_ns = [
+        max(0, record.ended_ns - record.started_ns) if gap is None else gap
+        for record, gap in zip(records, gap_ns, strict=True)
+    ]
+    long_pause = _LONG_PAUSE * sum(busy_ns)
+    ends: list[float] = []  # of each record on the axis, in seconds
+    pauses: list[tuple[float, float]] = []
+    now = 0  # on the axis, in nanoseconds
+    for index, record in enumerate(records):
+        if index and gap_ns[index] is None:
+            idle = max(0, record.started_ns - records[index - 1].ended_ns)
+            if idle > long_pause:
+                pauses.append((now / _NS_PER_S, idle / _NS_PER_S))
+            else:
+                now += idle
+        now += busy_ns[index]
+        ends.append(now / _NS_PER_S)
+    gaps = [
+        Gap(
+            ends[index],
+            gap / _NS_PER_MS,
+            records[index - beside_host],
+            records[index].collected_ns > _COLLECTION_SHARE * gap,
+        )
+        for index, gap in enumerate(gap_ns)
+        if gap is not None
+    ]
+    arrivals = ends[1:] + ends[-1:] if beside_host else ends
+    return Series(gaps, _marks(records, arrivals, ends), pauses, now / _NS_PER_S)
+
+
+def _beside_host(records: Iterable[StepRecord]) -> bool:
+    """Whether the device is another processor, so that one step is in flight."""
+    return any(record.beside_host for record in records)
+
+
+def _gap_ns(records: Sequence[StepRecord], index: int, beside_host: bool) -> int | None:
+    """The gap that ends with the tokens that a call took in; None where nobody waited for them."""
+    if index == 0:
+        return None
+    call, before = records[index], records[index - 1]
+    if call.step != before.step + 1 or call.ended_ns < before.ended_ns:
+        return None
+    step = before if beside_host else call
+    # Beside the host, a call that waits for nothing takes nothing in: no step was under way.
+    if step.rows <= 0 or (beside_host and call.wait_ns <= 0):
+        return None
+    return call.ended_ns - before.ended_ns
+
+
+def _marks(
+    records: Sequence[StepRecord], arrivals: Sequence[float], ends: Sequence[float]
+) -> dict[MarkKind, list[Mark]]:
+    marks: dict[MarkKind, list[Mark]] = {kind: [] for kind in MARK_KINDS}
+    bucket: int | None = None
+    for record, arrival, end in zip(records, arrivals, ends, strict=True):
+        if record.prefill_tokens > 0:
+            marks["chunk"].append(Mark(arrival, record.prefill_tokens))
+        if record.joined > 0:
+            marks["join"].append(Mark(arrival, record.joined))
+        if record.rows > 0:  # else the bucket is one of tokens
+            if bucket is not None and record.bucket != bucket:
+                marks["bucket"].append(Mark(arrival, record.bucket))
+            bucket = record.bucket
+        if record.collected_ns > 0:
+            marks["collection"].append(Mark(end, record.collected_ns))
+    return marks
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What one column of pixels shows of the gaps that ended in it.
+
+    Attributes:
+        seconds: the middle of the column on the axis.
+        low, median, high: of its gaps, in milliseconds.
+        n: how many those are.
+    """
+
+    seconds: float
+    low: float
+    median: float
+    high: float
+    n: int
+
+
+def columns_of(gaps: Sequence[Gap], seconds: float, count: int) -> list[Column]:
+    """Return `count` columns at most over an axis of `seconds`: those that a gap ended in.
+
+    The longest gap of all is the highest of a column, and the shortest the lowest of one.
+    """
+    members: dict[int, list[float]] = {}
+    for gap in gaps:
+        members.setdefault(_column(gap.seconds, seconds, count), []).append(gap.ms)
+    return [
+        Column((index + 0.5) * seconds / count, min(ms), statistics.median(ms), max(ms), len(ms))
+        for index, ms in sorted(members.items())
+    ]
+
+
+def thinned(marks: Sequence[Mark], seconds: float, count: int) -> list[Mark]:
+    """Return the marks that can be told apart on an axis of `count` columns.
+
+    Of those in one column it is the one of the largest amount.
+    """
+    largest: dict[int, Mark] = {}
+    for mark in marks:
+        column = _column(mark.seconds, seconds, count)
+        if column not in largest or mark.amount > largest[column].amount:
+            largest[column] = mark
+    return list(largest.values())
+
+
+def _column(at: float, seconds: float, count: int) -> int:
+    return min(int(at / seconds * count), count - 1) if seconds > 0 else 0
+
+
+def bin_edges(low: float, high: float, count: int, *, log: bool) -> list[float]:
+    """Return the edges of `count` bins from `low` to `high`, equally wide in value or logarithm."""
+    if log:
+        ratio = math.log(high / low)
+        inner = [low * math.exp(ratio * index / count) for index in range(1, count)]
+    else:
+        inner = [low + (high - low) * index / count for index in range(1, count)]
+    return [low, *inner, high]
+
+
+def histogram(values: Iterable[float], edges: Sequence[float]) -> list[int]:
+    """Return how many values fall into each bin; what lies outside is in the first or last one."""
+    counts = [0] * (len(edges) - 1)
+    for value in values:
+        counts[min(max(bisect_right(edges, value) - 1, 0), len(counts) - 1)] += 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Where the time of steps of one kind goes: medians, in milliseconds of a step.
+
+    Attributes:
+        n: steps.
+        phases: one after the other on the host's clock: plan, launch, device (if that is the
+            host), commit, wait, and what the caller does before the next step.
+        device_ms: what a device works beside the host; None where there is none, or it was not
+            timed.
+    """
+
+    n: int
+    phases: dict[str, float]
+    device_ms: float | None
+
+
+def phase_times(records: Sequence[StepRecord], *, prefill: bool) -> PhaseTimes | None:
+    """Return where the time of decode steps goes, or of those with a chunk of prompts.
+
+    None if there is no step of that kind.
+    """
+    beside_host = _beside_host(records)
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("plan", "launch", "device", "commit", "wait", "caller")
+    }
+    n = 0
+    for index, record in enumerate(records):
+        if (record.prefill_tokens > 0) != prefill or record.rows + record.prefill_tokens <= 0:
+            continue
+        n += 1
+        per_step = 1 / _NS_PER_MS / max(1, record.steps)
+        samples["plan"].append(record.plan_ns * per_step)
+        samples["launch"].append(record.launch_ns * per_step)
+        if record.device_ns is not None:
+            samples["device"].append(record.device_ns * per_step)
+        # Beside the host, the next call waits for the step and takes it in.
+        taken = index + beside_host
+        if taken < len(records):
+            samples["commit"].append(records[taken].commit_ns * per_step)
+            if beside_host:
+                samples["wait"].append(records[taken].wait_ns * per_step)
+        if index and _gap_ns(records, index, beside_host) is not None:
+            idle = record.started_ns - records[index - 1].ended_ns
+            samples["caller"].append(max(0, idle) * per_step)
+    if not n:
+        return None
+    medians = {name: statistics.median(values) for name, values in samples.items() if values}
+    device_ms = medians.pop("device", None) if beside_host else None
+    return PhaseTimes(n, medians, device_ms)
+
+
+def spread(wanted: Sequence[float], distance: float, low: float, high: float) -> list[float]:
+    """Return places near the `wanted` ones, at least `distance` apart, in [low, high] if they fit.
+
+    They keep the order of what is wanted. Where there is no room for all, they share what there is.
+    """
+    if not wanted:
+        return []
+    distance = min(distance, (high - low) / max(1, len(wanted) - 1))
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    places = [0.0] * len(wanted)
+    least = low
+    for index in order:  # upwards, none below the one before it
+        places[index] = max(wanted[index], least)
+        least = places[index] + distance
+    most = high
+    for index in reversed(order):  # and down again from the upper end
+        places[index] = min(places[index], most)
+        most = places[index] - distance
+    return places

@@ -1,0 +1,515 @@
+"""Two runs compared: ratios, their bounds, what is read of a file, and the exit status."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.profiling.stats import Summary
+from stepgraph.runtime.benchmarks import run_scenarios, run_steady, steady
+from stepgraph.runtime.benchmarks.compared import COMPARED, ResultsError, case_of, read_results
+from stepgraph.runtime.benchmarks.comparison import (
+    Observed,
+    compare,
+    confidence,
+    ratio_bounds,
+    slower_than,
+)
+from stepgraph.runtime.benchmarks.comparison_table import comparison_text
+from stepgraph.runtime.benchmarks.options import parse_arguments
+
+from .bench_rig import ROOT, run_bench
+
+RESULTS = ROOT / "docs" / "results" / "cpu-2x-zen5"
+ENVIRONMENT = {"device": "a card", "torch": "2.13.0", "threads": 2, "commit": "abc"}
+
+times = st.floats(1e-3, 1e4)
+repetitions = st.lists(st.lists(times, min_size=1, max_size=7), min_size=1, max_size=6)
+
+
+def steady_case(repeated: list[list[float]], **changes: Any) -> dict[str, Any]:
+    samples = [sample for repetition in repeated for sample in repetition]
+    return {
+        "model": "demo",
+        "dtype": "bfloat16",
+        "weight_dtype": "bfloat16",
+        "kv_dtype": "int8",
+        "mode": "eager",
+        "device": "cpu",
+        "batch_size": 1,
+        "input_len": 128,
+        "output_len": 64,
+        "prefill_chunk": 512,
+        "steps_per_launch": 1,
+        "step_ms": Summary.of(samples).to_json(),
+        "repetition_ms": [statistics.median(repetition) for repetition in repeated],
+        "samples": {"step_ms": samples},
+        **changes,
+    }
+
+
+def gaps_case(scenario: str, itl: list[float], **changes: Any) -> dict[str, Any]:
+    case = steady_case([[1.0]], itl_ms=Summary.of(itl).to_json(), steps=200, max_itl_ms=None)
+    entry = {k: case[k] for k in (*COMPARED[scenario].keys, "itl_ms")}
+    return {**entry, "automatic_budget": False, **changes}
+
+
+def document(*cases: dict[str, Any], name: str = "cases", **environment: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"schema_version": 1, "environment": ENVIRONMENT | environment}
+    return {**made, "cases": [], name: list(cases)}
+
+
+def compared(
+    old: dict[str, Any],
+    new: dict[str, Any],
+    scenario: str = "steady",
+    fail_above: float | None = None,
+) -> dict[str, Any]:
+    return compare(
+        old, new, scenario=scenario, old_name="old.json", new_name=None, fail_above=fail_above
+    )
+
+
+@given(repetitions, repetitions)
+def test_bounds_hold_the_ratio(old, new):
+    result = compared(document(steady_case(old)), document(steady_case(new)))
+    (entry,) = result["entries"]
+    assert entry["ratio"] == entry["new"] / entry["old"]
+    assert (entry["repetitions_old"], entry["repetitions_new"]) == (len(old), len(new))
+    if min(len(old), len(new)) < 2:
+        assert entry["low"] is entry["high"] is entry["confidence"] is None
+    else:
+        assert entry["low"] <= entry["ratio"] <= entry["high"]
+        assert 0.25 <= entry["confidence"] < 1
+        # No pairing of repetitions gives a ratio beyond them.
+        for one in map(statistics.median, new):
+            for other in map(statistics.median, old):
+                assert entry["low"] <= one / other <= entry["high"]
+
+
+@given(repetitions, repetitions)
+def test_the_other_way_round_is_the_inverse(old, new):
+    there, back = (
+        compared(document(steady_case(a)), document(steady_case(b)))["entries"][0]
+        for a, b in ((old, new), (new, old))
+    )
+    assert there["ratio"] == pytest.approx(1 / back["ratio"])
+    if there["low"] is not None:
+        assert there["low"] == pytest.approx(1 / back["high"])
+        assert there["high"] == pytest.approx(1 / back["low"])
+        assert there["confidence"] == back["confidence"]
+
+
+@given(st.lists(repetitions, min_size=1, max_size=4))
+def test_a_run_is_as_fast_as_itself(runs):
+    cases = [steady_case(repeated, batch_size=i + 1) for i, repeated in enumerate(runs)]
+    result = compared(document(*cases), document(*copy.deepcopy(cases)), fail_above=1.0)
+    assert [entry["ratio"] for entry in result["entries"]] == [1.0] * len(cases)
+    assert slower_than(result) == result["only_old"] == result["only_new"] == []
+    assert result["environment"] == result["not_matched_by"] == []
+
+
+@given(st.randoms(use_true_random=False), st.sets(st.integers(1, 9)), st.sets(st.integers(1, 9)))
+def test_the_order_of_cases_is_irrelevant(shuffle: random.Random, old, new):
+    sides = [
+        [steady_case([[float(size)], [size + seed]], batch_size=size) for size in sorted(sizes)]
+        for seed, sizes in ((0.5, old), (0.25, new))
+    ]
+    shuffled = [shuffle.sample(side, len(side)) for side in sides]
+
+    def told(result: dict[str, Any]) -> dict[str, Any]:
+        lists = ("entries", "only_old", "only_new")
+        return result | {name: sorted(map(json.dumps, result[name])) for name in lists}
+
+    in_order, in_disorder = (compared(*(document(*side) for side in x)) for x in (sides, shuffled))
+    assert told(in_order) == told(in_disorder)
+    assert {e["case"]["batch_size"] for e in in_order["entries"]} == old & new
+    assert {case["batch_size"] for case in in_order["only_old"]} == old - new
+    assert {case["batch_size"] for case in in_order["only_new"]} == new - old
+
+
+def test_confidence_is_what_chance_gives():
+    """Of every way in which repetitions can fall on either side of their true medians."""
+    for old, new in ((2, 2), (3, 3), (3, 5), (6, 6)):
+        held = sum(
+            0 < low < old and 0 < high < new
+            for low in (i.bit_count() for i in range(2**old))
+            for high in (i.bit_count() for i in range(2**new))
+        )
+        assert confidence(old, new) == held / 2 ** (old + new)
+    assert confidence(1, 9) == 0.0
+
+
+def test_bounds_by_hand():
+    old, new = Observed(10.0, (9.0, 10.0, 12.0)), Observed(11.0, (11.0, 12.0))
+    assert ratio_bounds(old, new) == (11 / 12, 12 / 9)
+    assert ratio_bounds(old, Observed(11.0, (11.0,))) is None
+    assert ratio_bounds(old, Observed(13.0, (11.0, 12.0))) == (11 / 12, 13 / 9)
+
+
+@pytest.mark.parametrize("key", COMPARED["steady"].keys)
+def test_cases_that_differ_are_not_compared(key):
+    case = steady_case([[1.0]])
+    other = case | {key: "another" if isinstance(case[key], str) else 7}
+    result = compared(document(case), document(other))
+    assert result["entries"] == []
+    assert (len(result["only_old"]), len(result["only_new"])) == (1, 1)
+    text = comparison_text(result)
+    assert "No case is in both." in text
+    assert "Only in old.json: demo bfloat16 int8 eager cpu, batch 1, input 128" in text
+    assert "Only in this run: " in text
+
+
+def test_devices_are_of_one_kind():
+    cases = [steady_case([[1.0]], device=name) for name in ("cuda:0", "cuda:1")]
+    (entry,) = compared(document(cases[0]), document(cases[1]))["entries"]
+    assert entry["case"]["device"] == "cuda"
+
+
+def test_what_differs_around_the_cases_is_pointed_out():
+    old = document(steady_case([[1.0]]), torch="2.11.0", commit=None)
+    result = compared(old, document(steady_case([[1.0]])))
+    assert result["environment"] == [
+        {"name": "torch", "old": "2.11.0", "new": "2.13.0"},
+        {"name": "commit", "old": None, "new": "abc"},
+    ]
+    text = comparison_text(result)
+    assert "- Different torch: 2.11.0 before, 2.13.0 now" in text
+    assert "- Different commit: - before, abc now" in text
+
+
+def test_what_earlier_files_do_not_tell():
+    """Repetitions follow from the samples where each has as many; keys are left out of matching."""
+    old = steady_case([[1.0, 2.0, 3.0], [5.0, 5.0, 6.0]], output_len=4, weight_dtype="bfloat16")
+    new = steady_case([[1.0], [2.0]], output_len=4)
+    for key in ("prefill_chunk", "steps_per_launch", "repetition_ms", "weight_dtype"):
+        del old[key]
+    result = compared(document(old), document(new))
+    (entry,) = result["entries"]
+    assert (entry["low"], entry["high"]) == (1 / 5, 2 / 2)
+    assert entry["repetitions_old"] == 2
+    assert result["not_matched_by"] == ["prefill_chunk", "steps_per_launch"]
+    assert "Matched without prefill_chunk, steps_per_launch" in comparison_text(result)
+    old["samples"]["step_ms"].pop()
+    (entry,) = compared(document(old), document(new))["entries"]
+    assert (entry["low"], entry["repetitions_old"]) == (None, 0)
+    assert "noise unknown" in comparison_text(result | {"entries": [entry]})
+
+
+@pytest.mark.parametrize("scenario", ["interference", "churn"])
+def test_gaps_of_scenarios_are_compared(scenario):
+    slow, fast = [float(i) for i in range(1, 201)], [i / 2 for i in range(1, 101)]
+    old = document(gaps_case(scenario, slow), name=scenario)
+    new = document(gaps_case(scenario, fast), name=scenario)
+    p50, p99 = compared(old, new, scenario, 1.05)["entries"]
+    assert (p50["metric"], p99["metric"]) == ("itl_ms.p50", "itl_ms.p99")
+    assert p50["ratio"] == pytest.approx(25.25 / 100.5)
+    assert p50["low"] is p50["high"] is p99["confidence"] is None
+    assert (p50["n_old"], p50["n_new"], p50["above"]) == (200, 100, False)
+    few = document(gaps_case(scenario, fast[:99]), name=scenario)
+    assert [e["metric"] for e in compared(old, few, scenario)["entries"]] == ["itl_ms.p50"]
+    none = document(gaps_case(scenario, fast) | {"itl_ms": None}, name=scenario)
+    assert compared(old, none, scenario)["entries"] == []
+
+
+def test_budgets_that_follow_from_the_machine_are_one():
+    def run(budget: float) -> dict[str, Any]:
+        cases = [(None, False), (budget, True)]
+        return document(
+            *(
+                gaps_case("interference", [1.0], max_itl_ms=ms, automatic_budget=automatic)
+                for ms, automatic in cases
+            ),
+            name="interference",
+        )
+
+    result = compared(run(79.5), run(81.25), "interference")
+    assert [e["case"]["max_itl_ms"] for e in result["entries"]] == [None, "auto"]
+    given = gaps_case("interference", [1.0], max_itl_ms=79.5)
+    assert case_of(given, COMPARED["interference"].keys)["max_itl_ms"] == 79.5
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [("demo", "steady"), ("smollm2-135m", "steady"), ("churn", "churn")]
+    + [(f"interference{n}", "interference") for n in ("", 2, 3, 4, 5)],
+)
+def test_results_of_the_repository_can_be_compared(name, scenario):
+    found, read = read_results(RESULTS / f"{name}.json", None)
+    assert found == scenario
+    result = compared(read, read, scenario)
+    assert result["entries"]
+    assert {entry["ratio"] for entry in result["entries"]} == {1.0}
+
+
+GOOD = document(steady_case([[1.0], [2.0]]))
+GAPS = document(gaps_case("churn", [1.0]), name="churn")
+
+
+def changed(path: str, value: Any, base: dict[str, Any] = GOOD) -> str:
+    """The text of a document in which something is another value, or (`...`) is not there."""
+    made = copy.deepcopy(base)
+    *way, last = path.split("/")
+    at: Any = made
+    for key in way:
+        at = at[int(key)] if isinstance(at, list) else at[key]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return json.dumps(made)
+
+
+BAD = {
+    "empty": ("", "it is no JSON, or ends too early"),
+    "truncated": (json.dumps(GOOD)[:-30], "it is no JSON, or ends too early"),
+    "text": ("| model |", "it is no JSON"),
+    "deep": ("[" * 100_000, "it is no JSON"),
+    "list": ("[]", "it is no result of bench.py: it has no schema_version"),
+    "foreign": ('{"cases": []}', "it has no schema_version"),
+    "version": (changed("schema_version", 2), "schema_version is 2, and this bench.py reads 1"),
+    "true": (changed("schema_version", True), "its schema_version is True"),
+    "version text": (changed("schema_version", "1"), "its schema_version is '1'"),
+    "environment": (changed("environment", ...), "it has no environment"),
+    "no cases": (changed("cases", []), "it has no cases"),
+    "cases missing": (changed("cases", ...), "it has no cases"),
+    "case": (changed("cases", [3]), "entry 1 of cases is no object"),
+    "twice": (changed("cases", GOOD["cases"] * 2), "entry 2 of cases is of the same case as"),
+    "key": (changed("cases/0/batch_size", ...), "entry 1 of cases has no batch_size"),
+    "key of text": (changed("cases/0/model", 3), "model is 3, which is no text"),
+    "key of numbers": (changed("cases/0/input_len", "8"), "input_len is '8', which is no count"),
+    "key null": (changed("cases/0/mode", None), "mode is None, which is no text"),
+    "budget": (changed("churn/0/max_itl_ms", -1, GAPS), "max_itl_ms is -1, which is no time"),
+    "no step": (changed("cases/0/step_ms", None), "step_ms is no distribution"),
+    "no gaps": (changed("churn/0/itl_ms", ..., GAPS), "itl_ms is no distribution"),
+    "nan": (changed("cases/0/step_ms/p50", float("nan")), "it has NaN in the place of a number"),
+    "nan elsewhere": (changed("environment/threads", float("nan")), "it has NaN"),
+    "infinity": (changed("cases/0/repetition_ms", [float("inf")]), "it has Infinity"),
+    "overflow": (json.dumps(GOOD).replace('"p50": 1.5', '"p50": 1e999'), "step_ms.p50 is inf"),
+    "huge": (changed("cases/0/step_ms/p50", 10**400), "step_ms.p50 is 1000"),
+    "digits": (json.dumps(GOOD).replace('"p50": 1.5', f'"p50": {"1" * 5000}'), "integer string"),
+    "negative": (changed("cases/0/step_ms/p50", -1.5), "step_ms.p50 is -1.5, which is no time"),
+    "zero": (changed("cases/0/step_ms/p50", 0), "step_ms.p50 is 0, which is no time"),
+    "boolean": (changed("cases/0/step_ms/p50", True), "step_ms.p50 is True, which is no time"),
+    "no samples": (changed("cases/0/step_ms/n", 0), "step_ms.n is 0, which is no number of"),
+    "p99": (changed("churn/0/itl_ms/p99", "x", GAPS), "itl_ms.p99 is 'x', which is no time"),
+    "repetition": (changed("cases/0/repetition_ms", [1, -2]), "repetition_ms is -2, which is no"),
+    "repetitions": (changed("cases/0/repetition_ms", "x"), "repetition_ms is no list"),
+    "samples": (changed("cases/0/samples", 3), "samples is no object"),
+    "sample": (changed("cases/0/samples/step_ms", [None]), "samples.step_ms is None, which is no"),
+    "scenario": (changed("host", [1], document()), "it is of scenario host; steady, interference"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch, capsys, name):
+    text, reason = BAD[name]
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError) as caught:
+        read_results(path, None)
+    message = str(caught.value)
+    assert message.startswith(f"cannot compare with {path}: ")
+    assert reason in message
+    assert "\n" not in message
+    assert run_bench(monkeypatch, f"--compare {path} {RESULTS}/demo.json") == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"bench.py: error: {message}\n")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@given(
+    st.sampled_from(
+        [
+            *(f"cases/0/{key}" for key in GOOD["cases"][0]),
+            *(f"cases/0/step_ms/{key}" for key in GOOD["cases"][0]["step_ms"]),
+            *("cases", "environment", "schema_version", "churn", "cases/0/samples/step_ms"),
+        ]
+    ),
+    json_values,
+)
+def test_no_value_makes_a_comparison_fail_in_another_way(tmp_path_factory, path, value):
+    file = tmp_path_factory.getbasetemp() / "value.json"
+    file.write_text(changed(path, value))
+    try:
+        scenario, read = read_results(file, None)
+    except ResultsError:
+        return
+    result = compared(read, read, scenario)
+    assert {entry["ratio"] for entry in result["entries"]} == {1.0}
+    assert comparison_text(result)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe{}"), "it is no JSON"),
+        (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, capsys, make, reason):
+    path = tmp_path / "old.json"
+    make(path)
+    assert run_bench(monkeypatch, f"--mode eager --compare {path}") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"bench.py: error: cannot compare with {path}: {reason}\n"
+
+
+@pytest.mark.parametrize("scenario", ["steady", "interference", "churn"])
+def test_the_old_file_is_checked_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, scenario
+):
+    def measure(*_: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(run_steady.SteadyRun, "__init__", measure)
+    monkeypatch.setattr(run_scenarios.ScenarioRun, "__init__", measure)
+    other = document(gaps_case("interference", [1.0]), name="interference")
+    made = {"steady": GAPS, "interference": GOOD, "churn": other}[scenario]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(made))
+    arguments = f"--scenario {scenario} --compare {path} --output-json {tmp_path}/new.json"
+    assert run_bench(monkeypatch, arguments) == 1
+    error = capsys.readouterr().err
+    assert f"and this run is of {scenario}" in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--fail-above 1.05", "--fail-above has no effect without --compare"),
+        ("--compare a --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
+        ("--compare a --fail-above nan", "'nan' is not a ratio of at least 1"),
+        ("--compare a --fail-above inf", "'inf' is not a ratio of at least 1"),
+        ("--compare a --fail-above much", "'much' is not a ratio of at least 1"),
+        ("--compare a b c", "--compare takes one file, or two to compare with each other: 3"),
+        ("--compare", "expected at least one argument"),
+        ("--compare a b --model demo", "--model: no effect together with --compare OLD.json NEW"),
+        ("--compare a b --scenario churn", "--scenario: no effect together with --compare OLD"),
+        ("--scenario cache --compare a", "--compare: no effect together with --scenario cache"),
+        ("--scenario host --compare a", "--compare: no effect together with --scenario host"),
+        ("--explain-memory --compare a", "--compare: no effect together with --explain-memory"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def write(path: Path, *cases: dict[str, Any], **environment: Any) -> Path:
+    path.write_text(json.dumps(document(*cases, **environment)))
+    return path
+
+
+@pytest.mark.parametrize(("limit", "status"), [(None, 0), (1.05, 1), (1.1, 0), (2.0, 0)])
+def test_two_files_are_compared(tmp_path, monkeypatch, capsys, limit, status):
+    old = write(tmp_path / "old.json", steady_case([[10.0], [10.5], [10.0]]), commit="before")
+    new = write(
+        tmp_path / "new.json",
+        steady_case([[11.0], [11.0], [12.0]]),
+        steady_case([[1.0]], mode="compile"),
+    )
+    flags = "" if limit is None else f"--fail-above {limit}"
+    files = f"--output-json {tmp_path}/both.json --output-md {tmp_path}/both.md"
+    assert run_bench(monkeypatch, f"--compare {old} {new} {flags} {files}") == status
+    captured = capsys.readouterr()
+    assert captured.out == (tmp_path / "both.md").read_text()
+    lines = captured.out.splitlines()
+    assert lines[0] == f"{new} against {old}: ratios of times, below 1 is faster"
+    cells = [cell.strip() for cell in lines[4].split("|")[9:-1]]
+    assert cells[:7] == ["step p50", "10.000", "11.000", "1.100", "1.048 - 1.200", "3, 3", "3, 3"]
+    assert cells[7] == ("slower; above the limit" if status else "slower")
+    assert "they hold with 56% or more" in captured.out
+    assert f"Only in {new}: demo bfloat16 int8 compile cpu" in captured.out
+    assert "Different commit: before before, abc now" in captured.out
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert both["comparison"]["fail_above"] == limit
+    assert {k: both[k] for k in ("cases", "environment")} == {
+        k: v for k, v in json.loads(new.read_text()).items() if k in ("cases", "environment")
+    }
+    if status:
+        (line,) = captured.err.splitlines()
+        assert line.startswith("bench.py: error: 1 of 1 ratios are above 1.05, the largest is 1.1")
+    else:
+        assert captured.err == ""
+
+
+def test_a_gate_that_compares_nothing_does_not_open(tmp_path, monkeypatch, capsys):
+    old = write(tmp_path / "old.json", steady_case([[1.0]]))
+    new = write(tmp_path / "new.json", steady_case([[1.0]], batch_size=9))
+    assert run_bench(monkeypatch, f"--compare {old} {new}") == 0
+    assert capsys.readouterr().err == ""
+    assert run_bench(monkeypatch, f"--compare {old} {new} --fail-above 1.05") == 1
+    assert "nothing was compared" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A real run, as a file."""
+    path = tmp_path_factory.mktemp("compare") / "old.json"
+    patch = pytest.MonkeyPatch()
+    assert run_bench(patch, f"{SMALL} --num-iters 2 --output-json {path}") == 0
+    patch.undo()
+    return path
+
+
+SMALL = "--mode eager --batch-size 1 2 --input-len 24 --output-len 6 --num-warmup 0"
+
+
+def test_a_run_is_compared_with_an_earlier_one(measured, tmp_path, monkeypatch, capsys):
+    capsys.readouterr()
+
+    def run(engine: Any, prompts: Any, params: Any, steps: int) -> Any:
+        outputs, durations, counted = real(engine, prompts, params, steps)
+        return outputs, [1e6 * duration for duration in durations], counted
+
+    real = steady._run
+    monkeypatch.setattr(steady, "_run", run)
+    files = f"--output-json {tmp_path}/new.json --output-md {tmp_path}/new.md"
+    arguments = SMALL.replace("1 2", "2 3")
+    arguments = f"{arguments} --num-iters 2 --compare {measured} {files}"
+    assert run_bench(monkeypatch, arguments) == 0
+    captured = capsys.readouterr()
+    comparison = json.loads((tmp_path / "new.json").read_text())["comparison"]
+    (entry,) = comparison["entries"]
+    assert entry["case"]["batch_size"] == 2
+    assert entry["low"] > 1
+    assert entry["above"] is None
+    assert [case["batch_size"] for case in comparison["only_old"]] == [1]
+    assert [case["batch_size"] for case in comparison["only_new"]] == [3]
+    assert captured.out == (tmp_path / "new.md").read_text()
+    assert captured.out.startswith("| model")
+    assert comparison_text(comparison) in captured.out
+    assert run_bench(monkeypatch, f"{arguments} --fail-above 1.05") == 1
+    assert "1 of 1 ratios are above 1.05" in capsys.readouterr().err.splitlines()[-1]
+    assert json.loads((tmp_path / "new.json").read_text())["comparison"]["entries"][0]["above"]
+
+
+def test_a_failed_run_is_not_compared(measured, tmp_path, monkeypatch, capsys):
+    def repeat(run: steady.CaseRun) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steady.CaseRun, "repeat", repeat)
+    arguments = f"{SMALL} --compare {measured} --output-json {tmp_path}/new.json"
+    assert run_bench(monkeypatch, arguments) == 130
+    assert "against" not in capsys.readouterr().out
