@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -162,8 +162,7 @@ class ScenarioRun:
             before = resident_bytes(self.device)
             with ExitStack() as stack:
 
-                def start(fields: Mapping[str, Any], stack: ExitStack = stack) -> Engine:
-                    config = dataclasses.replace(base, **fields)
+                def start(config: EngineConfig, stack: ExitStack = stack) -> Engine:
                     return stack.enter_context(self._start(model, config))
 
                 engine = start(roomy)
@@ -175,7 +174,7 @@ class ScenarioRun:
                 )
                 runs: dict[str, memory.Scarcity] = {}
                 if scarce:
-                    engines = {"none": engine, **{n: start(f) for n, f in scarce.items()}}
+                    engines = {"none": engine, **{n: start(c) for n, c in scarce.items()}}
                     runs = memory.measure_scarcity(
                         engines,
                         case,
