@@ -114,11 +114,11 @@ class NvtxTool:
         self._domain.mark(event)
 
 
-def attached_domain() -> NvtxDomain | None:
-    """The project's domain if a tool takes it in, else None.
+def attached_domain(name: str = DOMAIN) -> NvtxDomain | None:
+    """The project's domain, or another one, if a tool takes it in, else None.
 
     nvtx answers with a stand-in that is no `nvtx.Domain` where no tool is attached or the tool
     leaves the domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too.
     """
-    domain = nvtx.get_domain(DOMAIN)
+    domain = nvtx.get_domain(name)
     return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None

@@ -2,8 +2,9 @@
 
 `instrument_steps` makes the very calls that a steady decode step makes for the sake of being
 observed, in their order, and nothing between them; a test holds it against the step of an engine.
-`measure_overhead` times it in this process: where a profiler is attached or somebody listens to the
-ranges, the cost is that of telling them.
+`measure_overhead` times it in this process, so where somebody listens to the ranges the cost is
+that of telling them. A tool is told of these in a domain of their own, or the thousands of steps
+that nobody ran would stand in its trace beside those of an engine.
 """
 
 import statistics
@@ -13,9 +14,14 @@ from dataclasses import dataclass
 
 from . import ranges
 from .collector import CollectorWatch
+from .emitters import Emitter
+from .nvtx_tool import attached_domain
 from .timeline import Timeline
 
 __all__ = ["Overhead", "instrument_steps", "measure_overhead"]
+
+DOMAIN = f"{ranges.DOMAIN}.overhead"
+"""The NVTX domain of the steps that are timed here."""
 
 ROUNDS = 31
 STEPS_PER_ROUND = 500
@@ -41,6 +47,7 @@ def instrument_steps(
     count: int,
     timeline: Timeline,
     collector: CollectorWatch,
+    emitter: Emitter,
     *,
     begin: Callable[[], object] | None = None,
     elapsed_ns: Callable[[], int] | None = None,
@@ -51,26 +58,27 @@ def instrument_steps(
         count: steps.
         timeline: where they are recorded.
         collector: the watch whose time is read.
+        emitter: where the ranges go.
         begin: records the event from which a device's time is counted; None: no such device.
         elapsed_ns: reads what the device worked on the step before.
     """
     clock = time.perf_counter_ns
     for number in range(count):
-        with ranges.span(ranges.STEP, number):
+        with emitter.span(ranges.STEP, number):
             collected = collector.total_ns
             started = clock()
-            with ranges.span(ranges.PLAN, number):
+            with emitter.span(ranges.PLAN, number):
                 pass
             planned = clock()
-            with ranges.span(ranges.LAUNCH, _ROWS):
+            with emitter.span(ranges.LAUNCH, _ROWS):
                 clock()
                 if begin is not None:
                     begin()
-                with ranges.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0):
+                with emitter.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0):
                     worked = clock()
                     device_ns = clock() - worked
             launched = clock()
-            with ranges.span(ranges.COMMIT, number):
+            with emitter.span(ranges.COMMIT, number):
                 waiting = clock()
                 waited = clock() - waiting
                 if elapsed_ns is not None:
@@ -107,12 +115,15 @@ def measure_overhead(
     """
     if rounds < 1 or steps < 1:
         raise ValueError(f"rounds is {rounds} and steps is {steps}; both must be at least 1")
+    emitter: Emitter = ranges.connect(attached_domain(DOMAIN)) if ranges.attached else ranges
     timeline, collector = Timeline(steps), CollectorWatch()
     try:
         times = []
         for _ in range(rounds + 1):  # the first one warms up
             started = time.perf_counter_ns()
-            instrument_steps(steps, timeline, collector, begin=begin, elapsed_ns=elapsed_ns)
+            instrument_steps(
+                steps, timeline, collector, emitter, begin=begin, elapsed_ns=elapsed_ns
+            )
             times.append((time.perf_counter_ns() - started) / steps)
     finally:
         collector.close()

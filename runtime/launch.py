@@ -15,7 +15,7 @@ from .sampling import SampleOutput
 from .sampling_params import MAX_LOGPROBS
 from .step_functions import StepOutput
 
-__all__ = ["HostOutputs", "Launch", "Sampled", "sampled_tokens"]
+__all__ = ["HostOutputs", "Launch", "Sampled", "sampled_tokens", "timed_event"]
 
 Phase = Literal["decode", "prefill"]
 
@@ -58,6 +58,11 @@ class Launch:
         return round(1e6 * float(self.began.elapsed_time(self.arrived)))
 
 
+def timed_event() -> torch.cuda.Event:
+    """Return an event that knows when it happened."""
+    return torch.cuda.Event(enable_timing=True)
+
+
 class HostOutputs:
     """Where the outputs of steps arrive on the host, in memory taken once.
 
@@ -93,10 +98,7 @@ class HostOutputs:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         """Of each set: begun, and arrived."""
         if pinned:
-            self._events = [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                for _ in range(OUTPUT_SETS)
-            ]
+            self._events = [(timed_event(), timed_event()) for _ in range(OUTPUT_SETS)]
         self._views: dict[tuple[int, Phase, torch.Size], SampleOutput] = {}
 
     @property

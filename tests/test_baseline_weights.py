@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ def test_weights_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         load(dataclasses.replace(config, num_layers=2))
 
 
-def test_a_broken_checkpoint_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(BaselineError, match="cannot load the model"):
-        load_model(SHRUNK["qwen3-0.6b"], tmp_path, dtype=torch.float32, device=CPU, seed=0)
+def test_a_broken_checkpoint_is_an_error_of_ours(base: TinyModel, tmp_path: Path) -> None:
+    directory = shutil.copytree(base.directory, tmp_path / "truncated")
+    (directory / "model.safetensors").write_bytes(b"no tensors")
+    for broken in (directory, tmp_path):
+        with pytest.raises(BaselineError, match=r"^transformers cannot load the model: .+$"):
+            load_model(SHRUNK["qwen3-0.6b"], broken, dtype=torch.float32, device=CPU, seed=0)

@@ -56,6 +56,10 @@ def test_json_has_the_documented_fields(document):
         assert case["correct"] == {"tokens_equal_eager": 1.0, "max_abs_logit_error": 0.0}
         assert len(case["samples"]["step_ms"]) == case["step_ms"]["n"]
         assert case["fallbacks"] == 0
+        instrumentation, fastest = case["instrumentation"], min(case["samples"]["step_ms"])
+        assert instrumentation["ns_per_step"] > 0
+        share = instrumentation["ns_per_step"] / (1e6 * fastest)
+        assert instrumentation["fraction"] == pytest.approx(share)
 
 
 def test_only_whole_decode_steps_are_counted(document):

@@ -19,6 +19,9 @@ from stepgraph.graphs.steps import (
     EagerStep,
     StepPreparationError,
 )
+from stepgraph.profiling import ranges
+
+from .listeners import Heard
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,29 @@ def test_captures_largest_first_in_one_pool():
     assert isinstance(reports[0], StepReport)
 
 
-def test_the_ranges_nest_as_their_dictionary_says(monkeypatch):
-    log = []
+def test_the_ranges_nest_as_their_dictionary_says():
+    heard = Heard()
+    with ranges.listening(heard):
+        Runner().library([Key(1), Key(2)]).prepare()
+    assert heard.events == [
+        ("push", "warmup", 2),
+        ("push", "capture", 2),
+        ("pop",),
+        ("push", "capture", 1),
+        ("pop",),
+        ("pop",),
+    ]
 
-    class Span:
-        def __init__(self, name, payload):
-            self.entry = (name, payload)
 
-        def __enter__(self):
-            log.append(self.entry)
-
-        def __exit__(self, *_):
-            log.append(self.entry[0])
-
-    monkeypatch.setattr("stepgraph.graphs.library.span", Span)
-    Runner().library([Key(1), Key(2)]).prepare()
-    assert log == [("warmup", 2), ("capture", 2), "capture", ("capture", 1), "capture", "warmup"]
+def test_every_miss_is_marked():
+    library = Runner().library([Key(4)])
+    library.prepare()
+    heard = Heard()
+    with ranges.listening(heard):
+        for rows in (4, 9, 4, 9, 2):
+            library.launch(Key(rows))
+    assert heard.events == [("mark", "fallback", (rows,)) for rows in (9, 9, 2)]
+    assert library.stats().misses == 3
 
 
 def test_every_scalar_of_the_key_has_its_own_step():

@@ -163,3 +163,38 @@ def test_a_listener_put_in_place_later_hears_an_engine(
     }  # fmt: skip
     assert heard.names("push").count("replay") == 3
     assert len(heard.names("push")) == sum(event == ("pop",) for event in heard.events)
+
+
+@pytest.mark.parametrize("steps_per_launch", [1, 4])
+def test_launches_carry_the_numbers_of_their_step(
+    open_engine: Callable[..., Engine], steps_per_launch: int
+) -> None:
+    engine = open_engine("base", buckets=(2, 4), steps_per_launch=steps_per_launch)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
+        engine.add_request(prompt, params)
+    heard = Heard()
+    with ranges.listening(heard):
+        while engine.has_unfinished():
+            engine.step()
+    records = {record.step: record for record in engine.timeline().records()}
+    launches = [event[1:] for event in heard.events if event[0] == "push"]
+    replays, prefills = (
+        [payload for name, payload in launches if name == wanted]
+        for wanted in (ranges.REPLAY, ranges.PREFILL)
+    )
+    assert len(replays) == sum(record.rows > 0 for record in records.values())
+    assert len(prefills) == sum(record.prefill_tokens > 0 for record in records.values())
+    for shown in replays:
+        record = records[shown.step]
+        assert (shown.rows, shown.bucket) == (record.rows, record.bucket)
+        assert shown.tokens == record.rows * record.steps
+        assert (shown.tokens + shown.padding) == shown.bucket * record.steps
+    for shown in prefills:
+        assert shown.rows == 0
+        assert shown.tokens == records[shown.step].prefill_tokens
+        assert shown.tokens + shown.padding == shown.bucket
+    for shown in (*replays, *prefills):
+        assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
+    assert any(shown.padding for shown in replays)
+    assert any(record.steps == steps_per_launch for record in records.values())

@@ -568,7 +568,12 @@ class TestRandomWeights:
 
     def test_parts_that_no_checkpoint_has_are_zero(self) -> None:
         latent = dataclasses.replace(
-            PRESETS["mla-small"], num_layers=1, vocab_size=64, attention_bias=True
+            PRESETS["mla-small"],
+            num_layers=1,
+            vocab_size=64,
+            bos_token_id=1,
+            eos_token_ids=(2,),
+            attention_bias=True,
         )
         weights = dict(random_weights(latent, torch.float32))
         name = "layers.0.attention.q_kv.bias"

@@ -54,12 +54,17 @@ static void payload(const event *e) {
     numbers(x->bytes, x->size);
   } else numbers(&e->payload.integer, 8);
 }
-static void *create(const char *name) { printf("domain %s\n", name); return (void *)1; }
+static void *create(const char *name) { printf("domain %s\n", name); return strdup(name); }
+static void whose(const char *domain) {
+  if (domain && strcmp(domain, "stepgraph")) printf("[%s] ", domain);
+}
 static const char *reg(void *d, const char *s) { printf("register %s\n", s); return s; }
 static void category(void *d, uint32_t id, const char *s) { printf("category %s\n", s); }
-static int push(void *d, const event *e) { printf("push %s", e->message); payload(e); return 0; }
-static int pop(void *d) { printf("pop\n"); fflush(stdout); return 0; }
-static void mark(void *d, const event *e) { printf("mark %s", e->message); payload(e); }
+static int push(void *d, const event *e) {
+  whose(d); printf("push %s", e->message); payload(e); return 0;
+}
+static int pop(void *d) { whose(d); printf("pop\n"); fflush(stdout); return 0; }
+static void mark(void *d, const event *e) { whose(d); printf("mark %s", e->message); payload(e); }
 int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
   const callbacks *c = export(1); fn **t; unsigned n;
   if (!c->table(5, &t, &n)) return 0;
@@ -84,7 +89,7 @@ static uint64_t new_counter(void *d, const counter *c) {
   return counters;
 }
 static void sample(void *d, uint64_t id, const int64_t *values, size_t bytes) {
-  printf("sample %llu", (unsigned long long)id); numbers(values, bytes);
+  whose(d); printf("sample %llu", (unsigned long long)id); numbers(values, bytes);
 }
 int InitializeInjectionNvtxExtension(extension *e) {
   intptr_t *slots = e->segments[0].slots;
@@ -207,6 +212,16 @@ def test_a_tool_hears_of_collections_while_somebody_watches(tool: str) -> None:
     (mark,) = marks
     assert mark.startswith("mark collection schema ")
     assert mark.split("of 1 ")[1].startswith("1 ")
+
+
+def test_the_cost_under_a_tool_is_measured_in_a_domain_of_its_own(tool: str) -> None:
+    program = "from stepgraph.profiling.overhead import measure_overhead as measure\n"
+    lines = run(program + "measure(rounds=1, steps=3)", NVTX_INJECTION64_PATH=tool)
+    assert "domain stepgraph.overhead" in lines
+    events = [line for line in lines if line.partition("] ")[2].startswith(("push", "sample"))]
+    assert all(line.startswith("[stepgraph.overhead] ") for line in events)
+    assert len(events) == 2 * 3 * 6  # a round warms up; five ranges and a sample a step
+    assert not [line for line in lines if line.startswith(("push", "sample", "mark"))]
 
 
 def test_a_tool_can_be_kept_out(tool: str) -> None:

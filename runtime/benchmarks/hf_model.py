@@ -37,10 +37,11 @@ def load_model(
         else:
             model = _empty_model(transformers, hf_config(config), dtype, device)
             _fill(model, config, dtype, seed)
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, BaselineError):
-            raise
-        raise BaselineError(f"transformers cannot load the model: {error}") from error
+    except BaselineError:
+        raise
+    except Exception as error:  # whatever a file, a configuration or an allocation raises
+        reason = str(error).partition("\n")[0]
+        raise BaselineError(f"transformers cannot load the model: {reason}") from error
     model = model.to(device).eval()
     # What a checkpoint asks for (a repetition penalty, an end of text) is nothing that we were
     # asked for.

@@ -14,6 +14,7 @@ from ..config import EngineConfig
 from ..memory_report import parse_bytes
 from .compared import COMPARED
 from .outputs import OutputError, check_output, same_file
+from .profile_options import PROFILE_DEFAULTS, PROFILE_FLAGS, add_profile_flags, check_profile
 
 __all__ = ["MODES", "parse_arguments"]
 
@@ -32,7 +33,7 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        *("steps_per_launch", "plot", *_COMPARE),
+        *("steps_per_launch", "plot", *_COMPARE, *PROFILE_FLAGS),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -131,10 +132,12 @@ def parse_arguments(
     else:
         known = FLAGS_OF_SCENARIO[options.scenario]
         _refuse_others(parser, given, known, f"--scenario {options.scenario}")
-    for name, value in DEFAULTS[options.scenario].items():
+    defaults = DEFAULTS[options.scenario] if options.profile == "none" else PROFILE_DEFAULTS
+    for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     _check_files(parser, options)
+    check_profile(parser, options, given)
     return options
 
 
@@ -275,6 +278,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no"
         " case is in both",
     )
+    add_profile_flags(parser)
     parser.add_argument(
         "--output-json",
         type=Path,

@@ -39,6 +39,9 @@ Kind = tuple[str, str, str, str]
 class SteadyRun:
     """One run of the command line: which engines to start, what to measure on each."""
 
+    profiled = False
+    """Whether a profiler was at work: then times are longer than they are otherwise."""
+
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the device, and what is compared with; measure the bandwidth.
 
@@ -172,7 +175,7 @@ class SteadyRun:
         """
         options = self.options
         for case in (BenchmarkCase(model, *point) for point in self.grid):
-            runs = [CaseRun(engine, case, seed=options.seed) for engine in engines]
+            runs = [self.case_run(engine, case) for engine in engines]
             sides = [run.repeat for run in runs]
             turns: BaselineCase | None = None
             if baseline is not None:
@@ -198,6 +201,10 @@ class SteadyRun:
                 self.steps.add(entry, measured.records)
                 yield entry
 
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return a case to be run on an engine."""
+        return CaseRun(engine, case, seed=self.options.seed)
+
     def to_json(
         self,
         engine: Engine,
@@ -208,7 +215,7 @@ class SteadyRun:
         device_state: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return a case of the document."""
-        return to_json(
+        case = to_json(
             engine,
             measured,
             bandwidth=self.bandwidth,
@@ -217,6 +224,7 @@ class SteadyRun:
             baselines=() if turns is None else turns.to_json(measured.step_ms, measured.token_ids),
             device_state=device_state,
         )
+        return case | {"profiled": self.profiled}
 
     def config(self, kind: Kind, mode: str, fraction: float | None) -> EngineConfig:
         """Return how the engine of a mode runs where it has the device to itself."""

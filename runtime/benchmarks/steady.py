@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..request import RequestOutput
 from ..sampling_params import SamplingParams
 from .decode_steps import decode_roofline
 from .environment import dtype_names
+from .instrumentation import instrumentation_to_json, measure_instrumentation
 from .turns import spread
 from .workload import abort_all, random_prompts
 
@@ -91,9 +92,18 @@ class CaseRun:
         RequestError: on running it, if the prompts and their output do not fit the engine.
     """
 
-    def __init__(self, engine: Engine, case: BenchmarkCase, *, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        case: BenchmarkCase,
+        *,
+        seed: int,
+        before_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make the prompts. `before_step` is called in repetitions: see `_run`."""
         self.engine = engine
         self.case = case
+        self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
         user = engine.config.user
         longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
@@ -116,7 +126,9 @@ class CaseRun:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations, counted = _run(engine, self.prompts, self._params, case.output_len - 1)
+        outputs, durations, counted = _run(
+            engine, self.prompts, self._params, case.output_len - 1, self._before_step
+        )
         self._step_ms.append(durations)
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
@@ -149,9 +161,16 @@ class CaseRun:
 
 
 def _run(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, steps: int
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    steps: int,
+    before_step: Callable[[int], None] | None = None,
 ) -> tuple[list[RequestOutput], list[float], int]:
     """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
+
+    `before_step` is called before each of those steps with its number, from 0, and behind the last
+    one with theirs; what it takes is in nobody's figures.
 
     Returns the outputs, the milliseconds of a step in each launch of those steps, and how many
     steps those launches had.
@@ -163,6 +182,9 @@ def _run(
     counted = 0
     before = time.perf_counter()
     while counted < steps:
+        if before_step is not None and len(decoding) == len(ids):
+            before_step(counted)
+            before = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
         # Whole: every request got a token by this step, and had one before it.
@@ -176,6 +198,8 @@ def _run(
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
+    if before_step is not None:
+        before_step(counted)
     abort_all(engine, ids)
     return [latest[request_id] for request_id in ids], durations, counted
 
@@ -242,6 +266,11 @@ def to_json(
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
         },
+        "instrumentation": instrumentation_to_json(
+            measure_instrumentation(engine),
+            measurement.step_ms,
+            engine.config.user.steps_per_launch,
+        ),
         "baselines": list(baselines),
         "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},

@@ -11,6 +11,7 @@ from rich.text import Text
 from . import steady_rows
 from .cells import aligned
 from .comparison_table import comparison_text
+from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
 
 __all__ = [
@@ -79,14 +80,16 @@ def describe_start(stats: dict[str, Any]) -> str:
 
 
 def caption(document: dict[str, Any]) -> str:
-    """Return what the numbers were measured on."""
+    """Return what the numbers were measured on, and what observing the steps took of them."""
     environment = document["environment"]
-    return (
+    measured_on = (
         f"{environment['device']}, {environment['threads']} threads,"
         f" reads {environment['bandwidth_gb_s']:.1f} GB/s (measured);"
         f" torch {environment['torch']}, Python {environment['python']};"
         f" {environment['command']}"
     )
+    instrumentation = instrumentation_line(document)
+    return measured_on if instrumentation is None else f"{measured_on}\n{instrumentation}"
 
 
 def tables(document: dict[str, Any]) -> list[ShownTable]:

@@ -1,0 +1,153 @@
+"""What is timed as the cost of being observed is what a steady step of an engine does for it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from stepgraph.profiling import ranges
+from stepgraph.profiling.collector import CollectorWatch
+from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
+from stepgraph.profiling.timeline import Timeline
+from stepgraph.runtime.benchmarks.host import HostRig
+from stepgraph.runtime.benchmarks.instrumentation import (
+    instrumentation_line,
+    instrumentation_to_json,
+)
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, Launch
+
+from .fake_graphs import FakeEvent, FakeStream
+from .listeners import Heard
+
+WARM = 4
+STEPS = 3
+
+
+class Trace(Heard):
+    """Everything that is done to observe steps: ranges, looks at the clock, records, events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._patch = monkeypatch
+
+    def watch(self, owner: Any, name: str, shown: Callable[..., tuple[Any, ...]]) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._note(*shown(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        self._patch.setattr(owner, name, noted)
+
+    def begin(self) -> None:
+        """Watch from here on."""
+        self.watch(time, "perf_counter_ns", lambda: ("clock",))
+        self.watch(Timeline, "record", lambda timeline, *values: ("record", len(values)))
+        self.watch(Timeline, "set_device_ns", lambda timeline, step, ns: ("set device",))
+
+    def shape(self) -> list[tuple[Any, ...]]:
+        """Without the numbers that are those of the rig."""
+        return [event[:2] if event[0] == "push" else event for event in self.events]
+
+
+def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) -> Trace:
+    rig = HostRig(5, 3, num_blocks=200, num_steps=40, block_size=1024, in_flight=int(beside_host))
+    trace = Trace(monkeypatch)
+    if beside_host:
+        outputs, stream = (
+            HostOutputs(5, rig.runner.max_prefill_rows, 1024, pinned=False),
+            FakeStream(),
+        )
+        pairs = [(FakeEvent(stream), FakeEvent(stream)) for _ in range(OUTPUT_SETS)]
+        outputs._events = pairs  # type: ignore[assignment]
+        rig.runner._outputs = outputs
+    for _ in range(WARM):
+        rig.loop.step()
+    trace.watch(HostOutputs, "begin", lambda outputs, number: ("begin",))
+    if beside_host:
+        trace.watch(Launch, "elapsed_ns", lambda launch: ("elapsed",))
+    trace.begin()
+    with ranges.listening(trace):
+        for _ in range(STEPS):
+            rig.loop.step()
+    assert rig.loop.timeline.records()[-1].rows == 5
+    return trace
+
+
+def trace_of_what_is_timed(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) -> Trace:
+    trace = Trace(monkeypatch)
+    trace.begin()
+    device: dict[str, Any] = {}
+    if beside_host:
+        device["begin"] = lambda: trace._note("begin")
+        device["elapsed_ns"] = lambda: trace._note("elapsed") or 5
+    watch = CollectorWatch()
+    with ranges.listening(trace):
+        instrument_steps(STEPS, Timeline(8), watch, ranges, **device)
+    watch.close()
+    return trace
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """The collector looks at the clock whenever it runs."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("beside_host", [False, True])
+def test_what_is_timed_is_what_a_steady_step_does(beside_host: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        engine = trace_of_an_engine(patch, beside_host=beside_host)
+    with pytest.MonkeyPatch.context() as patch:
+        timed = trace_of_what_is_timed(patch, beside_host=beside_host)
+    assert timed.shape() == engine.shape()
+    assert timed.names("push") == ["step", "plan", "launch", "replay", "commit"] * STEPS
+    assert [event for event in timed.shape() if event[0] == "record"] == [("record", 14)] * STEPS
+
+
+def test_its_records_are_those_of_steps() -> None:
+    timeline, watch = Timeline(10), CollectorWatch()
+    instrument_steps(4, timeline, watch, ranges)
+    watch.close()
+    records = timeline.records()
+    assert [record.step for record in records] == [0, 1, 2, 3]
+    assert all(r.started_ns < r.ended_ns and r.host_ns > 0 for r in records)
+
+
+def test_the_measurement_says_what_it_rests_on() -> None:
+    overhead = measure_overhead(rounds=3, steps=7)
+    assert (overhead.rounds, overhead.launches_per_round) == (3, 7)
+    assert overhead.ns_per_launch > 0
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"steps": 0}, {"rounds": -1}])
+def test_a_measurement_of_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        measure_overhead(**wrong)
+
+
+def test_whoever_listens_is_in_the_measurement() -> None:
+    heard = Heard()
+    with ranges.listening(heard):
+        measure_overhead(rounds=2, steps=3)
+    assert heard.names("push").count("step") == 3 * 3  # one round warms up
+
+
+def test_the_share_is_that_of_the_fastest_step() -> None:
+    overhead = Overhead(2000.0, 31, 500)
+    shown = instrumentation_to_json(overhead, [3.0, 0.5, 1.0], 1)
+    assert shown == {"ns_per_step": 2000.0, "fraction": pytest.approx(0.004)}
+    shared = instrumentation_to_json(overhead, [0.5], 4)
+    assert shared == {"ns_per_step": 500.0, "fraction": pytest.approx(0.001)}
+    document = {"cases": [{"instrumentation": shown}, {"instrumentation": shared}, {}]}
+    assert instrumentation_line(document) == (
+        "ranges and timeline take 2,000 ns a step, at most 0.40% of the fastest step"
+    )
+    assert instrumentation_line({"cases": []}) is None
+    assert instrumentation_line({"cases": [{}]}) is None
