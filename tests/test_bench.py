@@ -172,7 +172,7 @@ def test_bytes_of_a_step(document):
         ("--output-len 1", "'1' is not an integer of at least 2"),
         ("--mode fast", "invalid choice: 'fast'"),
         ("--weight-dtype int4", "invalid choice: 'int4'"),
-        ("--plot x.png", "unrecognized arguments: --plot x.png"),
+        ("--picture x.png", "unrecognized arguments: --picture x.png"),
         ("--output-json /no/such/folder/x.json", "/no/such/folder is not a directory"),
         (f"--output-md {ROOT}", "it is a directory"),
         ("--device-memory 8GB", "--device-memory has no effect without --explain-memory"),

@@ -101,7 +101,11 @@ class FakeMachine:
 
             def result(self) -> Any:
                 return SimpleNamespace(
-                    case=case, repetition_ms=repetitions, step_ms=repetitions, token_ids=[[1]]
+                    case=case,
+                    repetition_ms=repetitions,
+                    step_ms=repetitions,
+                    token_ids=[[1]],
+                    records=[],
                 )
 
         return Run()
