@@ -22,6 +22,8 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from ..profiling import attribution
+from ..profiling.graph_nodes import cuda_graph_nodes
 from .errors import StepPreparationError
 
 __all__ = [
@@ -155,17 +157,28 @@ class CapturedStep(Step[O]):
 
     kind = "graph"
 
-    def __init__(self, fn: Callable[[], O], name: str, capturer: GraphCapturer) -> None:
-        """Wrap `fn`; steps that share memory are given the same `capturer`, the largest first."""
+    def __init__(
+        self,
+        fn: Callable[[], O],
+        name: str,
+        capturer: GraphCapturer,
+        identity: attribution.StepIdentity | None = None,
+    ) -> None:
+        """Wrap `fn`; steps that share memory are given the same `capturer`, the largest first.
+
+        `identity` is what the names of its kernels are recorded under; None: they are not.
+        """
         super().__init__(fn, name)
         self._capturer = capturer
+        self._identity = identity
         self._capture: Capture[O] | None = None
 
     def _prepare(self) -> None:
         # What runs for the first time may allocate for good, load a module or compile, none of
         # which a capture can record: it happens here.
         self._capturer.warm_up(partial(_run_until_compiled, self._fn))
-        self._capture = self._capturer.capture(self._fn)
+        with attribution.step(self._identity):
+            self._capture = self._capturer.capture(self._fn)
         self.bytes = self._capture.bytes
 
     def launch(self) -> O:
@@ -230,11 +243,18 @@ class CudaGraphCapturer:
                     stream=self._stream,
                     capture_error_mode="thread_local",
                 ),
+                attribution.capturing(self._nodes) as tape,
             ):
                 output = fn()
+            if tape is not None:
+                tape.finish(graph)
             graph.replay()
             free_after = self._settled_free_bytes()
         return Capture(graph.replay, output, max(0, free_before - free_after))
+
+    def _nodes(self) -> attribution.NodeSource:
+        """Return what tells the nodes of the capture that has begun."""
+        return cuda_graph_nodes(self._stream.cuda_stream)
 
     def _settled_free_bytes(self) -> int:
         """Return the free memory of the device once its queue and the allocator's are empty."""

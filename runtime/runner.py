@@ -346,7 +346,7 @@ def _library(
             return EagerStep(eager.bind(key), str(key))
         if capturer is None:
             return CompiledStep(functions.bind(key), str(key), compiles=functions.compiles)
-        return CapturedStep(functions.bind(key), str(key), capturer)
+        return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
 
     def make_fallback(key: StepKey) -> Step[StepOutput]:
         return EagerStep(eager.bind(key), str(key))

@@ -30,6 +30,7 @@ import torch
 from .batch import EmbedInputs, StepInputs
 from .kernels import DecodeStep
 from .models.decoder import AttentionInputs, Decoder
+from .naming import operation
 from .rows import RowState
 from .sampling import SampleOutput, fused_sampler, torch_sampler
 
@@ -139,19 +140,23 @@ class StepFunctions:
             tokens.append(output.tokens)
             if output.details is not None:
                 details.append(output.details)
-        stacked = SampleOutput.stack(details) if details else None
-        if stacked is None:
-            return StepOutput(torch.stack(tokens), output.logits, None)
-        return StepOutput(stacked.tokens, output.logits, stacked)
+        with operation("outputs"):
+            stacked = SampleOutput.stack(details) if details else None
+            if stacked is None:
+                return StepOutput(torch.stack(tokens), output.logits, None)
+            return StepOutput(stacked.tokens, output.logits, stacked)
 
     def _decode_step(self, key: StepKey) -> StepOutput:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
-        rows = self.inputs.decode_rows[: key.size].clone()
-        positions = self.state.positions[rows]
-        hidden = self._part(self._forward_pass)(
-            self.state.token_ids[rows], positions, rows, rows.clone(), key.read_blocks
-        )
+        with operation("inputs"):
+            rows = self.inputs.decode_rows[: key.size].clone()
+            positions = self.state.positions[rows]
+            token_ids, table_rows = self.state.token_ids[rows], rows.clone()
+        with operation("forward"):
+            hidden = self._part(self._forward_pass)(
+                token_ids, positions, rows, table_rows, key.read_blocks
+            )
         return self._sample(key, self.model.logits(hidden), rows, positions)
 
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
@@ -167,25 +172,27 @@ class StepFunctions:
             self.block_size,
         )
         if key.full_sampler:
-            return self._sample(key, result.logits, rows_B.clone(), result.positions)
+            with operation("inputs"):
+                rows_B = rows_B.clone()
+            return self._sample(key, result.logits, rows_B, result.positions)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
-        positions = inputs.positions[:size].clone()
-        hidden = self._part(self._forward_pass)(
-            inputs.token_ids[:size].clone(),
-            positions,
-            inputs.token_rows[:size].clone(),
-            inputs.prefill_rows.clone(),
-            key.read_blocks,
-            *self._embeds(size),
-        )
-        last = inputs.sample_index
-        logits = self.model.logits(hidden[last])
-        return self._sample(key, logits, inputs.sample_rows.clone(), positions[last])
+        with operation("inputs"):
+            token_ids, positions = inputs.token_ids[:size].clone(), inputs.positions[:size].clone()
+            token_rows, rows = inputs.token_rows[:size].clone(), inputs.prefill_rows.clone()
+            embeds = self._embeds(size)
+        with operation("forward"):
+            hidden = self._part(self._forward_pass)(
+                token_ids, positions, token_rows, rows, key.read_blocks, *embeds
+            )
+        with operation("last_tokens"):
+            last, sample_rows = inputs.sample_index, inputs.sample_rows.clone()
+            hidden, positions = hidden[last], positions[last]
+        return self._sample(key, self.model.logits(hidden), sample_rows, positions)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or nothing where there are never any."""
@@ -209,8 +216,9 @@ class StepFunctions:
         `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
         """
         block_tables = self.state.block_tables
-        blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
-        slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
+        with operation("write_index"):
+            blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
+            slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
         inputs = AttentionInputs(
             positions=positions_T,
             slots=slots_GT,
@@ -222,7 +230,8 @@ class StepFunctions:
         )
         x_TD = self.model.embed(token_ids_T)
         if embeds_TD is not None and embed_mask_T is not None:
-            x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+            with operation("embed"):
+                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
         return self.model.decode(x_TD, self.arena, inputs)
 
     def _sample(
@@ -233,7 +242,8 @@ class StepFunctions:
         positions_B: torch.Tensor,
     ) -> StepOutput:
         sampler = self._part(self._full if key.full_sampler else self._greedy)
-        return sampler(logits_BV, rows_B, positions_B)
+        with operation("sample" if key.full_sampler else "greedy"):
+            return sampler(logits_BV, rows_B, positions_B)
 
     def _part(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return a part of a step, compiled if there is a compiled one."""
@@ -262,9 +272,10 @@ class StepFunctions:
     ) -> None:
         """Make the sampled tokens the rows' newest. The null row stays at position 0 for ever."""
         state = self.state
-        positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
-        state.token_ids.index_put_((rows_B,), tokens_B)
-        state.positions.index_put_((rows_B,), positions_B)
+        with operation("feed_back"):
+            positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
+            state.token_ids.index_put_((rows_B,), tokens_B)
+            state.positions.index_put_((rows_B,), positions_B)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:

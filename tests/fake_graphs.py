@@ -16,6 +16,7 @@ to read, forgetting the copy, or reading an output too early shows in the tokens
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
+from stepgraph.profiling import attribution
 from stepgraph.runtime import config, runner, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels, select_kernels
@@ -117,6 +119,38 @@ class Tape(TorchDispatchMode):
         is_view = bool(outputs) and not made and not func._schema.is_mutable
         self.operations.append(Operation(func, args, kwargs, outputs, made, is_view))
         return result
+
+
+class TapeNodes:
+    """A `NodeSource`: every operation that computes something is a node, named like it."""
+
+    reason = None
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._seen = 0
+
+    def take(self) -> list[attribution.CapturedNode]:
+        new = self._tape.operations[self._seen :]
+        self._seen = len(self._tape.operations)
+        return [
+            attribution.CapturedNode("kernel", str(operation.func))
+            for operation in new
+            if not (operation.is_view or operation.func in UNWRITTEN)
+        ]
+
+    def mark(self, name: str, layer: int | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def end(self) -> None:
+        assert self._seen == len(self._tape.operations)
+
+    def annotations(self, graph: object) -> list[None]:
+        assert isinstance(graph, FakeGraph)
+        return [None] * sum(
+            not (operation.is_view or operation.func in UNWRITTEN)
+            for operation in self._tape.operations
+        )
 
 
 @dataclass
@@ -229,14 +263,17 @@ class FakeCapturer:
     def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
         graphs = self.graphs
         if graphs.records:
-            with Tape() as tape:
+            with Tape() as tape, attribution.capturing(lambda: TapeNodes(tape)) as names:
                 output = fn()
             operations = tape.operations
         else:
             output = fn()
             made = tensors_of(vars_of(output))
             operations = [Operation(lambda: vars_of(fn()), (), {}, made, made, is_view=False)]
+            names = None
         graph = FakeGraph(len(graphs.graphs), operations, output)
+        if names is not None:
+            names.finish(graph)
         graphs.graphs.append(graph)
         graphs.log.append(("capture", graph.index))
         addresses = [tensor.data_ptr() for tensor in tensors_of(vars_of(output))]

@@ -86,7 +86,8 @@ def compare(
             for case, ours in new_entries
             for other, theirs in old_entries
             if case == other
-            for entry in _entries(case, theirs, ours, compared, fail_above)
+            for metric in compared.metrics
+            if (entry := _entry(case, *metric, theirs, ours, fail_above)) is not None
         ],
         "only_old": [case for case in old_cases if case not in new_cases],
         "only_new": [case for case in new_cases if case not in old_cases],
@@ -113,45 +114,44 @@ def _common_keys(
     return tuple(key for key in compared.keys if all(key in case for case in cases))
 
 
-def _entries(
+def _entry(
     case: dict[str, Any],
+    metric: str,
+    percentile: str,
     old: Mapping[str, Any],
     new: Mapping[str, Any],
-    compared: Compared,
     fail_above: float | None,
-) -> list[dict[str, Any]]:
-    """Return what is compared of a case; nothing of what one of the runs did not observe."""
-    entries = []
-    for metric, percentile in compared.metrics:
-        values = [None if side[metric] is None else side[metric][percentile] for side in (old, new)]
-        if None in values:
-            continue
-        repetitions = [
-            _repetitions(side) if metric == "step_ms" and percentile == "p50" else ()
-            for side in (old, new)
-        ]
-        before, after = (Observed(*pair) for pair in zip(values, repetitions, strict=True))
-        ratio, bounds = after.value / before.value, ratio_bounds(before, after)
-        low, high = bounds or (None, None)
-        counts = [len(side) for side in repetitions]
-        entries.append(
-            {
-                "case": case,
-                "metric": f"{metric}.{percentile}",
-                "old": before.value,
-                "new": after.value,
-                "ratio": ratio,
-                "low": low,
-                "high": high,
-                "confidence": None if bounds is None else confidence(*counts),
-                "repetitions_old": counts[0],
-                "repetitions_new": counts[1],
-                "n_old": old[metric]["n"],
-                "n_new": new[metric]["n"],
-                "above": None if fail_above is None else ratio > fail_above,
-            }
-        )
-    return entries
+) -> dict[str, Any] | None:
+    """Return how a case did in both runs; None where one of them did not observe it."""
+    before, after = (_observed(entry, metric, percentile) for entry in (old, new))
+    if before is None or after is None:
+        return None
+    ratio, bounds = after.value / before.value, ratio_bounds(before, after)
+    low, high = bounds or (None, None)
+    counts = len(before.repetitions), len(after.repetitions)
+    return {
+        "case": case,
+        "metric": f"{metric}.{percentile}",
+        "old": before.value,
+        "new": after.value,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "confidence": None if bounds is None else confidence(*counts),
+        "repetitions_old": counts[0],
+        "repetitions_new": counts[1],
+        "n_old": old[metric]["n"],
+        "n_new": new[metric]["n"],
+        "above": None if fail_above is None else ratio > fail_above,
+    }
+
+
+def _observed(entry: Mapping[str, Any], metric: str, percentile: str) -> Observed | None:
+    summary = entry[metric]
+    if summary is None or summary[percentile] is None:
+        return None
+    repeated = (metric, percentile) == ("step_ms", "p50")
+    return Observed(summary[percentile], _repetitions(entry) if repeated else ())
 
 
 def _repetitions(case: Mapping[str, Any]) -> tuple[float, ...]:

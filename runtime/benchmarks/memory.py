@@ -22,6 +22,7 @@ from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..engine import Engine
 from ..models.config import ModelConfig
+from ..request import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
 from .environment import describe_engine
 from .pool import RequestBlocks
@@ -167,7 +168,7 @@ class Scarcity:
         watch = StepWatch(engine)
         started = time.perf_counter()
         ids = [watch.add_request(prompt, params) for prompt in prompts]
-        done = {}
+        done: dict[str, RequestOutput] = {}
         while engine.has_unfinished():
             done.update((o.request_id, o) for o in watch.step() if o.finished)
         self.seconds.append(time.perf_counter() - started)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...cache.arena import Storage
 from ..kernels import AttentionForm, AttentionInputs, Kernels
+from ..naming import operation
 from .config import LatentConfig, ModelConfig
 from .modules import HeadProjection, Projection, RMSNorm
 from .rope import rotate
@@ -55,27 +56,28 @@ class _CachedAttention(nn.Module):
     ) -> torch.Tensor:
         """Write keys and values, then attend: `[T, H, value_dim]`."""
         group, position, storage = self.place
-        return self.kernels.attention(
-            q_THE,
-            k_TGE,
-            v_TGE,
-            arena,
-            position,
-            inputs.slots[group],
-            inputs.block_tables[group],
-            inputs.token_rows,
-            inputs.rows,
-            inputs.positions,
-            inputs.read_blocks,
-            AttentionForm(
-                inputs.block_size,
-                self.scale,
-                self.window,
-                self.softcap,
-                storage,
-                self.value_dim,
-            ),
-        )
+        with operation("attention"):
+            return self.kernels.attention(
+                q_THE,
+                k_TGE,
+                v_TGE,
+                arena,
+                position,
+                inputs.slots[group],
+                inputs.block_tables[group],
+                inputs.token_rows,
+                inputs.rows,
+                inputs.positions,
+                inputs.read_blocks,
+                AttentionForm(
+                    inputs.block_size,
+                    self.scale,
+                    self.window,
+                    self.softcap,
+                    storage,
+                    self.value_dim,
+                ),
+            )
 
 
 class Attention(_CachedAttention):
@@ -103,18 +105,18 @@ class Attention(_CachedAttention):
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         tokens = x_TD.shape[0]
-        qkv = self.qkv(x_TD).view(tokens, -1, self.head_dim)
+        with operation("qkv_linear"):
+            qkv = self.qkv(x_TD).view(tokens, -1, self.head_dim)
         q_THE, k_TGE, v_TGE = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THE, k_TGE = self.q_norm(q_THE), self.k_norm(k_TGE)
-        attended_THE = self.attend(
-            rotate(q_THE, cos_TE, sin_TE),
-            rotate(k_TGE, cos_TE, sin_TE),
-            v_TGE.contiguous(),
-            arena,
-            inputs,
-        )
-        out_TD: torch.Tensor = self.output(attended_THE.reshape(tokens, -1))
+            with operation("qk_norm"):
+                q_THE, k_TGE = self.q_norm(q_THE), self.k_norm(k_TGE)
+        with operation("rotate"):
+            q_THE, k_TGE = rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE)
+            v_TGE = v_TGE.contiguous()
+        attended_THE = self.attend(q_THE, k_TGE, v_TGE, arena, inputs)
+        with operation("output_linear"):
+            out_TD: torch.Tensor = self.output(attended_THE.reshape(tokens, -1))
         return out_TD
 
 
@@ -158,19 +160,28 @@ class LatentAttention(_CachedAttention):
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         tokens, latent = x_TD.shape[0], self.latent
-        q_TD, latent_TR, key_TE = self.q_kv(x_TD).split(self.widths, dim=-1)
+        with operation("q_kv_linear"):
+            q_TD, latent_TR, key_TE = self.q_kv(x_TD).split(self.widths, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
-            q_TD = self.q_up(self.q_norm(q_TD))
+            with operation("q_norm"):
+                q_TD = self.q_norm(q_TD)
+            with operation("q_up_linear"):
+                q_TD = self.q_up(q_TD)
         q_THE = q_TD.view(tokens, self.num_heads, latent.qk_head_dim)
         plain_THE, turned_THE = q_THE.split(
             (latent.qk_nope_head_dim, latent.qk_rope_head_dim), dim=-1
         )
         mixed = latent.rope_interleave
-        turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=mixed)
-        key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=mixed)
-        q_THC = torch.cat((self.kv_up.queries_to_latent(plain_THE), turned_THE), dim=-1)
-        k_T1C = torch.cat((self.latent_norm(latent_TR)[:, None], key_T1E), dim=-1)
+        with operation("rotate"):
+            turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=mixed)
+            key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=mixed)
+        with operation("queries_to_latent"):
+            q_THC = torch.cat((self.kv_up.queries_to_latent(plain_THE), turned_THE), dim=-1)
+        with operation("latent_norm"):
+            k_T1C = torch.cat((self.latent_norm(latent_TR)[:, None], key_T1E), dim=-1)
         attended_THR = self.attend(q_THC, k_T1C, None, arena, inputs)
-        values = self.kv_up.latent_to_values(attended_THR)
-        out_TD: torch.Tensor = self.output(values.reshape(tokens, -1))
+        with operation("latent_to_values"):
+            values = self.kv_up.latent_to_values(attended_THR)
+        with operation("output_linear"):
+            out_TD: torch.Tensor = self.output(values.reshape(tokens, -1))
         return out_TD

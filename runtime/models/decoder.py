@@ -32,6 +32,7 @@ from ..kernels import (
     StackLinear,
     StackShape,
 )
+from ..naming import operation
 from .attention import Attention, LatentAttention, Place
 from .config import ModelConfig
 from .layout import fused_layout
@@ -93,20 +94,35 @@ class Layer(nn.Module):
         arena: torch.Tensor,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        attended_TD = self.attention(self.input_norm(x_TD), cos_TE, sin_TE, arena, inputs)
+        normed_TD = _normed("input_norm", self.input_norm, x_TD)
+        attended_TD = self.attention(normed_TD, cos_TE, sin_TE, arena, inputs)
         if self.attention_output_norm is not None:
-            attended_TD = self.attention_output_norm(attended_TD)
-        x_TD = x_TD + attended_TD
-        gate_TF, up_TF = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
-        out_TD: torch.Tensor = self.down(self.activate(gate_TF) * up_TF)
+            attended_TD = _normed("attention_output_norm", self.attention_output_norm, attended_TD)
+        with operation("residual"):
+            x_TD = x_TD + attended_TD
+        normed_TD = _normed("mlp_norm", self.mlp_norm, x_TD)
+        with operation("gate_up_linear"):
+            gate_TF, up_TF = self.gate_up(normed_TD).chunk(2, dim=-1)
+        del normed_TD  # what follows takes the most memory of a step
+        with operation("activate"):
+            inner_TF = self.activate(gate_TF) * up_TF
+        with operation("down_linear"):
+            out_TD: torch.Tensor = self.down(inner_TF)
         if self.mlp_output_norm is not None:
-            out_TD = self.mlp_output_norm(out_TD)
-        return x_TD + out_TD
+            out_TD = _normed("mlp_output_norm", self.mlp_output_norm, out_TD)
+        with operation("residual"):
+            return x_TD + out_TD
 
     def activate(self, gate_TF: torch.Tensor) -> torch.Tensor:
         if self.hidden_act == "silu":
             return F.silu(gate_TF)
         return F.gelu(gate_TF, approximate="tanh")
+
+
+def _normed(name: str, norm: RMSNorm, x_TD: torch.Tensor) -> torch.Tensor:
+    with operation(name):
+        normed_TD: torch.Tensor = norm(x_TD)
+        return normed_TD
 
 
 def _weight(module: RMSNorm | Projection) -> torch.Tensor:
@@ -280,8 +296,9 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
-        x_TD = self.embed_tokens.rows(token_ids_T)
-        return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
+        with operation("embed"):
+            x_TD = self.embed_tokens.rows(token_ids_T)
+            return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
 
     def forward(
         self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
@@ -293,25 +310,29 @@ class Decoder(nn.Module):
         self, x_TD: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
-        angles_KTE = inputs.positions[:, None].float() * self.inverse_frequencies[:, None]
-        rotations_KTE = [angles_KTE.cos(), angles_KTE.sin()]
-        if self.amplitudes is not None:
-            rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
-        cos_KTE, sin_KTE = rotations_KTE
+        with operation("rotations"):
+            angles_KTE = inputs.positions[:, None].float() * self.inverse_frequencies[:, None]
+            rotations_KTE = [angles_KTE.cos(), angles_KTE.sin()]
+            if self.amplitudes is not None:
+                rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
+            cos_KTE, sin_KTE = rotations_KTE
         if self.stack is not None:
             return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
-        for layer, kind in zip(self.layers, self.rope_kinds, strict=True):
-            x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
-        normed: torch.Tensor = self.norm(x_TD)
+        for index, (layer, kind) in enumerate(zip(self.layers, self.rope_kinds, strict=True)):
+            with operation("layer", index):
+                x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
+        with operation("final_norm"):
+            normed: torch.Tensor = self.norm(x_TD)
         return normed
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, vocab_size]` in the model's dtype."""
-        logits: torch.Tensor = self.lm_head(hidden_BD)
-        cap = self.config.final_logit_softcapping
-        if cap is None:
-            return logits
-        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
+        with operation("head"):
+            logits: torch.Tensor = self.lm_head(hidden_BD)
+            cap = self.config.final_logit_softcapping
+            if cap is None:
+                return logits
+            return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
 
 
 def attention_specs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....profiling.attribution import operation
 from ..attention import AttentionInputs
 from ..stack import DecodeEnds, DecodeResult, Stack
 from .begin import Embedding, Rotations, begin_decode
@@ -44,15 +45,16 @@ class GpuDecodeStep:
         block_size: int,
     ) -> DecodeResult:
         """See `DecodeStep.run`."""
-        start = begin_decode(
-            rows_T,
-            token_ids_R,
-            positions_R,
-            block_tables,
-            block_size,
-            self._embedding,
-            self._rotations,
-        )
+        with operation("begin"):
+            start = begin_decode(
+                rows_T,
+                token_ids_R,
+                positions_R,
+                block_tables,
+                block_size,
+                self._embedding,
+                self._rotations,
+            )
         inputs = AttentionInputs(
             positions=start.positions,
             slots=start.slots,
@@ -63,9 +65,10 @@ class GpuDecodeStep:
             block_size=block_size,
         )
         hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
-        logits, maxima, ids = head(
-            hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
-        )
+        with operation("head"):
+            logits, maxima, ids = head(
+                hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
+            )
         return DecodeResult(logits, start.positions, maxima, ids)
 
     @torch.no_grad()
@@ -73,6 +76,7 @@ class GpuDecodeStep:
         self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
     ) -> Tensor:
         """See `DecodeStep.pick`."""
-        return pick_greedy(
-            result.maxima, result.ids, rows_T, result.positions, token_ids_R, positions_R
-        )
+        with operation("greedy"):
+            return pick_greedy(
+                result.maxima, result.ids, rows_T, result.positions, token_ids_R, positions_R
+            )

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....profiling.attribution import operation
 from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
 from .activation import activate_rows
@@ -112,7 +113,8 @@ class GpuStack:
     ) -> Tensor:
         """See `Stack.run`. Tokens of a row see each other: decode steps take `layers`."""
         hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE, decodes=False)
-        normed_TD, _ = self._normed(hidden, self._norm)
+        with operation("final_norm"):
+            normed_TD, _ = self._normed(hidden, self._norm)
         return normed_TD
 
     def layers(
@@ -135,12 +137,14 @@ class GpuStack:
         if decodes:
             step = _Decoding(self._counters, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         else:
-            step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+            with operation("prefill_tiles"):
+                step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
         few = decodes and tokens <= MOST_ROWS
         hidden = Hidden(x_TD)
         run = self._few if few else self._many
-        for layer, products in self._layers:
-            hidden = run(layer, products, hidden, step)
+        for index, (layer, products) in enumerate(self._layers):
+            with operation("layer", index):
+                hidden = run(layer, products, hidden, step)
         return hidden
 
     def _few(
@@ -150,7 +154,7 @@ class GpuStack:
         hidden: Hidden,
         step: _Decoding | _Prefilling,
     ) -> Hidden:
-        """The five kernels."""
+        """The five kernels; the names of their scopes are those of `profiling/kernel_costs.py`."""
         assert isinstance(step, _Decoding)
         shape, new = self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
@@ -158,26 +162,31 @@ class GpuStack:
 
         pending = hidden.pending()
         qkv_TN = new(tokens, qkv.weight.shape[0])
-        norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
+        with operation("norm_linear"):
+            norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
         x_TD = hidden.x if pending is None else pending.out
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if layer.attention_output_norm is None else None
         if product_combines(step.partials.acc, output, x_TD.dtype):
             step.attend(layer, qkv_TN, None, output.weight)
-            combine_output(*step.partials, output, residual_TD, out_TD)
+            with operation("combine_output"):
+                combine_output(*step.partials, output, residual_TD, out_TD)
         else:
             attended_TK = step.attended(layer, qkv_TN, output.weight)
-            residual_linear(attended_TK, output, residual_TD, out_TD)
+            with operation("combine_output"):
+                residual_linear(attended_TK, output, residual_TD, out_TD)
         hidden = self._added(x_TD, out_TD, layer.attention_output_norm)
 
         pending = hidden.pending()
         inner_TF = new(tokens, shape.intermediate_size)
         norm = self.norm(layer.mlp_norm)
-        gate_up(hidden.x, norm, mlp, inner_TF, gelu=shape.gelu, pending=pending)
+        with operation("gate_up"):
+            gate_up(hidden.x, norm, mlp, inner_TF, gelu=shape.gelu, pending=pending)
         x_TD = hidden.x if pending is None else pending.out
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if layer.mlp_output_norm is None else None
-        residual_linear(inner_TF, down, residual_TD, out_TD)
+        with operation("down"):
+            residual_linear(inner_TF, down, residual_TD, out_TD)
         return self._added(x_TD, out_TD, layer.mlp_output_norm)
 
     def _added(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
@@ -191,22 +200,32 @@ class GpuStack:
         hidden: Hidden,
         step: _Decoding | _Prefilling,
     ) -> Hidden:
-        """Products of the library, with kernels between them."""
-        normed_TD, x_TD = self._normed(hidden, layer.input_norm)
-        qkv_TN = product(normed_TD, products.qkv)
+        """Products of the library, with kernels between them; scopes as in `models/decoder.py`."""
+        with operation("input_norm"):
+            normed_TD, x_TD = self._normed(hidden, layer.input_norm)
+        with operation("qkv_linear"):
+            qkv_TN = product(normed_TD, products.qkv)
         attended_TK = step.attended(layer, qkv_TN)
-        out_TD = product(attended_TK, products.output)
+        with operation("output_linear"):
+            out_TD = product(attended_TK, products.output)
         hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
-        normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
-        gate_up_TF = product(normed_TD, products.gate_up)
+        with operation("mlp_norm"):
+            normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
+        with operation("gate_up_linear"):
+            gate_up_TF = product(normed_TD, products.gate_up)
         inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
-        activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
-        out_TD = product(inner_TF, products.down)
+        with operation("activate"):
+            activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
+        with operation("down_linear"):
+            out_TD = product(inner_TF, products.down)
         return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
 
     def _to_add(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
         """After a product that added nothing."""
-        return Hidden(x_TD + out_TD) if norm is None else Hidden(x_TD, out_TD, self.norm(norm))
+        if norm is not None:
+            return Hidden(x_TD, out_TD, self.norm(norm))
+        with operation("residual"):
+            return Hidden(x_TD + out_TD)
 
     def _normed(self, hidden: Hidden, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states normed with a weight, and as they are."""
@@ -279,26 +298,27 @@ class _Decoding(_Attending):
     ) -> None:
         """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
         inputs, shape = self.inputs, self.shape
-        decode_attention(
-            qkv_TN,
-            self.arena,
-            layer.position,
-            layer.q_norm,
-            layer.k_norm,
-            shape.eps,
-            shape.offset_norms,
-            self.cos[layer.rope],
-            self.sin[layer.rope],
-            inputs.slots[layer.group],
-            inputs.block_tables[layer.group],
-            inputs.token_rows,
-            inputs.positions,
-            self.form(layer),
-            self.partials,
-            attended_TN=attended_TK,
-            counters=self._counters,
-            next_weight=next_weight,
-        )
+        with operation("decode_attention"):
+            decode_attention(
+                qkv_TN,
+                self.arena,
+                layer.position,
+                layer.q_norm,
+                layer.k_norm,
+                shape.eps,
+                shape.offset_norms,
+                self.cos[layer.rope],
+                self.sin[layer.rope],
+                inputs.slots[layer.group],
+                inputs.block_tables[layer.group],
+                inputs.token_rows,
+                inputs.positions,
+                self.form(layer),
+                self.partials,
+                attended_TN=attended_TK,
+                counters=self._counters,
+                next_weight=next_weight,
+            )
 
     def attended(
         self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
@@ -331,28 +351,30 @@ class _Prefilling(_Attending):
     def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
         inputs, shape, form = self.inputs, self.shape, self.form(layer)
-        q_THE = rotate_and_store(
-            qkv_TN,
-            self.arena,
-            layer.position,
-            layer.q_norm,
-            layer.k_norm,
-            shape.eps,
-            shape.offset_norms,
-            self.cos[layer.rope],
-            self.sin[layer.rope],
-            inputs.slots[layer.group],
-            form,
-        )
-        out_THE = prefill_attention(
-            q_THE,
-            self.arena,
-            layer.position,
-            inputs.block_tables[layer.group],
-            inputs.token_rows,
-            inputs.positions,
-            self.tiles,
-            form,
-            self.tiling,
-        )
+        with operation("rotate_and_store"):
+            q_THE = rotate_and_store(
+                qkv_TN,
+                self.arena,
+                layer.position,
+                layer.q_norm,
+                layer.k_norm,
+                shape.eps,
+                shape.offset_norms,
+                self.cos[layer.rope],
+                self.sin[layer.rope],
+                inputs.slots[layer.group],
+                form,
+            )
+        with operation("prefill_attention"):
+            out_THE = prefill_attention(
+                q_THE,
+                self.arena,
+                layer.position,
+                inputs.block_tables[layer.group],
+                inputs.token_rows,
+                inputs.positions,
+                self.tiles,
+                form,
+                self.tiling,
+            )
         return out_THE.flatten(1)

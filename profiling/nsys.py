@@ -1,0 +1,147 @@
+"""The nsys session: its command line, and the window that a program opens in it.
+
+nsys (NVIDIA Nsight Systems) starts the program, and collects only while the program says so: an
+engine loads weights, warms up and captures its steps outside the window, and the profile holds
+nothing but steps. What is collected is read by `python -m stepgraph.profiling.report`.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from . import ranges
+
+__all__ = [
+    "CaptureWindowError",
+    "GraphTrace",
+    "capture_window",
+    "export_command",
+    "find_nsys",
+    "inside_nsys",
+    "nsys_command",
+]
+
+GraphTrace = Literal["graph", "node"]
+"""What nsys records of a CUDA graph: its begin and end, or each of its nodes.
+
+`graph` costs next to nothing and times steps as they are. `node` names what runs inside a replayed
+step, and perturbs it: for the parts of a step, not for its time.
+"""
+
+_SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
+"""Set by nsys for the processes that it profiles."""
+
+
+class CaptureWindowError(RuntimeError):
+    """A capture window was opened while another one was open."""
+
+
+def nsys_command(
+    program: Sequence[str],
+    *,
+    output: str | Path,
+    graph_trace: GraphTrace = "graph",
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> list[str]:
+    """Return the command that profiles `program`, which opens a `capture_window`.
+
+    It writes `output`.nsys-rep and `output`.sqlite, over those of an earlier run. CPU samples and
+    context switches are left out: they are not needed, and they perturb what is measured. When the
+    window closes, nsys stops collecting and the program runs on to its end.
+
+    Args:
+        program: the command line to profile, the executable first.
+        output: path of the results, without a suffix.
+        graph_trace: see `GraphTrace`.
+        device: where the engine runs. CUDA's profiler API opens the window; without CUDA the NVTX
+            range `window` does.
+
+    Raises:
+        ValueError: an argument is none of these, or `program` is empty.
+    """
+    if not program:
+        raise ValueError("program is empty; there is nothing to profile")
+    if graph_trace not in ("graph", "node"):
+        raise ValueError(f"graph_trace is {graph_trace!r}; it must be 'graph' or 'node'")
+    name = str(output).replace("%", "%%")  # nsys puts the process and more in the place of %p...
+    if not name:
+        raise ValueError("output is empty; it must name the results")
+    if device == "cuda":
+        what = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
+        what.append(f"--cuda-graph-trace={graph_trace}")
+    elif device == "cpu":
+        what = ["-t", "nvtx", "-c", "nvtx", "-p", f"{ranges.WINDOW}@{ranges.DOMAIN}"]
+        what.append("--capture-range-end=stop")
+    else:
+        raise ValueError(f"device is {device!r}; it must be 'cuda' or 'cpu'")
+    quiet = ["--sample=none", "--cpuctxsw=none"]
+    results = ["--force-overwrite=true", "--export=sqlite", "-o", name]
+    return ["nsys", "profile", *what, *quiet, *results, *program]
+
+
+def export_command(report: str | Path) -> list[str]:
+    """Return the command that exports `report` (NAME.nsys-rep) to NAME.sqlite with all payloads.
+
+    What `nsys profile --export=sqlite` writes holds no structured payloads (rows, bucket, tokens
+    of a replay): those are exported on demand.
+    """
+    report = Path(report)
+    output = report.with_suffix(".sqlite")
+    how = ["--type=sqlite", "--include-blobs=true", "--force-overwrite=true"]
+    return ["nsys", "export", *how, "-o", str(output), str(report)]
+
+
+def find_nsys() -> str | None:
+    """Return the path of nsys, or None where the PATH has none."""
+    return shutil.which("nsys")
+
+
+def inside_nsys() -> bool:
+    """Return whether a tool profiles this process, so that it starts none itself."""
+    return bool(os.environ.get(_SESSION_VARIABLE)) or ranges.attached
+
+
+_window: Final = threading.Lock()
+"""Held while a window is open: nsys collects one, and the first end of any would end it."""
+
+
+@contextlib.contextmanager
+def capture_window() -> Iterator[None]:
+    """Profile what runs inside, where nsys waits for it; without nsys it changes nothing.
+
+    On CUDA the device is synchronised at both ends, so that the window holds the work that was
+    started in it, all of it and no other. It ends on every way out. `nsys_command` collects the
+    first window of a program; later ones pass unseen.
+
+    Raises:
+        CaptureWindowError: another window is open, in this thread or in another one. That one
+            stays open.
+    """
+    if not _window.acquire(blocking=False):
+        raise CaptureWindowError(
+            "a capture window is already open in this process; a profile has one window at a time"
+        )
+    with contextlib.ExitStack() as stack:  # what is put here last happens first on the way out
+        stack.callback(_window.release)
+        cuda = _cuda_in_use()
+        if cuda is not None:
+            cuda.synchronize()
+            cuda.profiler.start()
+            stack.callback(cuda.profiler.stop)
+        stack.enter_context(ranges.span(ranges.WINDOW))
+        if cuda is not None:
+            stack.callback(cuda.synchronize)
+        yield
+
+
+def _cuda_in_use() -> Any:
+    """`torch.cuda` if this process works with CUDA already, else None: nothing is started here."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda

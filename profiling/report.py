@@ -1,0 +1,139 @@
+"""Reports a profile of nsys: where the time of each step went, on the host and on the device.
+
+python -m stepgraph.profiling.report TRACE.sqlite
+python -m stepgraph.profiling.report TRACE.sqlite --json report.json --csv steps.csv
+python -m stepgraph.profiling.report NEW.sqlite --diff OLD.sqlite
+"""
+
+import argparse
+import contextlib
+import csv
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+from .kernel_names import NamesFileError
+from .nsys_export import ExportError
+from .nsys_report import STEP_COLUMNS, Report, read_report
+from .report_comparison import compare
+from .report_tables import diff_text, report_text
+
+__all__ = ["main"]
+
+_PROGRAM = "stepgraph.profiling.report"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        _require_distinct(options)
+        report = read_report(options.trace, options.names)
+        text = report_text(report)
+        document = report.to_json()
+        if options.diff is not None:
+            old = read_report(options.diff)
+            changes = compare(report, old)
+            text = diff_text(report, old, changes)
+            document["diff"] = {
+                "trace": str(old.trace),
+                "graph_trace": old.graph_trace,
+                "changes": [change.to_json() for change in changes],
+            }
+        outputs = []
+        if options.json is not None:
+            outputs.append((options.json, json.dumps(document, indent=1, allow_nan=False) + "\n"))
+        if options.csv is not None:
+            outputs.append((options.csv, _csv(report)))
+        _write(outputs)
+    except (ExportError, NamesFileError) as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"cannot write {error.filename}: {error.strerror}")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may have no µ, and a path any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # of `| head`: what it read is all that it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE.sqlite", help="what nsys exported")
+    add(
+        "--names",
+        type=Path,
+        metavar="FILE",
+        help="names of captured nodes; by default TRACE.kernels.json, if that is there",
+    )
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write the table of steps as CSV")
+    add("--diff", type=Path, metavar="OLD.sqlite", help="compare with an earlier profile")
+    return parser
+
+
+def _csv(report: Report) -> str:
+    """The table of steps; what the profile does not tell is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(STEP_COLUMNS)
+    writer.writerows(astuple(row) for row in report.steps)
+    return text.getvalue()
+
+
+def _write(outputs: Sequence[tuple[Path, str]]) -> None:
+    """Write all files, or none: each beside its place first, and all moved there then.
+
+    Raises:
+        OSError: one cannot be written; its `filename` is that of the output.
+    """
+    with contextlib.ExitStack() as stack:
+        moves: list[tuple[Path, Path]] = []
+        for path, text in outputs:
+            target = path.resolve()
+            beside = target.with_name(f".{target.name}.{os.getpid()}")
+            try:
+                if target.exists() and not target.is_file():
+                    raise OSError(errno.EINVAL, "it is no regular file")
+                with open(beside, "x", encoding="utf-8", newline="") as stream:
+                    stack.callback(beside.unlink, missing_ok=True)
+                    stream.write(text)
+            except OSError as error:
+                error.filename = str(path)
+                raise
+            moves.append((beside, target))
+        for beside, target in moves:
+            os.replace(beside, target)
+
+
+def _require_distinct(options: argparse.Namespace) -> None:
+    """Raise OSError where an output would replace an input or the other output."""
+    inputs = {path.resolve() for path in (options.trace, options.names, options.diff) if path}
+    outputs = [path for path in (options.json, options.csv) if path is not None]
+    for path in outputs:
+        if path.resolve() in inputs:
+            raise OSError(errno.EEXIST, "it is what is read", str(path))
+    if len(outputs) == 2 and outputs[0].resolve() == outputs[1].resolve():
+        raise OSError(errno.EEXIST, "it would hold both --json and --csv", str(outputs[0]))
+
+
+def _fail(message: str) -> int:
+    print(f"{_PROGRAM}: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

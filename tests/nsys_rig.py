@@ -1,0 +1,333 @@
+"""Plays steps of an engine on a device and writes them as an export of nsys, knowing the truth.
+
+The schema is that of the user guide of NVIDIA Nsight Systems ("SQLite Schema Reference"), with the
+columns that a report could look at; `Variant` says which of its versions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+FIELDS = ("step", "rows", "bucket", "tokens", "blocks_in_use", "padding")
+PUSH_POP, DOMAIN_CREATE = 59, 75
+INT64 = 17
+"""NVTX_PAYLOAD_ENTRY_TYPE_INT64."""
+
+NVTX = "start INT, end INT, eventType INT, text TEXT, globalTid INT, domainId INT, int64Value INT"
+RUNTIME = "start INT, end INT, globalTid INT, correlationId INT, nameId INT, returnValue INT"
+ACTIVITY = (
+    "start INT, end INT, deviceId INT, contextId INT, streamId INT, correlationId INT,"
+    " globalPid INT"
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A version of the schema, and what was asked of nsys."""
+
+    name: str = "new"
+    registered: bool = True
+    """Messages are ids of strings."""
+    payload: Literal["json", "json id", "binary"] | None = "binary"
+    graph_nodes: bool = True
+    """Activities have a column for the node of a graph."""
+    graph_trace: Literal["graph", "node"] | None = "graph"
+    """None: the steps run without graphs."""
+    metadata: bool = True
+    domain_named: bool = True
+    """Whether the creation of the domain was recorded."""
+    enums: bool = True
+
+
+NEW = Variant()
+OLD = Variant("old", False, None, False, "node", False, True, False)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    ns: int
+    node_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a step runs on the device."""
+
+    phase: Literal["decode", "prefill"]
+    rows: int
+    bucket: int
+    tokens: int
+    kernels: Sequence[Kernel]
+    idle_ns: int = 0
+    """Between one kernel and the next."""
+
+
+@dataclass
+class Truth:
+    """What a report must say of a step, in ns."""
+
+    step: int
+    phase: str
+    rows: int
+    bucket: int
+    tokens: int
+    padding: int
+    host_ns: int
+    wait_ns: int
+    plan_ns: int
+    launch_ns: int
+    commit_ns: int
+    device_ns: int
+    busy_ns: int
+    gap_ns: int | None
+    step_ns: int | None
+    launches: int
+
+
+@dataclass
+class Profile:
+    """An export in the making. Times are ns on one clock, which the host and the device share."""
+
+    variant: Variant = NEW
+    pid: int = 4711
+    tid: int = 4711
+    device: int = 0
+    now: int = 1_000_000
+    domain: str = "stepgraph"
+    truth: list[Truth] = field(default_factory=list)
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    device_free: int = 0
+    last_end: int | None = None
+    correlation: int = 100
+    strings: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.variant.domain_named:
+            self.event(DOMAIN_CREATE, self.domain, 0, None)
+
+    @property
+    def process(self) -> int:
+        return self.pid << 24
+
+    @property
+    def thread(self) -> int:
+        return self.process | self.tid
+
+    def string(self, text: str) -> int:
+        return self.strings.setdefault(text, len(self.strings) + 1)
+
+    def add(self, table: str, **row: Any) -> None:
+        self.rows.setdefault(table, []).append(row)
+
+    def event(
+        self,
+        kind: int,
+        text: str,
+        start: int,
+        end: int | None,
+        value: int | None = None,
+        numbers: Sequence[int] | None = None,
+        domain_id: int = 3,
+    ) -> None:
+        row: dict[str, Any] = {"start": start, "end": end, "eventType": kind}
+        row |= {"globalTid": self.thread, "domainId": domain_id, "int64Value": value}
+        if self.variant.registered:
+            row["textId"] = self.string(text)
+        else:
+            row["text"] = text
+        if numbers is not None and self.variant.payload == "binary":
+            body = struct.pack(f"<{len(numbers)}q", *numbers)
+            row["binaryData"] = struct.pack("<4Q", domain_id, 900, len(body), 32) + body
+        elif numbers is not None and self.variant.payload is not None:
+            text = json.dumps({"payload": [dict(zip(FIELDS, numbers, strict=True))]})
+            if self.variant.payload == "json":
+                row["jsonText"] = text
+            else:
+                row["jsonTextId"] = self.string(text)
+        self.add("NVTX_EVENTS", **row)
+
+    def range(self, text: str, start: int, end: int | None, value: int | None = 0, **more) -> None:
+        self.event(PUSH_POP, text, start, end, value, **more)
+
+    def call(self, name: str, ns: int) -> int:
+        """A call of the host, now; returns its id."""
+        self.correlation += 1
+        self.add(
+            "CUPTI_ACTIVITY_KIND_RUNTIME",
+            start=self.now,
+            end=self.now + ns,
+            globalTid=self.thread,
+            correlationId=self.correlation,
+            nameId=self.string(name),
+            returnValue=0,
+        )
+        self.now += ns
+        return self.correlation
+
+    def activity(self, kind: str, start: int, end: int, call: int, **more: Any) -> None:
+        row: dict[str, Any] = {"start": start, "end": end, "deviceId": self.device, "contextId": 1}
+        row |= {"streamId": 7, "correlationId": call, "globalPid": self.process, **more}
+        if not self.variant.graph_nodes:
+            row.pop("graphNodeId", None)
+        self.add(f"CUPTI_ACTIVITY_KIND_{kind}", **row)
+
+    def copy(self, ns: int, kind: int) -> tuple[int, int]:
+        """A copy that the host queues now; returns when it runs."""
+        call = self.call("cudaMemcpyAsync_v3020", 2_000)
+        start = max(self.device_free, self.now)
+        self.activity("MEMCPY", start, start + ns, call, copyKind=kind, bytes=64, graphNodeId=None)
+        self.device_free = start + ns
+        return start, start + ns
+
+    def run(self, launch: Launch) -> tuple[int, int, int, int]:
+        """The kernels of a launch; returns first begin, last end, busy ns and calls."""
+        graph = self.variant.graph_trace
+        call = self.call("cudaGraphLaunch_v10000", 5_000) if graph is not None else 0
+        begin = at = max(self.device_free, self.now)
+        busy = 0
+        for i, kernel in enumerate(launch.kernels):
+            if graph is None:
+                call = self.call("cudaLaunchKernel_v7000", 3_000)
+                at = max(at, self.now)
+                begin = at if i == 0 else begin
+            if graph != "graph":
+                node = kernel.node_id if graph == "node" else None
+                ids = {"shortName": self.string(kernel.name), "graphNodeId": node}
+                ids["demangledName"] = self.string(f"void {kernel.name}<float>(float*)")
+                self.activity("KERNEL", at, at + kernel.ns, call, **ids)
+            at += kernel.ns
+            busy += kernel.ns
+            end = at
+            at += launch.idle_ns
+        if graph == "graph":
+            self.activity("GRAPH_TRACE", begin, end, call, graphId=5, graphExecId=6)
+            busy = end - begin
+        self.device_free = end
+        return begin, end, busy, len(launch.kernels) if graph is None else 1
+
+    def step(
+        self,
+        number: int,
+        launches: Sequence[Launch],
+        *,
+        plan_ns: int = 4_000,
+        commit_ns: int = 6_000,
+        wait_ns: int = 0,
+        pause_ns: int = 1_000,
+        commits: int | None = None,
+    ) -> Truth:
+        """A turn: plan, launch, commit of an earlier step."""
+        self.now += pause_ns
+        began = self.now
+        self.range("plan", self.now, self.now + plan_ns, number)
+        self.now += plan_ns
+        launch_began = self.now
+        first, last = self.copy(1_500, 1)
+        busy, calls = 1_500, 0
+        for launch in launches:
+            range_began = self.now
+            _, last, its_busy, its_calls = self.run(launch)
+            busy, calls = busy + its_busy, calls + its_calls
+            padding = launch.bucket - launch.tokens
+            numbers = (number, launch.rows, launch.bucket, launch.tokens, 40 + number, padding)
+            name = "replay" if launch.phase == "decode" else "prefill"
+            struct_there = self.variant.payload is not None
+            value = None if struct_there else launch.rows
+            self.range(name, range_began, self.now, value, numbers=numbers)
+        _, last = self.copy(1_000, 2)
+        busy += 1_000
+        self.range("launch", launch_began, self.now, launches[0].bucket)
+        launched = self.now
+        if commits is not None:
+            self.now += 1_000
+            if wait_ns:
+                self.call("cudaEventSynchronize_v3020", wait_ns)
+            self.now += commit_ns - 1_000
+            self.range("commit", launched, self.now, commits)
+        self.range("step", began, self.now, number)
+        truth = Truth(
+            step=number,
+            phase="+".join(launch.phase for launch in launches),
+            rows=sum(launch.rows for launch in launches),
+            bucket=launches[0].bucket,
+            tokens=sum(launch.tokens for launch in launches),
+            padding=sum(launch.bucket - launch.tokens for launch in launches),
+            host_ns=self.now - began - (wait_ns if commits is not None else 0),
+            wait_ns=wait_ns if commits is not None else 0,
+            plan_ns=plan_ns,
+            launch_ns=launched - launch_began,
+            commit_ns=self.now - launched,
+            device_ns=last - first,
+            busy_ns=busy,
+            gap_ns=None if self.last_end is None else first - self.last_end,
+            step_ns=None if self.last_end is None else last - self.last_end,
+            launches=calls,
+        )
+        self.last_end = last
+        self.truth.append(truth)
+        return truth
+
+    def write(self, path: Path, seed: int = 0, others: Sequence[Profile] = ()) -> Path:
+        """Write the rows of this and other profiles in a random order."""
+        variant = self.variant
+        schema = {
+            "NVTX_EVENTS": NVTX + (", textId INT" if variant.registered else ""),
+            "CUPTI_ACTIVITY_KIND_RUNTIME": RUNTIME,
+        }
+        if variant.payload is not None:
+            schema["NVTX_EVENTS"] += ", jsonTextId INT, jsonText TEXT, binaryData BLOB"
+        node = ", graphNodeId INT" if variant.graph_nodes else ""
+        kernel = f"{ACTIVITY}, demangledName INT, shortName INT{node}"
+        schema["CUPTI_ACTIVITY_KIND_KERNEL"] = kernel
+        schema["CUPTI_ACTIVITY_KIND_MEMCPY"] = f"{ACTIVITY}, bytes INT, copyKind INT{node}"
+        schema["CUPTI_ACTIVITY_KIND_MEMSET"] = f"{ACTIVITY}, bytes INT{node}"
+        schema["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"] = f"{ACTIVITY}, graphId INT, graphExecId INT"
+        tables: dict[str, list[dict[str, Any]]] = {}
+        for profile in (self, *others):
+            for table, rows in profile.rows.items():
+                tables.setdefault(table, []).extend(rows)
+        tables["StringIds"] = [{"id": i, "value": text} for text, i in self.strings.items()]
+        schema["StringIds"] = "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL"
+        if variant.payload == "binary":
+            columns = "domainId INT, schemaId INT, idx INT, type INT, name TEXT, offset INT"
+            schema["NVTX_PAYLOAD_SCHEMA_ENTRIES"] = columns
+            tables["NVTX_PAYLOAD_SCHEMA_ENTRIES"] = [
+                # The offset of the first field is not written.
+                {"domainId": 3, "schemaId": 900, "idx": i, "type": INT64, "name": name}
+                | {"offset": 8 * i or None}
+                for i, name in enumerate(FIELDS)
+            ]
+        if variant.metadata and variant.graph_trace is not None:
+            schema["META_DATA_CAPTURE"] = "name TEXT NOT NULL, value TEXT"
+            mode = variant.graph_trace.capitalize()
+            tables["META_DATA_CAPTURE"] = [
+                {"name": "PROCESS_0:CUDA_GRAPH_TRACE_OPTIONS:MODE", "value": mode},
+                {"name": "PROCESS_0:COMMAND", "value": "python"},
+            ]
+        if variant.enums:
+            schema["ENUM_NSYS_EVENT_TYPE"] = "id INTEGER PRIMARY KEY, name TEXT, label TEXT"
+            kinds = {PUSH_POP: "NvtxPushPopRange", DOMAIN_CREATE: "NvtxDomainCreate"}
+            tables["ENUM_NSYS_EVENT_TYPE"] = [{"id": i, "name": n} for i, n in kinds.items()]
+        shuffle = random.Random(seed).shuffle
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA synchronous=OFF")
+            for table, columns in schema.items():
+                if tables.get(table):  # tables are made when there is something for them
+                    connection.execute(f"CREATE TABLE {table} ({columns})")
+            for table, rows in tables.items():
+                shuffle(rows)
+                for row in rows:
+                    names = ", ".join(f'"{name}"' for name in row)
+                    marks = ", ".join("?" * len(row))
+                    values = list(row.values())
+                    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
+        connection.close()
+        return path

@@ -1,0 +1,376 @@
+"""What the report says of a profile is what was played into it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.profiling import report as cli
+from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
+from stepgraph.profiling.nsys_report import Report, StepRow, read_report
+from stepgraph.profiling.report_comparison import compare
+from stepgraph.profiling.stats import Summary
+
+from .nsys_rig import NEW, OLD, Kernel, Launch, Profile, Truth, Variant
+
+VARIANTS = {
+    "old": OLD,
+    "old, json ids": dataclasses.replace(OLD, registered=True, payload="json id"),
+    "graphs whole": NEW,
+    "nodes": dataclasses.replace(NEW, graph_trace="node", payload="json"),
+    "nodes, no metadata": dataclasses.replace(NEW, graph_trace="node", metadata=False, enums=False),
+    "no graphs": dataclasses.replace(NEW, graph_trace=None),
+    "domain not named": dataclasses.replace(NEW, domain_named=False),
+}
+
+KERNELS = (Kernel("norm", 700, 11), Kernel("matmul", 9_000, 12), Kernel("norm", 650, 13),
+           Kernel("matmul", 11_000, 14), Kernel("argmax", 400, 15))  # fmt: skip
+NODES = (
+    Node(0, "norm", "kernel", "norm", 11),
+    Node(0, "down", "kernel", "_Z6matmulPf", 12),
+    Node(1, "norm", "kernel", "norm", 13),
+    Node(1, "down", "kernel", None, 14),
+    Node(None, "greedy", "kernel", "argmax", 15),
+)
+
+
+def decode(rows: int = 3, bucket: int = 4, kernels=KERNELS, idle_ns: int = 300) -> Launch:
+    return Launch("decode", rows, bucket, rows, kernels, idle_ns)
+
+
+def prefill(tokens: int = 60, bucket: int = 64) -> Launch:
+    return Launch("prefill", 0, bucket, tokens, (Kernel("big", 90_000, 21),))
+
+
+def played(variant: Variant = NEW, steps: int = 6, **profile) -> Profile:
+    """A step in flight: each turn commits the step before."""
+    play = Profile(variant, **profile)
+    for number in range(10, 10 + steps):
+        play.step(number, [decode()], wait_ns=9_000, commits=number - 1 if number > 10 else None)
+    return play
+
+
+def names_file(path: Path, **changes) -> KernelNames:
+    step = StepNodes("decode", 4, 16, False, 1, NODES)
+    names = KernelNames(
+        model="demo",
+        device="NVIDIA H200",
+        bandwidth_gb_s=4_000.0,
+        steps=[step],
+        costs=[OperationCost("down", 2, 20_000_000), OperationCost("greedy", 1, 400_000)],
+    )
+    for name, value in changes.items():
+        setattr(names, name, value)
+    names.save(path)
+    return names
+
+
+def assert_rows_are(rows: tuple[StepRow, ...], truth: list[Truth], variant: Variant) -> None:
+    assert len(rows) == len(truth)
+    numbers = variant.payload is not None
+    for row, true in zip(rows, truth, strict=True):
+        assert (row.step, row.phase, row.launches) == (true.step, true.phase, true.launches)
+        told = (row.rows, row.bucket, row.tokens, row.padding, row.blocks_in_use)
+        expected = (true.rows, true.bucket, true.tokens, true.padding, 40 + true.step)
+        assert told == (expected if numbers else (None,) * 5)
+        for name in ("host", "wait", "plan", "launch", "commit", "device", "busy", "gap", "step"):
+            ns = getattr(true, f"{name}_ns")
+            assert getattr(row, f"{name}_us") == (None if ns is None else ns / 1e3), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_variant_of_the_schema_tells_the_same(tmp_path, variant: Variant, seed: int) -> None:
+    play = Profile(variant)
+    play.step(5, [prefill()], pause_ns=70_000)
+    play.step(6, [decode(), prefill(33)], wait_ns=20_000, commits=5)
+    play.step(7, [decode()], wait_ns=3_000, commits=6)
+    play.step(8, [decode(2, 2)], commits=7)
+    report = read_report(play.write(tmp_path / "trace.sqlite", seed))
+    assert_rows_are(report.steps, play.truth, variant)
+    assert report.graph_trace == variant.graph_trace
+    buckets = {(true.phase, true.bucket if variant.payload else None) for true in play.truth}
+    assert {(case.phase, case.bucket) for case in report.cases} == buckets
+    assert sum(case.n for case in report.cases) == 4
+
+
+steps_played = st.lists(
+    st.tuples(
+        st.sampled_from(["decode", "prefill", "both"]),
+        st.lists(st.integers(1, 50_000), min_size=1, max_size=5),  # kernels
+        st.integers(0, 3_000),  # idle between them
+        st.integers(0, 200_000),  # the host does something else
+        st.integers(0, 50_000),  # waits
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=steps_played,
+    variant=st.sampled_from(list(VARIANTS.values())),
+    seed=st.integers(0, 2**32),
+)
+def test_any_steps_in_any_order_of_rows(steps, variant: Variant, seed: int) -> None:
+    play = Profile(variant)
+    for number, (what, durations, idle_ns, pause_ns, wait_ns) in enumerate(steps):
+        kernels = [Kernel(f"k{i}", ns, i + 1) for i, ns in enumerate(durations)]
+        launches = [Launch("decode", 1, 2, 1, kernels, idle_ns)] if what != "prefill" else []
+        if what != "decode":
+            launches.append(Launch("prefill", 0, 64, 20, kernels, idle_ns))
+        commits = number - 1 if number else None
+        play.step(number, launches, pause_ns=pause_ns, wait_ns=wait_ns, commits=commits)
+    with tempfile.TemporaryDirectory() as folder:
+        report = read_report(play.write(Path(folder) / "trace.sqlite", seed))
+    assert_rows_are(report.steps, play.truth, variant)
+    gaps = [true.gap_ns for true in play.truth if true.gap_ns is not None]
+    for case in report.cases:
+        rows = [row for row in report.steps if (row.phase, row.bucket) == (case.phase, case.bucket)]
+        assert case.n == len(rows)
+        assert case.device_us == Summary.of(row.device_us for row in rows)
+    assert sum(case.gap_us.n for case in report.cases if case.gap_us) == len(gaps)
+
+
+def test_operations_and_layers_are_those_of_the_captured_nodes(tmp_path) -> None:
+    variant = VARIANTS["nodes"]
+    play = played(variant, steps=6)
+    trace = play.write(tmp_path / "trace.sqlite")
+    names_file(tmp_path / "trace.kernels.json")
+    report = read_report(trace)
+    launch_ns = sum(kernel.ns for kernel in KERNELS) + 4 * 300
+    operations = {part.label: part for part in report.parts.operations if part.phase == "decode"}
+    assert list(operations) == ["down", "norm", "greedy"], "the most expensive first"
+    for name, ns, count in (("down", 20_000, 2), ("norm", 1_350, 2), ("greedy", 400, 1)):
+        part = operations[name]
+        assert part.us == Summary.of([ns / 1e3] * 6)
+        assert part.activities == count
+        assert part.share == pytest.approx(ns / launch_ns, abs=1e-12)
+    # 2 launches of 20 MB at 4 TB/s are 10 µs; it took 20.
+    assert operations["down"].fraction == pytest.approx(0.5)
+    assert operations["greedy"].fraction == pytest.approx(0.1 / 0.4)
+    assert operations["norm"].fraction is None, "nothing says what it reads"
+    assert report.parts.idle == {"decode": pytest.approx(4 * 300 / launch_ns)}
+    layers = {part.layer: part for part in report.parts.layers}
+    assert [layers[i].us.p50 for i in (0, 1)] == [9.7, 11.65]
+    assert layers[0].fraction == pytest.approx(5 / 9.7), "one of the two launches of `down`"
+    around = {p.label: p for p in report.parts.operations if p.phase == "around"}
+    assert around["[copy host to device]"].us.p50 == 1.5
+    assert around["[copy device to host]"].us.p50 == 1.0
+    assert report.parts.matched == 5 * 6
+    assert report.notes == ()
+
+
+def test_several_decode_steps_in_a_launch_are_held_against_as_many_floors(tmp_path) -> None:
+    trace = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
+    four = StepNodes("decode", 4, 16, False, 4, NODES)
+    names_file(tmp_path / "trace.kernels.json", steps=[four])
+    (down,) = (part for part in read_report(trace).parts.operations if part.name == "down")
+    assert down.fraction == pytest.approx(2.0)
+
+
+def test_without_names_kernels_go_by_their_own(tmp_path) -> None:
+    report = read_report(played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite"))
+    labels = [p.label for p in report.parts.operations if p.phase == "decode"]
+    assert labels == ["[matmul]", "[norm]", "[argmax]"]
+    assert report.parts.layers == ()
+    assert any("kernels.json" in note for note in report.notes)
+
+
+def test_names_of_another_engine_name_nothing_and_it_is_said(tmp_path) -> None:
+    trace = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
+    other = tuple(dataclasses.replace(n, kernel="other", tools_id=None) for n in NODES)
+    names_file(tmp_path / "x.json", steps=[StepNodes("decode", 4, 16, False, 1, other)])
+    report = read_report(trace, tmp_path / "x.json")
+    assert report.parts.matched == 0
+    assert any("another engine" in note for note in report.notes)
+
+
+def test_whole_graphs_have_no_operations_and_it_is_said_how_to_get_them(tmp_path) -> None:
+    report = read_report(played(NEW).write(tmp_path / "trace.sqlite"))
+    assert {part.phase for part in report.parts.operations} == {"around"}
+    assert any("--graph-trace node" in note for note in report.notes)
+
+
+def test_what_the_profile_cuts_is_left_out_and_counted(tmp_path) -> None:
+    play = Profile()
+    # The profile began within a turn: its range is not there, what was in it is.
+    play.range("replay", play.now, play.now + 5_000, numbers=(3, 1, 1, 1, 1, 0))
+    play.now += 10_000
+    play.step(4, [decode()])
+    play.step(5, [decode()], commits=4)
+    play.range("step", play.now + 100, None, 6)
+    play.range("plan", play.now + 200, play.now + 300, 6)
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    assert_rows_are(report.steps, play.truth, NEW)
+    assert "1 step left out: the profile ended before the step did" in report.notes
+    assert "1 launch left out: outside of a complete step" in report.notes
+
+
+def test_turns_that_launch_nothing_are_no_steps(tmp_path) -> None:
+    play = played(steps=3)
+    play.range("step", play.now + 10, play.now + 900, 13)
+    play.range("commit", play.now + 20, play.now + 800, 12)
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    assert len(report.steps) == 3
+    assert "1 turn that launched nothing left out" in report.notes
+
+
+def test_no_gap_is_told_across_a_step_that_is_missing(tmp_path) -> None:
+    play = Profile()
+    for number in (1, 2, 5, 6, 0):  # 3 and 4 are missing, then another engine begins
+        play.step(number, [decode()])
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    assert [row.gap_us is None for row in report.steps] == [True, False, True, False, True]
+    assert [row.step_us is None for row in report.steps] == [True, False, True, False, True]
+
+
+def test_processes_with_the_same_ids_are_kept_apart(tmp_path) -> None:
+    one, two = played(pid=100, tid=100), Profile(pid=200, tid=201, device=1, now=1_004_321)
+    two.strings, two.correlation = one.strings, 100  # the ids of calls of both are the same
+    for number in range(4):
+        two.step(number, [prefill()])
+    report = read_report(one.write(tmp_path / "trace.sqlite", others=[two]))
+    assert_rows_are(tuple(r for r in report.steps if r.thread == 0), one.truth, NEW)
+    assert_rows_are(tuple(r for r in report.steps if r.thread == 1), two.truth, NEW)
+    notes = "\n".join(report.notes)
+    assert "steps of 2 threads in 2 processes" in notes
+    assert "activities on devices 0, 1" in notes
+
+
+def test_calls_of_other_threads_are_no_part_of_a_step(tmp_path) -> None:
+    play = Profile(tid=50)
+    helper = Profile(pid=play.pid, tid=51, correlation=5_000, strings=play.strings)
+    helper.now = play.now + 5_000
+    call = helper.call("cudaLaunchKernel_v7000", 500)
+    helper.activity("KERNEL", helper.now, helper.now + 10**9, call, shortName=1, demangledName=1)
+    play.step(1, [decode()])
+    report = read_report(play.write(tmp_path / "trace.sqlite", others=[helper]))
+    assert_rows_are(report.steps, play.truth, NEW)
+
+
+def test_the_device_s_work_of_a_commit_is_no_part_of_the_step_around_it(tmp_path) -> None:
+    play = Profile()
+    true = play.step(1, [decode()], commits=0, commit_ns=90_000)
+    now, play.now = play.now, play.now - 50_000
+    call = play.call("cudaMemcpyAsync_v3020", 1_000)
+    play.activity("MEMCPY", now + 10**6, now + 2 * 10**6, call, copyKind=2, bytes=1)
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    assert report.steps[0].device_us == true.device_ns / 1e3
+
+
+def test_activities_without_times_and_graphs_without_activities_are_told(tmp_path) -> None:
+    play = Profile()
+    play.step(1, [decode()])
+    for row in play.rows["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"]:
+        row["start"] = row["end"] = 0
+    play.last_end = None
+    play.step(2, [decode()])
+    del play.rows["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"][1]
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    notes = "\n".join(report.notes)
+    assert "1 activity without a time" in notes
+    assert "1 graph launch of these steps left no activity" in notes
+    assert [row.busy_us for row in report.steps] == [2.5, 2.5], "the copies"
+
+
+def test_on_a_cpu_the_device_works_in_the_engine_s_thread(tmp_path) -> None:
+    play = played(steps=4)
+    play.rows = {"NVTX_EVENTS": play.rows["NVTX_EVENTS"]}
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    work_ns, behind_ns = 5_000, 2_000  # the range `replay`, and the copy behind it
+    for row, true in zip(report.steps, play.truth, strict=True):
+        assert row.device_us == row.busy_us == work_ns / 1e3
+        assert row.launch_us == (true.launch_ns - work_ns) / 1e3
+        assert row.host_us == (true.host_ns + true.wait_ns - work_ns) / 1e3
+    for row, before in zip(report.steps[1:], play.truth, strict=False):
+        # Behind the work of a step: its commit, a pause, and plan and copy of the next one.
+        assert row.gap_us == (behind_ns + before.commit_ns + 1_000 + 4_000 + 2_000) / 1e3
+        assert row.step_us == row.gap_us + row.device_us
+    assert any("no CUDA in this profile" in note for note in report.notes)
+
+
+def test_percentiles_are_told_where_there_are_steps_for_them(tmp_path) -> None:
+    report = read_report(played(steps=11).write(tmp_path / "trace.sqlite"))
+    (case,) = report.cases
+    assert (case.n, case.device_us.n, case.gap_us.n) == (11, 11, 10)
+    assert case.gap_us.p90 is not None
+    assert case.gap_us.p99 is None
+
+
+def test_two_profiles_compared(tmp_path) -> None:
+    def report(folder: str, ns: int, name: str) -> Report:
+        (tmp_path / folder).mkdir()
+        kernels = (Kernel("matmul", ns, 12), Kernel(name, 500, 15))
+        play = Profile(VARIANTS["nodes"])
+        for number in range(5):
+            play.step(number, [decode(kernels=kernels, idle_ns=0)])
+        trace = play.write(tmp_path / folder / "trace.sqlite")
+        nodes = (Node(0, "down", "kernel", "matmul", 12), Node(None, name, "kernel", name, 15))
+        steps = [StepNodes("decode", 4, 16, False, 1, nodes)]
+        names_file(tmp_path / folder / "trace.kernels.json", steps=steps, costs=[])
+        return read_report(trace)
+
+    old, new = report("old", 10_000, "sort"), report("new", 8_000, "argmax")
+    changes = {(c.what, c.label): c for c in compare(new, old) if c.phase == "decode"}
+    assert changes["operation", "down"].ratio == pytest.approx(0.8)
+    assert changes["layer", "layer 0"].ratio == pytest.approx(0.8)
+    step = changes["step", "device, bucket 4"]
+    assert step.new_us == new.cases[0].device_us.p50
+    assert step.ratio == pytest.approx(new.cases[0].device_us.p50 / old.cases[0].device_us.p50)
+    assert changes["operation", "sort"].new_us is None
+    assert changes["operation", "argmax"].old_us is None
+    assert changes["operation", "argmax"].ratio is None
+
+
+def test_the_command_prints_tables_and_writes_files(tmp_path, capsys) -> None:
+    trace = played(VARIANTS["nodes"], steps=5).write(tmp_path / "trace.sqlite")
+    names_file(tmp_path / "trace.kernels.json")
+    outputs = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "s.csv")]
+    assert cli.main([str(trace), *outputs]) == 0
+    printed = capsys.readouterr().out
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert sum(line.startswith("|   10 | decode |    3 |      4 |") for line in tables) == 1
+    assert "perturbs" in printed, "it says how graphs were traced"
+    assert len({len(line) for line in tables[:3]}) == 1, "columns are aligned"
+    report = read_report(trace)
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["schema_version"] == 1
+    assert document["steps"] == [dataclasses.asdict(row) for row in report.steps]
+    assert [part["name"] for part in document["operations"] if part["phase"] == "decode"] == [
+        "down",
+        "norm",
+        "greedy",
+    ]
+    assert document["cases"][0]["device_us"] == report.cases[0].device_us.to_json()
+    with (tmp_path / "s.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["step"] for row in rows] == ["10", "11", "12", "13", "14"]
+    assert rows[0]["gap_us"] == "", "what is not known is empty"
+    assert float(rows[1]["gap_us"]) == report.steps[1].gap_us
+
+
+def test_the_command_compares(tmp_path, capsys) -> None:
+    new = played(VARIANTS["nodes"]).write(tmp_path / "new.sqlite")
+    old = played(NEW).write(tmp_path / "old.sqlite")
+    assert cli.main([str(new), "--diff", str(old), "--json", str(tmp_path / "r.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "| step      | decode | device, bucket 4" in printed
+    assert "CUDA graphs were traced differently (graph and node)" in printed
+    assert f"Only in {new}:" in printed
+    changes = json.loads((tmp_path / "r.json").read_text())["diff"]["changes"]
+    assert {change["what"] for change in changes} == {"step", "operation"}
+
+
+def test_long_tables_are_cut_and_say_so(tmp_path, capsys) -> None:
+    trace = played(steps=150).write(tmp_path / "trace.sqlite")
+    assert cli.main([str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "50 more: --csv FILE holds them all" in printed
