@@ -2,11 +2,14 @@
 
 python bench.py                                       the demo model, every mode the device has
 python bench.py --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
-python bench.py --baseline transformers               beside continuous batching of transformers
+python bench.py --baseline transformers               beside transformers, same weights
 python bench.py --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 python bench.py --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
 python bench.py --output-json new.json --compare old.json --fail-above 1.05
 python bench.py --compare old.json new.json           two files, and measure nothing
+python bench.py --profile torch                       a trace of some steps, for Perfetto
+python bench.py --profile nsys                        the command for nsys, run where it is
+python bench.py --scenario churn --plot steps.png     gaps between tokens over time, drawn
 python bench.py --scenario cache                      what the bookkeeping of blocks costs
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
@@ -30,6 +33,9 @@ import torch
 from rich.console import Console
 from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling import bandwidth
+from stepgraph.profiling.kernel_names import NamesFileError
+from stepgraph.profiling.nsys import inside_nsys
+from stepgraph.profiling.trace import TraceError
 from stepgraph.runtime import (
     EngineConfig,
     KernelBuildError,
@@ -45,6 +51,7 @@ from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.outputs import write_text
+from stepgraph.runtime.benchmarks.profile import ProfileRun, run_nsys
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
 from stepgraph.runtime.benchmarks.steady_rows import warnings
@@ -55,7 +62,10 @@ from stepgraph.runtime.step_report import explain_step
 
 INTERRUPTED = 130
 """The exit status of what SIGINT ended: 128 + 2, as of a shell."""
-ERRORS = (StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError)
+ERRORS = (
+    *(StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError),
+    *(NamesFileError, TraceError),
+)
 
 
 def run_explain_memory(options: argparse.Namespace) -> int:
@@ -137,6 +147,7 @@ def run_explain_step(options: argparse.Namespace) -> int:
 
 def run_cache_scenario(options: argparse.Namespace) -> int:
     """Measure the bookkeeping of blocks; print and write the results."""
+    print("measuring the bookkeeping of blocks", file=sys.stderr)
     costs = measure_cache(seed=options.seed)
     _write_costs(options, cache_table(costs), "cache_operations", costs)
     return 0
@@ -144,6 +155,7 @@ def run_cache_scenario(options: argparse.Namespace) -> int:
 
 def run_host_scenario(options: argparse.Namespace) -> int:
     """Measure the host's part of a step; print and write the results."""
+    print("measuring what the host does in a step", file=sys.stderr)
     try:
         costs = measure_host(num_steps=options.num_steps, seed=options.seed)
     except ValueError as error:  # more steps than the cache has room for
@@ -222,6 +234,17 @@ def run_engines(options: argparse.Namespace) -> int:
     return judge(run.document["comparison"])
 
 
+def run_profile(options: argparse.Namespace) -> int:
+    """Take a profile of a case, or have nsys take it; return the exit status."""
+    if options.profile == "nsys" and not inside_nsys():
+        return run_nsys(options, sys.argv)
+    run = ProfileRun(options)
+    run.run()
+    _tell(options, run.document)
+    print(run.report())
+    return 0
+
+
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Print the table and what is to be said of it, and write it where it was asked for."""
     stdout = Console(soft_wrap=True)
@@ -280,6 +303,8 @@ def _run(options: argparse.Namespace) -> int:
         return run_cache_scenario(options)
     if options.scenario == "host":
         return run_host_scenario(options)
+    if options.profile != "none":
+        return run_profile(options)
     return run_engines(options)
 
 

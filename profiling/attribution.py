@@ -49,14 +49,17 @@ __all__ = [
     "Node",
     "NodeSource",
     "OperationCost",
+    "ScopeListener",
     "StepIdentity",
     "StepNodes",
     "capturing",
     "find_step",
+    "listening",
     "load",
     "match",
     "operation",
     "recording",
+    "scope_listener",
     "step",
 ]
 
@@ -102,11 +105,29 @@ class NodeSource(Protocol):
         """Return what is known of every node taken, in order, once `graph` can be replayed."""
 
 
+class ScopeListener(Protocol):
+    """Somebody who hears when scopes of operations begin and end."""
+
+    def enter(
+        self, name: str, layer: int | None
+    ) -> contextlib.AbstractContextManager[object] | None:
+        """Hear that a scope began; return what `leave` is to be given."""
+
+    def leave(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
+        """Hear that the innermost scope ended."""
+
+    def abandon(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
+        """Hear that the innermost scope ended with an exception."""
+
+
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
 _step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", default=None)
-_tape: ContextVar[Tape | None] = ContextVar("stepgraph_tape", default=None)
+_scopes: ContextVar[ScopeListener | None] = ContextVar("stepgraph_scopes", default=None)
 
 _NOTHING = contextlib.nullcontext()
+
+scope_listener = _scopes.get
+"""Return who hears the scopes of this thread, or None."""
 
 
 @contextlib.contextmanager
@@ -134,8 +155,21 @@ def operation(
         layer: of the model; None: that of the scope around this one, if it has one. A scope for a
             whole layer has a name of its own, for what no scope inside it names.
     """
-    tape = _tape.get()
-    return _NOTHING if tape is None else _Scope(tape, name, layer)
+    listener = _scopes.get()
+    return _NOTHING if listener is None else _Scope(listener, name, layer)
+
+
+@contextlib.contextmanager
+def listening(listener: ScopeListener) -> Iterator[None]:
+    """Let a listener hear the scopes that run on this thread, except while a graph is captured.
+
+    A replayed graph runs none, and compiled code only those around it.
+    """
+    token = _scopes.set(listener)
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
 
 
 @contextlib.contextmanager
@@ -163,12 +197,12 @@ def capturing(open_source: Callable[[], NodeSource]) -> Iterator[Tape | None]:
         yield None
         return
     tape = Tape(names, identity, open_source)
-    token = _tape.set(tape)
+    token = _scopes.set(tape)
     try:
         yield tape
         tape.end()
     finally:
-        _tape.reset(token)
+        _scopes.reset(token)
 
 
 class Tape:
@@ -220,6 +254,15 @@ class Tape:
             self._give_up(error)
             return None
         return mark
+
+    def abandon(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
+        """Close the innermost scope on the way of an exception.
+
+        What failed may have ended the capture, and with it the graph: nothing is asked any more.
+        """
+        self._source = None
+        self._nodes.clear()
+        self._scopes.pop()
 
     def leave(self, mark: contextlib.AbstractContextManager[object] | None) -> None:
         """Close the innermost scope."""
@@ -281,16 +324,16 @@ class AttributionError(RuntimeError):
 
 
 class _Scope:
-    __slots__ = ("_layer", "_mark", "_name", "_tape")
+    __slots__ = ("_layer", "_listener", "_mark", "_name")
 
-    def __init__(self, tape: Tape, name: str, layer: int | None) -> None:
-        self._tape = tape
+    def __init__(self, listener: ScopeListener, name: str, layer: int | None) -> None:
+        self._listener = listener
         self._name = name
         self._layer = layer
         self._mark: contextlib.AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        self._mark = self._tape.enter(self._name, self._layer)
+        self._mark = self._listener.enter(self._name, self._layer)
 
     def __exit__(
         self,
@@ -298,7 +341,10 @@ class _Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._tape.leave(self._mark)
+        if kind is None:
+            self._listener.leave(self._mark)
+        else:
+            self._listener.abandon(self._mark)
 
 
 def _annotated(node: Node, annotation: Annotation | None) -> Node:

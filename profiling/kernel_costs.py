@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .kernel_names import OperationCost
 from .roofline import floor_seconds
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "KernelCost",
     "floor_bytes",
     "kernel_costs",
+    "operation_costs",
     "predicted_seconds",
 ]
 
@@ -207,6 +209,21 @@ def kernel_costs(
 def floor_bytes(costs: Sequence[KernelCost]) -> int:
     """Return what the step's floor counts: the weights and the cache (`roofline.step_bytes`)."""
     return sum(cost.launches * (cost.weight_bytes + cost.cache_bytes) for cost in costs)
+
+
+def operation_costs(costs: Sequence[KernelCost]) -> list[OperationCost]:
+    """Return what one launch of each operation must read: what the floor counts of it.
+
+    Layers of different windows are one operation, of which a launch reads the mean.
+    """
+    launches: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    for cost in costs:
+        launches[cost.name] += cost.launches
+        read[cost.name] += cost.launches * (cost.weight_bytes + cost.cache_bytes)
+    return [
+        OperationCost(name, count, round(read[name] / count)) for name, count in launches.items()
+    ]
 
 
 def predicted_seconds(

@@ -10,7 +10,6 @@ layer's kernels have the names of the next layer's, so one alignment among sever
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -109,18 +108,18 @@ def _align(
     before = _common(nodes, kernels)
     behind = _common(nodes[::-1], kernels[::-1])
     longest = before[-1][-1]
-    pairs = [
-        (i, j)
-        for i, node in enumerate(nodes)
-        for j, kernel in enumerate(kernels)
-        if _agree(node, kernel)
-        and before[i][j] + 1 + behind[len(nodes) - i - 1][len(kernels) - j - 1] == longest
-    ]
-    nodes_of = Counter(j for _, j in pairs)
-    kernels_of = Counter(i for i, _ in pairs)
+    # A longest alignment has one pair of each rank: the length of what comes before the pair. So
+    # what is alone in its rank is in all of them.
+    of_rank: dict[int, list[tuple[int, int]]] = {}
+    for i, node in enumerate(nodes):
+        for j, kernel in enumerate(kernels):
+            rank, rest = before[i][j], behind[len(nodes) - i - 1][len(kernels) - j - 1]
+            if rank + 1 + rest == longest and _agree(node, kernel):
+                of_rank.setdefault(rank, []).append((i, j))
     found = list(unknown)
-    for i, j in pairs:
-        if nodes_of[j] == 1 and kernels_of[i] == 1:
+    for pairs in of_rank.values():
+        if len(pairs) == 1:
+            ((i, j),) = pairs
             found[j] = i
     return tuple(found)
 

@@ -77,7 +77,7 @@ class Activity:
         kind: a kernel, a copy, a fill, or a whole CUDA graph where its nodes were not traced.
         name: of the kernel, without template arguments; or what was copied where.
         start_ns, end_ns: when; both 0 where the tool could not tell.
-        process: that made the call (`globalPid`); None where the export does not say.
+        process: that made the call (`process_of`); None where the export does not say.
         device: the number of the device.
         correlation: of the call.
         node_id: of the node of a CUDA graph; None outside of graphs.
@@ -113,9 +113,12 @@ class Export:
     activities: tuple[Activity, ...]
 
 
-def process_of(thread: int) -> int:
-    """Return the `globalPid` of a `globalTid`: the lowest 24 bits are the thread's own."""
-    return thread & ~0xFFFFFF
+def process_of(identifier: int) -> int:
+    """Return the process in a `globalTid` or `globalPid`: bits 24 to 47, below them the thread.
+
+    What is above them (hardware, virtual machine) is the same in all of an export or not filled in.
+    """
+    return identifier & 0xFFFFFF000000
 
 
 def read_export(path: str | Path) -> Export:
@@ -241,7 +244,7 @@ class _Reader:
                     name,
                     self._tables.integer(start, f"start of a {kind}"),
                     self._tables.integer(end, f"end of a {kind}"),
-                    process if isinstance(process, int) else None,
+                    process_of(process) if isinstance(process, int) else None,
                     self._tables.integer(device, f"device of a {kind}"),
                     correlation,
                     node if isinstance(node, int) and node else None,

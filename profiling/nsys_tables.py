@@ -6,6 +6,7 @@ of the rows is not promised. Standard library only.
 """
 
 import contextlib
+import shlex
 import sqlite3
 import struct
 from collections.abc import Iterator, Sequence
@@ -44,9 +45,9 @@ def open_tables(path: Path) -> Iterator["Tables"]:
 def _require_database(path: Path) -> None:
     """Raise ExportError if `path` is no complete SQLite file."""
     if path.suffix in _REPORT_SUFFIXES:
-        from .nsys import export_command  # here: it looks for a tool when it is imported
+        from .nsys import export_command  # here: it loads nvtx
 
-        command = " ".join(export_command(path))
+        command = shlex.join(export_command(path))
         raise ExportError(f"{path} is a report of nsys, not its export; export it first: {command}")
     try:
         with path.open("rb") as stream:

@@ -128,7 +128,8 @@ def draw_steps(
     ]
     write(figure, 0.02, 0.985, "\n".join(lines[:2]), size=16, weight="bold", va="top")
     series = series_of(records)
-    write(figure, 0.02, 0.929, _described(records, series), size=12, va="top")
+    below = 0.929 if len(lines) > 1 else 0.955
+    write(figure, 0.02, below, _described(records, series), size=12, va="top")
     draw_gaps(figure, series, max_itl_ms)
     draw_histogram(figure, series)
     if cases:

@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_series import Gap, Mark, Series, columns_of, thinned
+from .plot_layout import columns_of, thinned
+from .plot_series import Gap, Mark, Series
 from .plot_style import (
     BUCKET,
     CHUNK,
@@ -21,8 +22,8 @@ from .plot_style import (
     label_ends,
     name_axes,
     note,
-    number,
     panel,
+    plain_ticks,
 )
 from .stats import Summary
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_gaps", "is_wide", "scale_of"]
+__all__ = ["draw_gaps", "scale_of"]
 
 LEFT, WIDTH = 0.125, 0.775
 """Of both axes, in parts of the figure."""
@@ -55,12 +56,6 @@ MOST_SHAPES: Final = 150
 
 LABEL_PIXELS: Final = 34
 """Room that the number of a bucket needs."""
-
-
-def is_wide(values: Sequence[float]) -> bool:
-    """Return whether values, ascending or not, are better shown on a logarithmic axis."""
-    positive = [value for value in values if value > 0]
-    return bool(positive) and max(positive) > WIDE * statistics.median(positive)
 
 
 def scale_of(gaps: Sequence[Gap], max_itl_ms: float | None) -> tuple[float, float, bool]:
@@ -126,22 +121,6 @@ def kinds_of(gaps: Sequence[Gap]) -> list[tuple[Look, list[Gap]]]:
         chunk = CHUNK if gap.record.prefill_tokens > 0 else DECODE
         kinds[COLLECTION if gap.collected else chunk].append(gap)
     return [(look, members) for look, members in kinds.items() if members]
-
-
-def plain_ticks(axis: Any, *, log: bool, ratio: float = 1.0, whole: bool = False) -> None:
-    """Let the ticks of an axis have plain numbers; `ratio` is what a logarithmic one spans.
-
-    `whole`: what it counts has no halves.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    if log:
-        steps = (1.0, 2.0, 5.0) if ratio < 500 else (1.0,)
-        axis.set_major_locator(LogLocator(base=10, subs=steps, numticks=12))
-        axis.set_minor_formatter(NullFormatter())
-    else:
-        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 
 def _draw_points(axes: "Axes", gaps: Sequence[Gap], look: Look, size: float, floor: float) -> None:

@@ -1,11 +1,12 @@
 """The panels below the gaps over time: their distribution, and where the time of a step goes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from .plot_gaps import kinds_of, plain_ticks, scale_of
-from .plot_series import PhaseTimes, Series, bin_edges, histogram, phase_times
+from .plot_gaps import kinds_of, scale_of
+from .plot_layout import bin_edges, histogram
+from .plot_series import PhaseTimes, Series, phase_times
 from .plot_style import (
     CHUNK,
     COLLECTION,
@@ -20,6 +21,7 @@ from .plot_style import (
     name_axes,
     note,
     panel,
+    plain_ticks,
     write,
 )
 from .stats import Summary
@@ -40,6 +42,9 @@ LONG_TAIL: Final = 40
 """Where the fullest bin has so many gaps, one of a single gap cannot be seen on a linear axis."""
 
 SHORT: Final = {DECODE: "decode steps", CHUNK: "with a chunk", COLLECTION: "collection"}
+
+ROOM_FOR_NAMES: Final = 0.84
+"""Share of the axes up to which the name of a percentile fits to the right of it."""
 
 PERCENTILES: Final = (("p50", "-"), ("p90", "-."), ("p99", "--"))
 
@@ -84,7 +89,8 @@ def _draw_bins(axes: "Axes", counts: dict[Look, list[int]], edges: Sequence[floa
     bars: dict[Look, list[tuple[float, float, int, int]]] = {look: [] for look in counts}
     for index, (left, right) in enumerate(pairwise(edges)):
         order = sorted(
-            (look for look in counts if counts[look][index]), key=_falling(counts, index)
+            (look for look in counts if counts[look][index]),
+            key=lambda look: -counts[look][index],
         )
         for depth, look in enumerate(order):
             width = (right - left) * (1 - 0.3 * depth)
@@ -94,10 +100,6 @@ def _draw_bins(axes: "Axes", counts: dict[Look, list[int]], edges: Sequence[floa
         patches = axes.bar(lefts, heights, widths, align="edge", color=look.color, label=look.name)
         for patch, depth in zip(patches, depths, strict=True):
             patch.set_zorder(2 + 0.1 * depth)
-
-
-def _falling(counts: dict[Look, list[int]], index: int) -> Callable[[Look], int]:
-    return lambda look: -counts[look][index]
 
 
 def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
@@ -111,7 +113,8 @@ def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
         axes.axvline(
             value, 0, height, color=INK, linewidth=1.2, linestyle=style, label=text, zorder=2.5
         )
-        right = axes.transAxes.inverted().transform(axes.transData.transform((value, 1)))[0] > 0.7
+        place = axes.transAxes.inverted().transform(axes.transData.transform((value, 1)))
+        right = place[0] > ROOM_FOR_NAMES
         axes.annotate(
             text,
             xy=(value, height),

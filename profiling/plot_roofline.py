@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_gaps import plain_ticks
 from .plot_style import (
     FAINT,
     INK,
@@ -16,6 +15,7 @@ from .plot_style import (
     number,
     panel,
     plain,
+    plain_ticks,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ NAMES: Final = {
 
 MARKERS: Final = "osD^vP*X"
 STYLES: Final = ("-", "--", "-.", ":")
-MOST_LABELS: Final = 16
+LABELS: Final = 14
+"""That have room beside the axes; of more the letters are smaller."""
+
+LONGEST_LABEL: Final = 30
+"""Letters, where they are not smaller."""
 
 
 def roofline_lines(cases: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points], str]:
@@ -60,18 +64,25 @@ def roofline_lines(cases: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Points
             raise ValueError(f"case {index} has no batch_size or no roofline.fraction")
         if roofline is not None and roofline["fraction"] is not None:
             known.append((case, int(case["batch_size"]), 100 * float(roofline["fraction"])))
-    values = {name: {str(case.get(name)) for case, _, _ in known} for name in NAMES}
-    varying = [name for name in NAMES if len(values[name]) > 1]
+    told = [{name: _told(name, case) for name in NAMES} for case, _, _ in known]
+    short = [words | {"model": words["model"].rpartition("/")[2]} for words in told]
+    if len({words["model"] for words in short}) == len({words["model"] for words in told}):
+        told = short  # a name says as much as a path
+    varying = [name for name in NAMES if len({words[name] for words in told}) > 1]
     points: dict[str, dict[int, float]] = {}
-    for case, rows, percent in known:
-        label = " ".join(NAMES[name].format(case.get(name)) for name in varying)
+    for (case, rows, percent), words in zip(known, told, strict=True):
+        label = " ".join(words[name] for name in varying if words[name])
         points.setdefault(label or str(case.get("mode", "")), {})[rows] = percent
     common = ", ".join(
-        NAMES[name].format(known[0][0][name])
+        told[0][name]
         for name in ("model", "mode", "input_len")
-        if known and name not in varying and known[0][0].get(name) is not None
+        if told and name not in varying and told[0][name]
     )
     return {plain(label): sorted(line.items()) for label, line in points.items()}, plain(common)
+
+
+def _told(name: str, case: Mapping[str, Any]) -> str:
+    return "" if case.get(name) is None else NAMES[name].format(case[name])
 
 
 def draw_roofline(figure: "Figure", cases: Sequence[Mapping[str, Any]]) -> None:
@@ -95,6 +106,8 @@ def draw_roofline(figure: "Figure", cases: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
     axes.set_ylim(0, max(112.0, 1.12 * highest))
     axes.axhline(100, color=INK, linewidth=1.3, linestyle="--", label="100 %")
+    shrunk = min(1.0, LABELS / len(lines))
+    half = int(LONGEST_LABEL / shrunk / 2)
     labels = []
     for index, (label, line) in enumerate(lines.items()):
         color, written = LINES[index % len(LINES)]
@@ -109,8 +122,11 @@ def draw_roofline(figure: "Figure", cases: Sequence[Mapping[str, Any]]) -> None:
             label=label,
             clip_on=False,
         )
+        if len(label) > 2 * half + 1:
+            label = f"{label[:half]}…{label[-half:]}"
         labels.append((line[-1][1], f"{label}: {number(line[-1][1])} %", written))
-    label_ends(axes, [*labels, (100.0, _limit(cases), INK)])
+    labels.append((100.0, _limit(cases), INK))
+    label_ends(axes, labels, size=11 * shrunk)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     plain_ticks(axes.yaxis, log=False)

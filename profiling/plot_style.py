@@ -4,9 +4,11 @@ Everything is said to matplotlib at each call, so that no setting of the process
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_series import MarkKind, spread
+from .plot_layout import spread
+from .plot_series import MarkKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +33,7 @@ __all__ = [
     "number",
     "panel",
     "plain",
+    "plain_ticks",
     "write",
 ]
 
@@ -50,16 +53,23 @@ FONT: Final = "DejaVu Sans"
 """It comes with matplotlib."""
 
 
+@dataclass(frozen=True, slots=True)
 class Look:
-    """How one thing looks wherever it is drawn: a colour, a shape, and the same as letters."""
+    """How one thing looks wherever it is drawn.
 
-    def __init__(self, name: str, color: str, written: str, marker: str, sign: str) -> None:
-        """Take the name, the colours of shape and letters, matplotlib's marker, and its sign."""
-        self.name = name
-        self.color = color
-        self.written = written
-        self.marker = marker
-        self.sign = sign
+    Attributes:
+        name: what it is called.
+        color: of its shape.
+        written: of its letters.
+        marker: its shape, as matplotlib names it.
+        sign: the same among letters.
+    """
+
+    name: str
+    color: str
+    written: str
+    marker: str
+    sign: str
 
 
 DECODE: Final = Look("decode step", BLUE, BLUE, "o", "\N{BLACK CIRCLE}")
@@ -100,6 +110,7 @@ def panel(figure: "Figure", left: float, bottom: float, width: float, height: fl
 def head(axes: "Axes", pieces: Sequence[tuple[str, str]]) -> None:
     """Write what axes show above them: texts and their colours, the first one is the title."""
     from matplotlib.artist import Artist
+    from matplotlib.font_manager import FontProperties
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
     letters = [_letters(12, {"color": color}) for _, color in pieces]
@@ -115,6 +126,7 @@ def head(axes: "Axes", pieces: Sequence[tuple[str, str]]) -> None:
             bbox_transform=axes.transAxes,
             frameon=False,
             borderpad=0.3,
+            prop=FontProperties(size=12),
             pad=0,
         )
     )
@@ -167,9 +179,31 @@ def label_ends(axes: "Axes", labels: Sequence[tuple[float, str, str]], *, size: 
             textcoords="axes fraction",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.8,
+                "relpos": (0, 0.5),
+                "shrinkB": 0,
+            },
             **_letters(size, {"color": color}),
         )
+
+
+def plain_ticks(axis: Any, *, log: bool, ratio: float = 1.0, whole: bool = False) -> None:
+    """Let the ticks of an axis have plain numbers; `ratio` is what a logarithmic one spans.
+
+    `whole`: what it counts has no halves.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if log:
+        steps = (1.0, 2.0, 5.0) if ratio < 500 else (1.0,)
+        axis.set_major_locator(LogLocator(base=10, subs=steps, numticks=12))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 
 def number(value: float) -> str:
@@ -181,7 +215,7 @@ def duration(ms: float) -> str:
     """Return milliseconds with the unit that reads best."""
     if 0 < ms < 1:
         return f"{number(1e3 * ms)} µs"
-    return f"{number(ms)} ms" if ms < 10_000 else f"{number(ms / 1e3)} s"
+    return f"{number(ms)} ms" if ms < 1000 else f"{number(ms / 1e3)} s"
 
 
 def plain(text: str) -> str:

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"cannot write {error.filename}: {error.strerror}")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may have no µ, and a path any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         print(text, flush=True)
     except BrokenPipeError:  # of `| head`: what it read is all that it wanted

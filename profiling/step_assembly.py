@@ -60,10 +60,11 @@ def traced_steps(export: Export) -> TracedSteps:
     for call in export.calls:
         calls_of[call.thread].append(call)
 
+    in_thread = not export.calls and not export.activities
     steps: list[TracedStep] = []
     cut = stray = idle = hidden = 0
     for thread in sorted(ranges_of):
-        turns = _Turns(ranges_of[thread], calls_of[thread], activities)
+        turns = _Turns(ranges_of[thread], calls_of[thread], activities, in_thread=in_thread)
         found_steps = list(turns.steps())
         relate(found_steps)
         steps += found_steps
@@ -102,8 +103,13 @@ def _notes(export: Export, steps: Sequence[TracedStep]) -> Iterator[str]:
     devices = sorted({device for step in steps for device in step.devices})
     if len(devices) > 1:
         yield f"activities on devices {', '.join(map(str, devices))}: the times of a step span them"
-    if not export.activities:
-        yield "no activity of a CUDA device: host times include what ran in the engine's thread"
+    if any(step.in_thread_ns for step in steps):
+        yield (
+            "no CUDA in this profile: what the device did is what ran within the ranges"
+            f" {' and '.join(_PHASES)}, in the engine's own thread"
+        )
+    elif not export.activities:
+        yield "no activity of a device in this profile, though there are CUDA calls"
     untimed = sum(not is_timed(activity) for step in steps for activity in step.activities())
     if untimed:
         yield f"{_count(untimed, 'activity', 'activities')} without a time: not in device times"
@@ -122,11 +128,14 @@ class _Turns:
         ranges: Sequence[Range],
         calls: Sequence[Call],
         activities: Mapping[tuple[int | None, int], Sequence[Activity]],
+        *,
+        in_thread: bool,
     ) -> None:
         steps = [found for found in ranges if found.name == dictionary.STEP]
         self._steps = [(found, found.end_ns) for found in steps if found.end_ns is not None]
         self._starts = [found.start_ns for found, _ in self._steps]
         self._activities = activities
+        self._in_thread = in_thread
         self._inside: list[list[tuple[Range, int]]] = [[] for _ in self._steps]
         self._calls: list[list[Call]] = [[] for _ in self._steps]
         self.cut = len(steps) - len(self._steps)
@@ -202,7 +211,12 @@ class _Turns:
             len(list(_outermost(own, _LAUNCHES))),
             tuple(in_order(around)),
         )
-        step.time_device()
+        if self._in_thread:
+            step.time_in_thread(
+                [(found.start_ns, end) for found, end in inside if found.name in _PHASES]
+            )
+        else:
+            step.time_device()
         return step
 
     def _of(self, calls: Iterable[Call]) -> Iterator[Activity]:

@@ -47,9 +47,9 @@ class TracedStep:
         devices: numbers of the devices that worked on it.
         device_started_ns, device_ended_ns: of the first and the last activity.
         busy_ns: of these, with at least one activity.
+        in_thread_ns: that the device, where it is the CPU, worked in the thread itself.
         gap_ns: that the device had nothing to do between the step before and this one.
-        step_ns: from the end of the step before to the end of this one: on the device, or of the
-            turn where no step has a device.
+        step_ns: from the end of the step before to the end of this one, on the device.
     """
 
     thread: int
@@ -67,6 +67,7 @@ class TracedStep:
     device_started_ns: int | None = None
     device_ended_ns: int | None = None
     busy_ns: int | None = None
+    in_thread_ns: int = 0
     gap_ns: int | None = None
     step_ns: int | None = None
 
@@ -78,7 +79,7 @@ class TracedStep:
     @property
     def host_ns(self) -> int:
         """What the host itself worked."""
-        return self.ended_ns - self.started_ns - self.wait_ns
+        return self.ended_ns - self.started_ns - self.wait_ns - self.in_thread_ns
 
     @property
     def device_ns(self) -> int | None:
@@ -105,6 +106,12 @@ class TracedStep:
             yield from launch.activities
         yield from self.around
 
+    def time_in_thread(self, work: Sequence[tuple[int, int]]) -> None:
+        """Set what the device did where it is the CPU: begin and end of each launch, in order."""
+        self.device_started_ns, self.device_ended_ns = work[0][0], work[-1][1]
+        self.busy_ns = self.in_thread_ns = sum(end - start for start, end in work)
+        self.launch_ns -= self.in_thread_ns
+
     def time_device(self) -> None:
         """Set what its activities say of the device."""
         timed = in_order(filter(is_timed, self.activities()))
@@ -123,9 +130,7 @@ def relate(steps: Sequence[TracedStep]) -> None:
     for before, step in itertools.pairwise(steps):
         if before.number is not None and step.number != before.number + 1:
             continue
-        if before.device_ended_ns is None and step.device_ended_ns is None:
-            step.step_ns = step.ended_ns - before.ended_ns
-        elif (
+        if (
             before.device_ended_ns is not None
             and step.device_ended_ns is not None
             and step.device_started_ns is not None

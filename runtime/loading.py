@@ -141,15 +141,14 @@ def iter_weights(
         total = sum(math.prod(fused.shape) for fused in layout.values())
         with _progress_bar(total, shown=progress) as advance:
             for name, fused in layout.items():
-                tensor = torch.empty(fused.stacked_shape, dtype=dtype)
-                sizes = [shape[0] for shape in fused.source_shapes]
-                for part, source in zip(torch.split(tensor, sizes), fused.sources, strict=True):
+                tensor = torch.empty(fused.shape, dtype=dtype)
+                for source, part in fused.parts(tensor):
                     if source is None:
                         part.zero_()
                     else:
                         part.copy_(reader.tensor(source))
                 advance(tensor.numel())
-                yield name, tensor.view(fused.shape)
+                yield name, tensor
                 del tensor, part  # before the next one is allocated
 
     return read()
@@ -205,9 +204,10 @@ def random_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (our name, CPU tensor of `dtype`) for a model that has shapes but no checkpoint.
 
-    Norms are neutral, everything else is normal with standard deviation 0.02. A tensor depends on
-    its name and the seed only. Tensors of more than 262 147 elements repeat their values, which
-    makes a model of eight billion a matter of memory bandwidth.
+    Norms are neutral, everything else is normal with standard deviation 0.02; parts that no
+    checkpoint has are zero. A tensor depends on its name and the seed only. Tensors of more than
+    262 147 elements repeat their values, which makes a model of eight billion a matter of memory
+    bandwidth.
     """
     for name, fused in fused_layout(config).items():
         if name.endswith("norm.weight"):
@@ -221,4 +221,9 @@ def random_weights(
         pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype)
         for part in torch.split(flat, _NORMAL_POOL):
             part.copy_(pool[: part.numel()])
-        yield name, flat.view(fused.shape)
+        tensor = flat.view(fused.shape)
+        for source, part in fused.parts(tensor):
+            if source is None:
+                part.zero_()
+        yield name, tensor
+        del flat, tensor, part  # before the next one is allocated

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
+from ..profiling.attribution import scope_listener
 
 __all__ = ["operation"]
 
@@ -21,6 +22,7 @@ def operation(
     What is compiled is joined across operations, so its kernels have the name of the scope around
     the compiled code; and that code must not depend on whether somebody recorded when it was made.
     """
-    if torch.compiler.is_dynamo_compiling():
+    # Asked here already: a call less where nobody listens.
+    if is_dynamo_compiling() or scope_listener() is None:
         return _NOTHING
     return attribution.operation(name, layer)

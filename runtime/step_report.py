@@ -12,8 +12,10 @@ from ..profiling.kernel_costs import (
     KernelCost,
     floor_bytes,
     kernel_costs,
+    operation_costs,
     predicted_seconds,
 )
+from ..profiling.kernel_names import OperationCost
 from ..profiling.roofline import floor_seconds
 from .benchmarks.cost_tables import step_table
 from .config import EngineConfig, ResolvedConfig
@@ -23,7 +25,7 @@ from .kernels.gpu.splits import choose_splits
 from .loading import resolve_source
 from .models.config import ModelConfig
 
-__all__ = ["decoder_shape", "explain_step"]
+__all__ = ["decode_operation_costs", "decoder_shape", "explain_step"]
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM)."""
@@ -67,6 +69,26 @@ def explain_step(
             _summary(costs, bandwidth),
         ]
     )
+
+
+def decode_operation_costs(
+    model: ModelConfig, config: ResolvedConfig, *, rows: int, context: int
+) -> list[OperationCost]:
+    """Return what each operation of a decode step on a GPU must read, for `KernelNames.costs`.
+
+    Empty for latent attention, whose layers are made of other kernels.
+
+    Args:
+        model: shapes.
+        config: dtypes of the model, its weights and its cache; nothing else of it counts.
+        rows: that decode.
+        context: tokens of each, the newest included.
+    """
+    if model.latent is not None:
+        return []
+    # What splits of attention move on top is written by one kernel for the next: not counted here.
+    shape = decoder_shape(model, config)
+    return operation_costs(kernel_costs(shape, rows=rows, context=context, splits=1))
 
 
 def decoder_shape(model: ModelConfig, config: ResolvedConfig) -> DecoderShape:

@@ -1,39 +1,43 @@
-"""The model in transformers is the same one, and only steps of its whole batch are counted."""
+"""What transformers is compared by: both methods, their steps and tokens, and their failures."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import re
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import transformers
-from stepgraph.runtime.benchmarks import baseline as module
+from stepgraph.runtime.benchmarks import continuous, static_generate
 from stepgraph.runtime.benchmarks.baseline import (
+    BaselineCase,
     BaselineError,
     TransformersBaseline,
-    hf_config,
-    whole_batch_steps,
+    equal_share,
 )
-from stepgraph.runtime.benchmarks.steady_rows import BASELINE_COLUMNS
+from stepgraph.runtime.benchmarks.continuous import ContinuousBatching, whole_batch_steps
+from stepgraph.runtime.benchmarks.hf_config import import_transformers
+from stepgraph.runtime.benchmarks.hf_model import load_model
+from stepgraph.runtime.benchmarks.static_generate import StaticGenerate
+from stepgraph.runtime.benchmarks.steady_rows import baseline_columns
 from stepgraph.runtime.benchmarks.tables import columns, rows
-from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.loading import read_config
 
 from .bench_rig import run_bench
 from .conftest import TinyModel
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_shapes_of_a_preset_survive_the_way_to_transformers(name: str) -> None:
-    preset = PRESETS[name]
-    there = hf_config(preset).to_dict() | {"dtype": preset.torch_dtype}
-    assert ModelConfig.from_hf(there) == preset
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parent.parent / "docs" / "benchmark.schema.json").read_text()
+)
+ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-iters 2"
+ARGUMENTS += " --baseline transformers"
 
 
 def test_steps_of_the_whole_batch() -> None:
@@ -47,61 +51,208 @@ def test_steps_of_the_whole_batch() -> None:
     assert whole_batch_steps([two, stalled]) == pytest.approx([1000])
 
 
-def test_a_checkpoint_is_decoded(base: TinyModel) -> None:
-    config = ModelConfig.from_hf(json.loads((base.directory / "config.json").read_text()))
-    prompts = torch.randint(config.vocab_size, (3, 9)).tolist()
+def test_tokens_are_compared_position_by_position() -> None:
+    assert equal_share([[1, 2], [3, 4]], [[1, 2, 9], [3, 5, 9]]) == 0.75
+    assert equal_share([[1, 2]], [[2, 1]]) == 0.0
+    assert equal_share([[1, 2, 3, 4]], [[1]]) == 0.25  # what is not there is not equal
+
+
+def test_every_repetition_counts_as_many_steps(base: TinyModel) -> None:
+    config = read_config(base.directory)
+    prompts = base.prompts(9, 9, 9)
     with TransformersBaseline(
         config, base.directory, dtype=torch.float32, device=CPU, seed=0
     ) as baseline:
+        assert baseline.dtype == "float32"
         case = baseline.prepare(prompts, steps=5, max_batch_tokens=16)
-        assert case.step_ms == []
         case.run()
         case.run()
-        assert len(case.step_ms) == 10
-        document = case.to_json([2.0, 4.0, 3.0])
+        expected = base.greedy(prompts, 6)
+        entries = case.to_json([2.0, 4.0, 3.0], expected)
         baseline.prepare(prompts[:1], steps=2, max_batch_tokens=16).run()
     baseline.close()
-    assert document["speedup"] == pytest.approx(document["step_ms"]["p50"] / 3.0)
-    assert document["step_ms"]["n"] == 10
-    assert document["version"] == transformers.__version__
-    assert (document["cuda_graphs"], document["async"]) == (False, False)
+    assert [entry["method"] for entry in entries] == ["continuous", "static"]
+    for entry in entries:
+        assert entry["step_ms"]["n"] == 10
+        assert entry["speedup"] == pytest.approx(entry["step_ms"]["p50"] / 3.0)
+        assert entry["tokens_equal"] == 1.0
+        assert entry["version"] == transformers.__version__
+        assert entry["error"] is None
+        assert (entry["compiled"], entry["cuda_graphs"], entry["async"]) == (False,) * 3
 
 
-def test_failures_are_errors_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = dataclasses.replace(
-        PRESETS["smollm2-135m"], num_layers=1, hidden_size=18, num_heads=3, num_kv_heads=1,
-        head_dim=6, intermediate_size=8, vocab_size=31,
-    )  # fmt: skip
-    with pytest.raises(BaselineError, match="cannot load the model"):
-        TransformersBaseline(config, tmp_path, dtype=torch.float32, device=CPU, seed=0)
-    with TransformersBaseline(config, None, dtype=torch.float32, device=CPU, seed=0) as baseline:
-        case = baseline.prepare([[1, 2, 3]], steps=2, max_batch_tokens=16)
-        monkeypatch.setattr(module, "whole_batch_steps", lambda times: [1.0])
+def test_what_a_checkpoint_asks_generate_for_is_left_out(base: TinyModel, tmp_path: Path) -> None:
+    directory = shutil.copytree(base.directory, tmp_path / "penalty")
+    prompts = base.prompts(9, 9)
+    plain = base.greedy(prompts, 20)
+    settings = {"repetition_penalty": 9.0, "eos_token_id": plain[0][2], "do_sample": True}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    with TransformersBaseline(
+        read_config(directory), directory, dtype=torch.float32, device=CPU, seed=0
+    ) as baseline:
+        case = baseline.prepare(prompts, steps=19, max_batch_tokens=64)
+        case.run()
+        assert [entry["tokens_equal"] for entry in case.to_json([1.0], plain)] == [1.0, 1.0]
+
+
+class FakeMethod:
+    """Steps of one millisecond, until it fails."""
+
+    def __init__(self, name: str, fails_at: int | None = None) -> None:
+        self.name = name
+        self.fails_at = fails_at
+        self.calls = 0
+        self.forgotten = False
+
+    def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
+        self._call()
+
+    def run(self) -> tuple[list[float], list[list[int]]]:
+        self._call()
+        return [1.0, 1.0], [[7, 8, self.calls]]
+
+    def how(self) -> dict[str, Any]:
+        return {"compiled": True, "cuda_graphs": True, "async": False}
+
+    def forget(self) -> None:
+        self.forgotten = True
+
+    def _call(self) -> None:
+        if self.calls == self.fails_at:
+            raise BaselineError("no such layer\nTraceback of many lines")
+        self.calls += 1
+
+
+def test_one_that_fails_stops_not_the_other() -> None:
+    said: list[str] = []
+    good, bad = FakeMethod("good"), FakeMethod("bad", fails_at=2)
+    case = BaselineCase((bad, good), {"name": "x"}, said.append)
+    case.prepare([[1]], 2, 16)
+    case.run()
+    assert [entry["error"] for entry in case.to_json([2.0], [[7, 8]])] == [None, None]
+    case.run()
+    case.run()
+    failed, went_on = case.to_json([2.0], [[7, 8, 2, 5]])
+    assert failed == {
+        "method": "bad",
+        "name": "x",
+        "compiled": None,
+        "cuda_graphs": None,
+        "async": None,
+        "step_ms": None,
+        "speedup": None,
+        "tokens_equal": None,
+        "error": "no such layer",
+    }
+    assert bad.forgotten
+    assert said == ["bad is left out: no such layer"]
+    assert went_on["step_ms"]["n"] == 6
+    assert (went_on["speedup"], went_on["tokens_equal"]) == (0.5, 0.75)  # of the first run
+
+
+def test_both_failing_is_one_error() -> None:
+    case = BaselineCase((FakeMethod("a", 0), FakeMethod("b", 1)), {}, lambda text: None)
+    case.prepare([[1]], 2, 16)
+    message = "^transformers cannot be compared with: a: no such layer; b: no such layer$"
+    with pytest.raises(BaselineError, match=message):
+        case.run()
+
+
+def test_failures_of_transformers_are_errors_of_ours(
+    monkeypatch: pytest.MonkeyPatch, base: TinyModel
+) -> None:
+    model = load_model(
+        read_config(base.directory), base.directory, dtype=torch.float32, device=CPU, seed=0
+    )
+    methods = (ContinuousBatching(model, CPU), StaticGenerate(model, CPU))
+    for method in methods:
+        method.prepare([[1, 2, 3]], 2, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(continuous, "whole_batch_steps", lambda times: [1.0])
+        patch.setattr(static_generate._TokenTimes, "put", lambda self, token_ids: None)
         with pytest.raises(BaselineError, match="in 1 steps, not 2"):
-            case.run()
-        monkeypatch.setattr(baseline._model, "forward", None)
+            methods[0].run()
+        with pytest.raises(BaselineError, match="decoded -1 steps, not 2"):
+            methods[1].run()
+    methods[0].forget()
+    monkeypatch.setattr(model, "forward", None)
+    for method in methods:
         with pytest.raises(BaselineError, match="transformers"):
-            baseline.prepare([[1, 2, 3]], steps=2, max_batch_tokens=16)
+            method.prepare([[1, 2, 3]], 2, 16)
 
 
-def test_transformers_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.9")
-    with pytest.raises(BaselineError, match=r"5\.17 is the oldest that will do"):
-        hf_config(PRESETS["qwen3-0.6b"])
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(BaselineError, match=r'pip install "stepgraph\[baseline\]"'):
-        hf_config(PRESETS["qwen3-0.6b"])
-
-
-def test_the_benchmark_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-iters 2"
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, r'pip install "stepgraph\[baseline\]"'),
+        ("5.16.9", r"5\.17 is the oldest that will do.*stepgraph\[baseline\]"),
+        ("unknown", r"transformers unknown is too old"),
+    ],
+)
+def test_without_transformers_nothing_is_measured(
+    version: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if version is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     file = tmp_path / "a.json"
-    assert run_bench(monkeypatch, f"{arguments} --baseline transformers --output-json {file}") == 0
+    assert run_bench(monkeypatch, f"{ARGUMENTS} --output-json {file}") == 1
+    captured = capsys.readouterr()
+    assert re.fullmatch(f"bench.py: error: .*{message}.*\n", captured.err), captured.err
+    assert captured.out == ""
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("version", ["5.17.0.dev0", "6.0rc1", "5.100"])
+def test_versions_that_will_do(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    assert import_transformers().__version__ == version
+
+
+def test_the_benchmark_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    arguments = f"{ARGUMENTS} --dtype float32 --output-json {file}"
+    assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
+    jsonschema.validate(document, SCHEMA)
     (case,) = document["cases"]
-    assert case["step_ms"]["n"] == case["baseline"]["step_ms"]["n"] == 14
-    assert case["baseline"]["name"] == "transformers"
-    assert columns(document)[-2:] == BASELINE_COLUMNS
+    assert [entry["tokens_equal"] for entry in case["baselines"]] == [1.0, 1.0]
+    for entry in case["baselines"]:
+        assert case["step_ms"]["n"] == entry["step_ms"]["n"] == 14
+        assert (entry["name"], entry["dtype"]) == ("transformers", "float32")
+    assert columns(document)[-6:] == (*baseline_columns("continuous"), *baseline_columns("static"))
     (cells,) = rows(document)
-    assert cells[-1] == f"{case['baseline']['speedup']:.2f}"
-    assert cells[-2].endswith("(14)")
+    assert cells[-2:] == (f"{case['baselines'][1]['speedup']:.2f}", "100%")
+    assert cells[-3].endswith("(14)")
+    assert "weights and cache in float32" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_failing_method_is_a_dash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise BaselineError("of no such kind")
+
+    monkeypatch.setattr(ContinuousBatching, "prepare", fail)
+    file = tmp_path / "a.json"
+    assert run_bench(monkeypatch, f"{ARGUMENTS} --output-json {file}") == 0
+    captured = capsys.readouterr()
+    assert "continuous is left out: of no such kind" in captured.err
+    document = json.loads(file.read_text())
+    jsonschema.validate(document, SCHEMA)
+    failed, static = document["cases"][0]["baselines"]
+    assert (failed["error"], static["error"]) == ("of no such kind", None)
+    (cells,) = rows(document)
+    assert cells[-6:-3] == ("-", "-", "-")
+    assert cells[-3] != "-"
+    monkeypatch.setattr(StaticGenerate, "prepare", fail)
+    assert run_bench(monkeypatch, ARGUMENTS) == 1
+    message = "continuous: of no such kind; static: of no such kind\n"
+    assert capsys.readouterr().err.endswith(message)

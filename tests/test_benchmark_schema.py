@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ RUNS = {
     " --num-steps 30",
     "churn": "--scenario churn --mode eager --batch-size 1 --input-len 8 --output-len 4"
     " --num-steps 30 --max-itl-ms 50",
+    "prefix": "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4"
+    " --num-warmup 0 --num-iters 2",
+    "memory": "--scenario memory --mode eager --batch-size 2 --input-len 24 --output-len 6"
+    " --num-steps 30 --num-warmup 0 --num-iters 2",
     "start": "--scenario start --mode eager --batch-size 1",
     "host": "--scenario host --num-steps 40",
     "cache": "--scenario cache",
@@ -67,12 +73,16 @@ def measure_less(patch: pytest.MonkeyPatch) -> None:
 
 
 def output(folder: Path, name: str) -> dict[str, Any]:
-    """What a real run writes, measured once."""
+    """What a real run writes, measured once; what it prints lies beside that."""
     path = folder / f"{name.replace(' ', '-')}.json"
     if not path.exists():
         with pytest.MonkeyPatch.context() as patch:
             measure_less(patch)
-            assert run_bench(patch, f"{RUNS[name]} --output-json {path}") == 0
+            files = f"--output-json {path} --output-md {path.with_suffix('.md')}"
+            with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as told:
+                assert run_bench(patch, f"{RUNS[name]} {files}") == 0
+        path.with_suffix(".out").write_text(printed.getvalue())
+        path.with_suffix(".err").write_text(told.getvalue())
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 
@@ -136,6 +146,24 @@ def test_what_a_run_writes(folder, name):
     assert entries
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_stdout_is_the_table_and_progress_is_on_stderr(folder, name):
+    output(folder, name)
+    printed, table, progress = (
+        (folder / f"{name.replace(' ', '-')}.{suffix}").read_text()
+        for suffix in ("out", "md", "err")
+    )
+    assert printed == table
+    assert "\n| --" in table
+    assert "\x1b" not in printed + progress
+    assert progress
+    assert "| --" not in progress
+
+
+def test_every_scenario_that_runs_on_a_cpu_is_run():
+    assert {"steady", *RUNS} >= set(FLAGS_OF_SCENARIO) - {"kernels"}
+
+
 def test_a_case_has_all_that_is_new(folder):
     """Keys that the schema lets older files do without."""
     for name in ("steady", "one repetition", "launches"):
@@ -147,7 +175,7 @@ def test_a_case_has_all_that_is_new(folder):
         assert entry["automatic_budget"] == (entry["max_itl_ms"] is not None)
 
 
-@pytest.mark.parametrize("name", ["steady", "interference", "churn"])
+@pytest.mark.parametrize("name", COMPARED)
 def test_what_a_comparison_writes(folder, monkeypatch, tmp_path, name):
     output(folder, name)
     path = folder / f"{name}.json"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.dictionary import replace_tables
 from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
+from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
 from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
-from stepgraph.runtime.benchmarks.steady_rows import BASELINE_COLUMNS, COLUMNS
+from stepgraph.runtime.benchmarks.steady_rows import COLUMNS, baseline_columns
 from stepgraph.runtime.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,8 +22,12 @@ def test_the_dictionary_is_the_code_s_own():
 
 def test_every_column_of_the_benchmark_is_explained():
     page = (ROOT / "docs" / "benchmarking.md").read_text()
-    for column in (*COLUMNS[7:], *BASELINE_COLUMNS, *INTERFERENCE_COLUMNS[7:], *CHURN_COLUMNS[8:]):
+    compared = [name for method in ("continuous", "static") for name in baseline_columns(method)]
+    for column in (*COLUMNS[7:], *compared, *INTERFERENCE_COLUMNS[7:], *CHURN_COLUMNS[8:]):
         assert re.split(r" ms| µs|/s", column)[0] in page, column
+    of_memory = (TERM_COLUMNS, FULL_COLUMNS, SCARCITY_COLUMNS)
+    for column in (*PREFIX_COLUMNS[7:], *(name for names in of_memory for name in names[6:])):
+        assert f"\n| {column} |" in page, column
 
 
 def test_links_of_the_readme_lead_somewhere():

@@ -70,7 +70,7 @@ def test_the_summary_compares_with_the_aims(script: ModuleType) -> None:
             "8b int8": one_part(2.5),
             "8b fp8": one_part(float("nan")),
             "tail": one_part(0.7, itl_ms={"p50": 0.7, "p99": 0.714, "n": 5120}),
-            "baseline": one_part(0.7, baseline={"speedup": 3.5}),
+            "baseline": one_part(0.7, baselines=[{"speedup": 3.5}, {"speedup": 4.0}]),
             "start": {"start": [{"total_seconds": 26.0}, {"total_seconds": 7.0}]},
             "idle": {"uncovered_us": {"p50": 3.25}},
             "quality": [{"weight_dtype": k, "perplexity": v} for k, v in quality.items()],
@@ -101,6 +101,18 @@ def test_the_summary_compares_with_the_aims(script: ModuleType) -> None:
         "tests of kernels that fail": ("0", "yes"),
         "tests for CUDA that fail": ("not measured", "-"),  # all were skipped
     }
+
+
+@pytest.mark.parametrize(
+    ("speedups", "measured"),
+    [([4.0, 2.5], "2.5 times"), ([None, 3.25], "3.25 times"), ([None, None], "not measured")],
+)
+def test_the_faster_way_of_transformers_is_what_counts(
+    script: ModuleType, speedups: list[float | None], measured: str
+) -> None:
+    baselines = [{"speedup": speedup} for speedup in speedups]
+    found = shown(script, {"baseline": one_part(0.7, baselines=baselines)})
+    assert found["1B against transformers, batch 1"][0] == measured
 
 
 def test_too_little_is_no_measurement(script: ModuleType) -> None:
@@ -218,6 +230,6 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert states.pop("kernels") == "failed: 1"  # a CPU has none
     assert set(states.values()) == {"done"}, document["parts"]
     assert document["kernel tests"]["failed"] == 0
-    assert document["baseline"]["cases"][1]["baseline"]["speedup"] > 0
+    assert all(b["speedup"] > 0 for b in document["baseline"]["cases"][1]["baselines"])
     assert "| not measured | - |" in done.stdout
     assert (tmp_path / "summary.md").read_text().startswith("Dry run")

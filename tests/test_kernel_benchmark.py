@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.benchmarks.kernels import _measure, measure_kernels
 from stepgraph.runtime.benchmarks.scenario_rows import KERNEL_COLUMNS
@@ -76,6 +78,10 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
     assert set(copies) == {16}
     names = {"model": name, "dtype": "auto", "weight_dtype": "auto", "kv_dtype": "auto"}
     document = {"kernels": [{**names, "rows": 2, "context": 7, **entry} for entry in entries]}
+    definitions = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())["$defs"]
+    schema = {"$ref": "#/$defs/kernel", "$defs": definitions}
+    for entry in document["kernels"]:
+        Draft202012Validator(schema).validate(entry)
     assert columns(document) == KERNEL_COLUMNS
     assert all(len(row) == len(KERNEL_COLUMNS) for row in rows(document))
 

@@ -566,6 +566,23 @@ class TestRandomWeights:
         assert len(norms) == 7
         assert not any(norm.any() for norm in norms)
 
+    def test_parts_that_no_checkpoint_has_are_zero(self) -> None:
+        latent = dataclasses.replace(
+            PRESETS["mla-small"],
+            num_layers=1,
+            vocab_size=64,
+            bos_token_id=1,
+            eos_token_ids=(2,),
+            attention_bias=True,
+        )
+        weights = dict(random_weights(latent, torch.float32))
+        name = "layers.0.attention.q_kv.bias"
+        parts = list(fused_layout(latent)[name].parts(weights[name]))
+        assert [(source is None, bool(part.any())) for source, part in parts] == [
+            (True, False),
+            (False, True),
+        ]
+
     def test_no_two_rows_and_no_two_layers_are_equal(self) -> None:
         weights = dict(random_weights(self.CONFIG, torch.bfloat16, seed=3))
         embedding = weights["embed_tokens.weight"]

@@ -7,6 +7,8 @@ import dataclasses
 import os
 import sqlite3
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -193,6 +195,22 @@ def test_every_other_table_may_be_missing(trace: Path, table: str) -> None:
     assert len(read_report(trace).steps) == 3
 
 
+def test_only_threads_may_tell_of_the_machine_they_ran_on(trace: Path) -> None:
+    machine = 7 << 48
+    for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"):
+        where = "WHERE eventType = 59" if table == "NVTX_EVENTS" else ""
+        foreign(trace, f"UPDATE {table} SET globalTid = globalTid + {machine} {where}")
+    assert [row.launches for row in read_report(trace).steps] == [1, 1, 1]
+    assert all(row.device_us is not None for row in read_report(trace).steps)
+
+
+def test_an_export_that_does_not_tell_processes_is_read_by_the_ids_of_calls(trace: Path) -> None:
+    before = read_report(trace).steps
+    for table in ("MEMCPY", "GRAPH_TRACE"):
+        foreign(trace, f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET globalPid = NULL")
+    assert read_report(trace).steps == before
+
+
 def test_the_export_is_not_changed_and_may_be_read_only(trace: Path) -> None:
     before = trace.read_bytes()
     trace.chmod(0o444)
@@ -294,6 +312,17 @@ def test_a_diff_against_something_else(trace: Path, capsys) -> None:
     message = error_of(trace, "--diff", "old.sqlite", "--json", out, capsys=capsys)
     assert "cannot read old.sqlite" in message
     assert not out.exists()
+
+
+def test_a_terminal_without_greek_letters_gets_a_report_too(trace: Path) -> None:
+    command = [sys.executable, "-m", "stepgraph.profiling.report", trace.name]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(
+        command, cwd=trace.parent, env=environment, capture_output=True, check=True, timeout=60
+    )
+    assert result.stdout.startswith(b"# trace.sqlite\n")
+    assert b"host \\xb5s" in result.stdout
+    assert result.stderr == b""
 
 
 def test_unknown_flags(trace: Path, capsys) -> None:

@@ -281,17 +281,20 @@ def test_activities_without_times_and_graphs_without_activities_are_told(tmp_pat
     assert [row.busy_us for row in report.steps] == [2.5, 2.5], "the copies"
 
 
-def test_steps_on_a_cpu_have_host_times_only(tmp_path) -> None:
+def test_on_a_cpu_the_device_works_in_the_engine_s_thread(tmp_path) -> None:
     play = played(steps=4)
-    kept = {table: rows for table, rows in play.rows.items() if table == "NVTX_EVENTS"}
-    play.rows = kept
+    play.rows = {"NVTX_EVENTS": play.rows["NVTX_EVENTS"]}
     report = read_report(play.write(tmp_path / "trace.sqlite"))
-    assert [row.device_us for row in report.steps] == [None] * 4
-    assert [row.host_us for row in report.steps] == [
-        (true.host_ns + true.wait_ns) / 1e3 for true in play.truth
-    ]
-    assert all(row.step_us is not None for row in report.steps[1:])
-    assert any("no activity of a CUDA device" in note for note in report.notes)
+    work_ns, behind_ns = 5_000, 2_000  # the range `replay`, and the copy behind it
+    for row, true in zip(report.steps, play.truth, strict=True):
+        assert row.device_us == row.busy_us == work_ns / 1e3
+        assert row.launch_us == (true.launch_ns - work_ns) / 1e3
+        assert row.host_us == (true.host_ns + true.wait_ns - work_ns) / 1e3
+    for row, before in zip(report.steps[1:], play.truth, strict=False):
+        # Behind the work of a step: its commit, a pause, and plan and copy of the next one.
+        assert row.gap_us == (behind_ns + before.commit_ns + 1_000 + 4_000 + 2_000) / 1e3
+        assert row.step_us == row.gap_us + row.device_us
+    assert any("no CUDA in this profile" in note for note in report.notes)
 
 
 def test_percentiles_are_told_where_there_are_steps_for_them(tmp_path) -> None:

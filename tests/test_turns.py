@@ -100,7 +100,9 @@ class FakeMachine:
                 repetitions.append(2.0 if len(machine.log) - 1 in machine.slow else 1.0)
 
             def result(self) -> Any:
-                return SimpleNamespace(case=case, repetition_ms=repetitions, step_ms=repetitions)
+                return SimpleNamespace(
+                    case=case, repetition_ms=repetitions, step_ms=repetitions, token_ids=[[1]]
+                )
 
         return Run()
 
@@ -203,6 +205,8 @@ def test_a_mode_alone_takes_no_turns(machine):
 
 def test_the_baseline_runs_once_a_round(machine, monkeypatch):
     class Baseline:
+        dtype = "bfloat16"
+
         def prepare(self, prompts: Any, steps: int, chunk: int) -> Any:
             machine.log.append(f"prepare {prompts} {steps} {chunk}")
             return SimpleNamespace(
@@ -274,7 +278,8 @@ def case_with(
     dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
     sizes = {"batch_size": 1, "input_len": 8, "output_len": 4}
     return {"model": "m", **dtypes, "mode": mode, "spread": spread, **sizes} | {
-        "interleaved": interleaved
+        "interleaved": interleaved,
+        "device_state": None,
     }
 
 

@@ -1,84 +1,142 @@
-"""The same model in transformers, decoded by its continuous batching, to be compared with.
+"""The same model in transformers, with the same weights, to be compared with.
 
-`generate_batch` of transformers runs a scheduler, a paged cache and, on CUDA, captured graphs and
-asynchronous batching. It is given the same prompts and asked for as many tokens, greedily. Only
-steps count that decode the whole batch and nothing else, as in `benchmark.py`: from the first token
-of the last request on, while every request gets one token a step. Needs the extra "baseline".
+It decodes the same prompts greedily, in two ways: `generate` with a static cache, and continuous
+batching (`static_generate`, `continuous`). Both take turns with ours, for as many steps of the
+whole batch, and their tokens are compared with ours. Needs the extra "baseline".
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import logging
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...profiling.stats import Summary
-from ..errors import StepgraphError
 from ..models.config import ModelConfig
-from ..models.families import Family
-from ..models.rope import Rope
+from .continuous import ContinuousBatching, Decoded
+from .hf_config import BaselineError, import_transformers
+from .hf_model import load_model
+from .static_generate import StaticGenerate
 
-__all__ = [
-    "BaselineCase",
-    "BaselineError",
-    "TransformersBaseline",
-    "hf_config",
-    "whole_batch_steps",
-]
-
-LEAST_VERSION = (5, 17)
-"""Of transformers: the first whose configuration of continuous batching is as it is used here."""
-
-_STOP_SECONDS = 60.0
+__all__ = ["BaselineCase", "BaselineError", "TransformersBaseline", "equal_share"]
 
 
-class BaselineError(StepgraphError, RuntimeError):
-    """transformers is not there, or does not decode this model."""
+class Method(Protocol):
+    """A way in which transformers decodes a batch; every failure is a `BaselineError`."""
+
+    @property
+    def name(self) -> str:
+        """What the JSON calls it."""
+
+    def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
+        """Make a case ready and warm it up."""
+
+    def run(self) -> Decoded:
+        """Decode the prompts once."""
+
+    def how(self) -> dict[str, Any]:
+        """Return what ran, for the JSON."""
+
+    def forget(self) -> None:
+        """Let go of the memory of the last case."""
+
+
+@dataclass
+class _Turns:
+    """What a method did in a case."""
+
+    method: Method
+    step_ms: list[float] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    """Of the first run."""
+    error: str | None = None
+
+    def run(self) -> None:
+        """Decode the prompts once and keep what there is to tell."""
+        step_ms, token_ids = self.method.run()
+        self.step_ms += step_ms
+        self.token_ids = self.token_ids or token_ids
 
 
 class BaselineCase:
-    """A case that is ready to be run as often as wanted."""
+    """A case that is ready to be run as often as wanted, by every method that can."""
 
     def __init__(
-        self, decode: Callable[[], tuple[list[list[float]], dict[str, Any]]], steps: int
+        self, methods: Sequence[Method], common: dict[str, Any], say: Callable[[str], None]
     ) -> None:
-        self._decode = decode
-        self._steps = steps
-        self._how: dict[str, Any] = {}
-        self.step_ms: list[float] = []
-        """Of the last `steps` steps of the whole batch in each run."""
+        """`common` is what the JSON says of all methods; `say` tells that one has failed."""
+        self._turns = [_Turns(method) for method in methods]
+        self._common = common
+        self._say = say
 
-    def run(self) -> None:
-        """Decode the prompts once.
+    def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
+        """Make every method ready; one that fails is left out from there on.
 
         Raises:
-            BaselineError: transformers gave up, or decoded too few steps of the whole batch.
+            BaselineError: all of them failed.
         """
-        times, self._how = self._decode()
-        found = whole_batch_steps(times)
-        if len(found) < self._steps:
-            raise BaselineError(
-                f"transformers decoded the whole batch in {len(found)} steps, not {self._steps}"
-            )
-        self.step_ms += found[-self._steps :]
+        for turns in self._turns:
+            self._try(turns, lambda t: t.method.prepare(prompts, steps, max_batch_tokens))
+        self._check()
 
-    def to_json(self, ours_ms: Sequence[float]) -> dict[str, Any]:
-        """Return the `baseline` of a case of the benchmark's JSON.
+    def run(self) -> None:
+        """Decode the prompts once by each method.
 
-        `ours_ms` are the steps that it is compared with: `speedup` is the ratio of the medians.
+        Raises:
+            BaselineError: the last method failed.
         """
-        summary = Summary.of(self.step_ms)
-        speedup = summary.p50 / Summary.of(list(ours_ms)).p50
-        return {**self._how, "step_ms": summary.to_json(), "speedup": speedup}
+        for turns in self._turns:
+            self._try(turns, _Turns.run)
+        self._check()
+
+    def to_json(
+        self, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """Return the `baselines` of a case of the benchmark's JSON, an entry for each method.
+
+        Args:
+            ours_ms: the steps that they are compared with: `speedup` is the ratio of the medians.
+            ours_token_ids: the tokens that theirs are compared with.
+        """
+        return [self._entry(turns, ours_ms, ours_token_ids) for turns in self._turns]
+
+    def _entry(
+        self, turns: _Turns, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        entry = {"method": turns.method.name, **self._common}
+        if not turns.step_ms:
+            unknown = ("compiled", "cuda_graphs", "async", "step_ms", "speedup", "tokens_equal")
+            return {**entry, **dict.fromkeys(unknown), "error": turns.error}
+        summary = Summary.of(turns.step_ms)
+        return {
+            **entry,
+            **turns.method.how(),
+            "step_ms": summary.to_json(),
+            "speedup": summary.p50 / Summary.of(ours_ms).p50,
+            "tokens_equal": equal_share(ours_token_ids, turns.token_ids),
+            "error": None,
+        }
+
+    def _try(self, turns: _Turns, act: Callable[[_Turns], None]) -> None:
+        if turns.error is not None:
+            return
+        try:
+            act(turns)
+        except BaselineError as error:
+            turns.error = str(error).partition("\n")[0]
+            turns.step_ms.clear()
+            turns.method.forget()
+            self._say(f"{turns.method.name} is left out: {turns.error}")
+
+    def _check(self) -> None:
+        if all(turns.error is not None for turns in self._turns):
+            reasons = "; ".join(f"{t.method.name}: {t.error}" for t in self._turns)
+            raise BaselineError(f"transformers cannot be compared with: {reasons}")
 
 
 class TransformersBaseline:
@@ -92,27 +150,28 @@ class TransformersBaseline:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Load the checkpoint in `directory`; without one, a model of these shapes.
+        """Load the checkpoint in `directory`; without one, the random weights of this seed.
+
+        `say` tells the user what is going on.
 
         Raises:
             BaselineError: transformers is missing, too old, or cannot load the model.
         """
-        self._transformers = _import_transformers()
         self._device = device
-        transformers = self._transformers
-        try:
-            if directory is not None:
-                model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-            else:
-                torch.manual_seed(seed)
-                with device:
-                    model = transformers.AutoModelForCausalLM.from_config(
-                        hf_config(config), dtype=dtype
-                    )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise BaselineError(f"transformers cannot load the model: {error}") from error
-        self._model = model.to(device).eval()
+        self._say = say
+        model = load_model(config, directory, dtype=dtype, device=device, seed=seed)
+        self._methods: tuple[Method, ...] = (
+            ContinuousBatching(model, device),
+            StaticGenerate(model, device),
+        )
+        self._common = {
+            "name": "transformers",
+            "version": import_transformers().__version__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+        }
 
     def __enter__(self) -> TransformersBaseline:
         return self
@@ -125,213 +184,53 @@ class TransformersBaseline:
     ) -> None:
         self.close()
 
+    @property
+    def dtype(self) -> str:
+        """Of its weights and its cache, whatever ours are stored as."""
+        return str(self._common["dtype"])
+
     def prepare(
         self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int
     ) -> BaselineCase:
-        """Warm up for a case: capture its graphs and run it once. It ends the last case.
+        """Warm up for a case: compile, capture, and run it once. It ends the last case.
 
         Args:
             prompts: token ids, all prompts of one length.
             steps: steps of the whole batch that each run of the case returns.
-            max_batch_tokens: prompt tokens of one step at most.
+            max_batch_tokens: prompt tokens of one step at most, where prompts are prefilled in
+                chunks.
 
         Raises:
-            BaselineError: the model or the case cannot be run.
+            BaselineError: no method can run the model or the case.
         """
         self._forget()
-        count, length = len(prompts), len(prompts[0])
-        # The first request decodes while the others are prefilled, and must not end before them.
-        new_tokens = steps + 2 + count + 2 * -(-count * length // max_batch_tokens)
-        generation = self._transformers.GenerationConfig(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=new_tokens
-        )
-        make = self._transformers.ContinuousBatchingConfig
-        pages = -(-(length + new_tokens) // make().page_size) + 1
-        # Graphs and asynchronous batching are asked for where there are graphs; where transformers
-        # fails with them, it is left to choose. What ran is said.
-        choices: list[dict[str, Any]] = [{}]
-        if self._device.type == "cuda":
-            choices.insert(0, {"use_cuda_graph": True, "use_async_batching": True})
-        while True:
-            batching = make(
-                num_blocks=2 * count * pages,
-                max_blocks_per_request=pages + pages % 2,
-                max_requests_per_batch=count,
-                max_batch_tokens=max(max_batch_tokens, count),
-                safety_margin=0.0,  # no prompt is held back
-                allow_block_sharing=False,  # every repetition prefills its prompts
-                **choices.pop(0),
-            )
-            case = BaselineCase(partial(self._run, list(prompts), generation, batching), steps)
-            try:
-                case.run()
-            except BaselineError:
-                self._forget()
-                if not choices:
-                    raise
-            else:
-                case.step_ms.clear()
-                return case
-
-    def _run(
-        self, prompts: list[list[int]], generation: Any, batching: Any
-    ) -> tuple[list[list[float]], dict[str, Any]]:
-        """Decode the prompts; return the seconds at which the tokens of each came, and how."""
-        context = self._model.continuous_batching_context_manager(
-            generation_config=generation,
-            continuous_batching_config=batching,
-            persistent_manager=True,
-            timeout=_STOP_SECONDS,
-        )
-        times: dict[str, list[float]] = {}
-        try:
-            with context as manager:
-                ids = manager.add_requests(prompts, record_timestamps=True)
-                while len(times) < len(ids):
-                    result = manager.get_result(timeout=1)
-                    if result is None and not manager.is_running():
-                        raise BaselineError("transformers stopped decoding the prompts")
-                    if result is not None and result.error is not None:
-                        raise BaselineError(f"transformers gave a prompt up: {result.error}")
-                    if result is not None and result.is_finished():
-                        times[result.request_id] = result.timestamps
-                chosen = manager.continuous_batching_config
-        except BaselineError:
-            raise
-        except Exception as error:  # whatever a scheduler, a capture or an allocation raises
-            raise BaselineError(f"transformers did not decode the prompts: {error}") from error
-        graphs = chosen.use_cuda_graph
-        return list(times.values()), {
-            "name": "transformers",
-            "version": self._transformers.__version__,
-            "attention": self._model.config._attn_implementation,
-            "cuda_graphs": any(graphs) if isinstance(graphs, tuple) else bool(graphs),
-            "async": bool(chosen.use_async_batching),
-        }
+        case = BaselineCase(self._methods, self._common, self._say)
+        case.prepare(prompts, steps, max_batch_tokens)
+        return case
 
     def _forget(self) -> None:
-        """Let go of the cache and the graphs of the last case."""
-        self._model.destroy_cached_continuous_batching_manager()
+        """Let go of the caches and the graphs of the last case."""
+        for method in self._methods:
+            method.forget()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Give back the memory. Idempotent."""
-        if self._model is not None:
-            self._forget()
-            self._model = None
-            gc.collect()
+        self._forget()
+        self._methods = ()
+        gc.collect()
 
 
-def whole_batch_steps(times: Sequence[Sequence[float]]) -> list[float]:
-    """Return the milliseconds of the steps that gave every request exactly one token.
+def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the share of our tokens that are theirs, position by position.
 
-    Args:
-        times: for each request the seconds at which its tokens came, ascending.
+    What they decoded beyond ours is not looked at.
     """
-    last = max(times, key=lambda of_request: of_request[0])
-    # Wherever in a step a request gets its token, it gets one between two of another's.
-    return [
-        1e3 * (end - start)
-        for start, end in pairwise(last)
-        if all(bisect_right(t, end) - bisect_right(t, start) == 1 for t in times)
+    pairs = [
+        len(other) > position and other[position] == token
+        for one, other in zip(ours, theirs, strict=True)
+        for position, token in enumerate(one)
     ]
-
-
-def hf_config(config: ModelConfig) -> Any:
-    """Return the transformers configuration of a model of these shapes.
-
-    Raises:
-        BaselineError: transformers is missing or too old.
-    """
-    family, latent = config.family, config.latent
-    fields: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        family.activation_key: config.hidden_act,
-        "rope_parameters": _rope_parameters(config, family),
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
-        "pad_token_id": None,
-    }
-    if latent is None:
-        fields |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    else:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-        fields |= {name: getattr(latent, name) for name in (*names, "v_head_dim")}
-        fields |= {
-            "num_key_value_heads": config.num_heads,
-            "rope_interleave": latent.rope_interleave,
-            "first_k_dense_replace": config.num_layers,  # no mixture of experts
-        }
-    windowed = config.sliding_window is not None
-    if windowed or family.window_switch:
-        fields |= {"sliding_window": config.sliding_window}
-    if family.window_switch:
-        fields |= {"use_sliding_window": windowed}
-    if family.lists_layer_types and config.layer_types:
-        fields |= {"layer_types": list(config.layer_types)}
-    if family.query_scalar:
-        fields |= {"query_pre_attn_scalar": round(config.query_pre_attn_scalar or 0)}
-    if family.score_softcap:
-        fields |= {"attn_logit_softcapping": config.attn_logit_softcapping}
-    if family.logits_softcap:
-        fields |= {"final_logit_softcapping": config.final_logit_softcapping}
-    transformers = _import_transformers()
-    return transformers.AutoConfig.for_model(config.model_type, **fields)
-
-
-def _rope_parameters(config: ModelConfig, family: Family) -> dict[str, Any]:
-    full = _rope(Rope(config.rope_theta, config.rope_scaling))
-    if not family.two_ropes:
-        return full
-    return {
-        "full_attention": full,
-        "sliding_attention": full if config.sliding_rope is None else _rope(config.sliding_rope),
-    }
-
-
-def _rope(rope: Rope) -> dict[str, Any]:
-    scaling = dataclasses.asdict(rope.scaling)
-    kind = scaling.pop("type")
-    names: tuple[str, ...] = ()
-    if kind != "default":
-        names = ("factor",)
-    if kind in ("llama3", "yarn"):
-        names += ("original_max_position_embeddings",)
-    if kind == "llama3":
-        names += ("low_freq_factor", "high_freq_factor")
-    if kind == "yarn":
-        names += ("beta_fast", "beta_slow", "truncate", "attention_factor")
-        names += ("mscale", "mscale_all_dim")
-    given = {name: scaling[name] for name in names if scaling[name] is not None}
-    return {"rope_type": kind, "rope_theta": rope.theta, **given}
-
-
-def _import_transformers() -> Any:
-    """Return the module; its progress bars and warnings are kept off the terminal."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise BaselineError(
-            'to compare with transformers it must be there: pip install "stepgraph[baseline]"'
-        ) from error
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise BaselineError(
-            f"transformers {transformers.__version__} is too old to compare with, {least} is the"
-            ' oldest that will do: pip install --upgrade "stepgraph[baseline]"'
-        )
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    return transformers
+    return sum(pairs) / len(pairs)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
 
 __all__ = ["describe_engine", "describe_environment", "dtype_names"]
@@ -27,7 +28,7 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
     frequency = psutil.cpu_freq()
     return {
         "device": _device_name(device),
-        "driver": _driver(device),
+        **_driver_and_clocks(device),
         "cpu": _cpu_name(),
         "cpu_mhz": None if frequency is None else round(frequency.current),
         "threads": torch.get_num_threads(),
@@ -70,10 +71,20 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
-def _driver(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return _output("nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader")
+def _driver_and_clocks(device: torch.device) -> dict[str, Any]:
+    """Return the driver and the highest clocks, through NVML; the driver alone without it."""
+    monitor = DeviceMonitor.of(device)
+    if monitor is not None:
+        return monitor.describe()
+    driver = None
+    if device.type == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    # A line for each device: they share the driver.
+    return {
+        "driver": driver.partition("\n")[0] if driver else None,
+        "max_sm_mhz": None,
+        "max_memory_mhz": None,
+    }
 
 
 def _cpu_name() -> str:

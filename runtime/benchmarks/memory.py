@@ -10,6 +10,7 @@ greedily; the prefix cache of the engines should be off.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -70,33 +71,33 @@ class MemoryCase:
         case = BenchmarkCase(self.model, self.batch_size, input_len, self.num_steps + 1)
         return longest_sequence(case, prefill_chunk)
 
-    def roomy(self, config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
-        """Return the fields of a configuration in which nobody lacks blocks.
+    def roomy(self, config: EngineConfig, model: ModelConfig) -> EngineConfig:
+        """Return the configuration of an engine in which nobody lacks blocks.
 
         Raises:
-            ConfigError: the configuration cannot work on this device or with this model.
+            ConfigError: it cannot work on this device or with this model.
         """
         longest = self.longest_sequence(config.prefill_chunk)
+        config = dataclasses.replace(config, max_rows=self.batch_size, max_model_len=longest)
         blocks = RequestBlocks.of(model, config, longest).full_pool(self.batch_size)
-        return {"max_rows": self.batch_size, "max_model_len": longest, "num_blocks": blocks}
+        return dataclasses.replace(config, num_blocks=blocks)
 
-    def scarce(self, config: EngineConfig, model: ModelConfig) -> dict[str, dict[str, Any]]:
-        """Return the same for engines with room for half of the rows, by `preemption`.
+    def scarce(self, config: EngineConfig, model: ModelConfig) -> dict[str, EngineConfig]:
+        """Return those of engines with room for half of the rows, by `preemption`.
 
         None where there is one row, which never loses its blocks.
         """
         if self.batch_size == 1:
             return {}
+        config = dataclasses.replace(
+            config, max_rows=self.batch_size, max_model_len=self.scarce_len
+        )
         blocks = RequestBlocks.of(model, config, self.scarce_len)
-        fields = {
-            "max_rows": self.batch_size,
-            "max_model_len": self.scarce_len,
-            "num_blocks": self.batch_size // 2 * blocks.each + 1,
-        }
-        host = {"host_cache_bytes": self.batch_size * blocks.each * blocks.block_bytes}
+        config = dataclasses.replace(config, num_blocks=self.batch_size // 2 * blocks.each + 1)
+        host_bytes = self.batch_size * blocks.each * blocks.block_bytes
         return {
-            "recompute": fields | {"preemption": "recompute"},
-            "swap": fields | {"preemption": "swap"} | host,
+            "recompute": dataclasses.replace(config, preemption="recompute"),
+            "swap": dataclasses.replace(config, preemption="swap", host_cache_bytes=host_bytes),
         }
 
 

@@ -14,6 +14,7 @@ from ..config import EngineConfig
 from ..memory_report import parse_bytes
 from .compared import COMPARED
 from .outputs import OutputError, check_output, same_file
+from .profile_options import PROFILE_DEFAULTS, PROFILE_FLAGS, add_profile_flags, check_profile
 
 __all__ = ["MODES", "parse_arguments"]
 
@@ -32,7 +33,7 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        *("steps_per_launch", "plot", *_COMPARE),
+        *("steps_per_launch", "plot", *_COMPARE, *PROFILE_FLAGS),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
@@ -93,6 +94,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 LEAST_STEPS = 30
 
+_EPILOG = """\
+The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
+of the lists is a case, or an engine of its own. Exit status: 0; 1 if something cannot be measured
+or is above --fail-above; 2 for a wrong command line; 130 after an interrupt, which keeps what was
+measured. What is in the numbers: docs/benchmarking.md
+"""
+
 
 def parse_arguments(
     arguments: Sequence[str] | None = None, description: str | None = None
@@ -124,10 +132,12 @@ def parse_arguments(
     else:
         known = FLAGS_OF_SCENARIO[options.scenario]
         _refuse_others(parser, given, known, f"--scenario {options.scenario}")
-    for name, value in DEFAULTS[options.scenario].items():
+    defaults = DEFAULTS[options.scenario] if options.profile == "none" else PROFILE_DEFAULTS
+    for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     _check_files(parser, options)
+    check_profile(parser, options, given)
     return options
 
 
@@ -136,6 +146,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         prog="bench.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "--model",
@@ -169,8 +180,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--mode",
         nargs="+",
         choices=MODES,
-        help="how steps run (default: every mode that the device has; with other scenarios the"
-        " fastest)",
+        help="how steps run (default: every mode that the device has, taking turns; with other"
+        " scenarios the fastest)",
     )
     parser.add_argument(
         "--prefill-chunk",
@@ -224,7 +235,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-warmup", type=_not_negative, help="runs of a case that are not counted (default: 1)"
     )
-    parser.add_argument("--num-iters", type=_positive, help="runs of a case that are (default: 3)")
+    parser.add_argument(
+        "--num-iters",
+        type=_positive,
+        help="runs of a case that are counted, and take turns with other modes; 6 or more for"
+        " --compare (default: 3)",
+    )
     parser.add_argument(
         "--num-steps",
         type=_steps,
@@ -242,8 +258,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         choices=("transformers",),
-        help="run the same cases in turn with continuous batching of transformers, and say how many"
-        " times faster a step is (needs the extra `baseline`)",
+        help="run the same cases in turn with transformers (continuous batching, and generate with"
+        " a static cache), and say how many times faster a step is and which share of the tokens"
+        " is equal (needs the extra `baseline`)",
     )
     parser.add_argument(
         "--compare",
@@ -261,6 +278,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         help="for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no"
         " case is in both",
     )
+    add_profile_flags(parser)
     parser.add_argument(
         "--output-json",
         type=Path,

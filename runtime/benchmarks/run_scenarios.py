@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ...cache.device_memory import resident_bytes
 from ...profiling import bandwidth
+from ...profiling.device_state import DeviceMonitor, watch
 from ..config import EngineConfig, ResolvedConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
@@ -42,6 +43,7 @@ class ScenarioRun:
         self.options = options
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
+        self.monitor = DeviceMonitor.of(self.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
@@ -79,14 +81,15 @@ class ScenarioRun:
             budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
+                    read_again = watch(self.monitor)
                     measured = measure_interference(e, case, seed=options.seed)
-                    reads = self.bandwidth
+                    state, reads = read_again(), self.bandwidth
                     entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
                     budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
                 self.steps.add(entry, measured.records)
                 automatic = max_itl_ms is not None and not options.max_itl_ms
-                yield {**entry, "automatic_budget": automatic}
+                yield {**entry, "automatic_budget": automatic, "device_state": state}
 
     def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
@@ -102,10 +105,12 @@ class ScenarioRun:
                     max_itl_ms=max_itl_ms,
                 )
                 with self._engine(case, config) as engine:
+                    read_again = watch(self.monitor)
                     measured = measure_churn(engine, case, seed=options.seed)
-                    entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=self.bandwidth)
+                    state, reads = read_again(), self.bandwidth
+                    entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=reads)
                 self.steps.add(entry, measured.records)
-                yield entry
+                yield {**entry, "device_state": state}
 
     def prefix(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield what sharing brings, for each point of the grid."""
@@ -129,6 +134,7 @@ class ScenarioRun:
             self._say_case(model, dtypes, mode, case.batch_size, f"prompts of {case.input_len}")
             sharing = dataclasses.replace(config, prefix_cache=True)
             with self._start(model, config) as unshared, self._start(model, sharing) as shared:
+                read_again = watch(self.monitor)
                 runs = prefix.measure_prefix(
                     unshared,
                     shared,
@@ -137,7 +143,8 @@ class ScenarioRun:
                     num_iters=options.num_iters,
                     seed=options.seed,
                 )
-                yield prefix.to_json(*runs, bandwidth=self.bandwidth)
+                entry = prefix.to_json(*runs, bandwidth=self.bandwidth)
+                yield {**entry, "device_state": read_again()}
 
     def memory(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield what memory there is and what it costs, for each number of rows."""
@@ -155,19 +162,19 @@ class ScenarioRun:
             before = resident_bytes(self.device)
             with ExitStack() as stack:
 
-                def start(fields: Mapping[str, Any], stack: ExitStack = stack) -> Engine:
-                    config = dataclasses.replace(base, **fields)
+                def start(config: EngineConfig, stack: ExitStack = stack) -> Engine:
                     return stack.enter_context(self._start(model, config))
 
                 engine = start(roomy)
                 held = {"before": before, "started": resident_bytes(self.device)}
+                read_again = watch(self.monitor)
                 full = memory.measure_full_cache(engine, case, seed=options.seed)
                 entry = memory.to_json(
                     engine, case, full, process_bytes=held, bandwidth=self.bandwidth
                 )
                 runs: dict[str, memory.Scarcity] = {}
                 if scarce:
-                    engines = {"none": engine, **{n: start(f) for n, f in scarce.items()}}
+                    engines = {"none": engine, **{n: start(c) for n, c in scarce.items()}}
                     runs = memory.measure_scarcity(
                         engines,
                         case,
@@ -178,7 +185,8 @@ class ScenarioRun:
                 scarcity = [
                     run.to_json(name, runs["none"], self.bandwidth) for name, run in runs.items()
                 ]
-                yield {**entry, "interleaved": True, "scarcity": scarcity}
+                entry |= {"interleaved": True, "scarcity": scarcity, "device_state": read_again()}
+                yield entry
 
     def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""

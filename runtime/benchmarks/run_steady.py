@@ -13,11 +13,13 @@ from rich.progress import Progress
 
 from ...cache.memory import MemoryBudgetError
 from ...profiling import bandwidth
+from ...profiling.device_state import DeviceMonitor, watch
 from ..config import DTYPES, EngineConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
 from .document import modes_of, new_document, write_json
+from .hf_config import import_transformers
 from .options import MODES
 from .plot import MeasuredSteps
 from .shares import share_memory
@@ -37,11 +39,21 @@ Kind = tuple[str, str, str, str]
 class SteadyRun:
     """One run of the command line: which engines to start, what to measure on each."""
 
+    profiled = False
+    """Whether a profiler was at work: then times are longer than they are otherwise."""
+
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the device and measure its bandwidth."""
+        """Check the device, and what is compared with; measure the bandwidth.
+
+        Raises:
+            BaselineError: what is compared with is missing or too old.
+        """
         self.options = options
         self.console = Console(stderr=True)
+        if options.baseline is not None:
+            import_transformers()  # before anything is measured for a comparison that cannot be
         self.device = resolve_device(options.device)
+        self.monitor = DeviceMonitor.of(self.device)
         # Eager first: it is what the other modes' tokens and logits are compared with.
         self.modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
         self.grid = [
@@ -94,6 +106,7 @@ class SteadyRun:
             dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
             device=self.device,
             seed=self.options.seed,
+            say=self.say,
         ) as baseline:
             yield baseline
 
@@ -162,11 +175,14 @@ class SteadyRun:
         """
         options = self.options
         for case in (BenchmarkCase(model, *point) for point in self.grid):
-            runs = [CaseRun(engine, case, seed=options.seed) for engine in engines]
+            runs = [self.case_run(engine, case) for engine in engines]
             sides = [run.repeat for run in runs]
             turns: BaselineCase | None = None
             if baseline is not None:
-                self.say(f"{case.batch_size} rows after {case.input_len} in transformers")
+                self.say(
+                    f"{case.batch_size} rows after {case.input_len} in transformers, weights and"
+                    f" cache in {baseline.dtype}"
+                )
                 turns = baseline.prepare(
                     runs[0].prompts, case.output_len - 1, options.prefill_chunk
                 )
@@ -174,14 +190,20 @@ class SteadyRun:
             for run in runs:
                 for _ in range(options.num_warmup):
                     run.warm_up()
+            read_again = watch(self.monitor)
             take_turns(sides, options.num_iters)
+            state = read_again()
             for run in runs:
                 measured = run.result()
                 if run.engine.config.mode == "eager":
                     eager[case] = measured
-                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns)
+                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns, state)
                 self.steps.add(entry, measured.records)
                 yield entry
+
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return a case to be run on an engine."""
+        return CaseRun(engine, case, seed=self.options.seed)
 
     def to_json(
         self,
@@ -190,16 +212,19 @@ class SteadyRun:
         eager: Mapping[BenchmarkCase, Measurement],
         interleaved: bool,
         turns: BaselineCase | None,
+        device_state: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return a case of the document."""
-        return to_json(
+        case = to_json(
             engine,
             measured,
             bandwidth=self.bandwidth,
             eager=eager.get(measured.case),
             interleaved=interleaved,
-            baseline=None if turns is None else turns.to_json(measured.step_ms),
+            baselines=() if turns is None else turns.to_json(measured.step_ms, measured.token_ids),
+            device_state=device_state,
         )
+        return case | {"profiled": self.profiled}
 
     def config(self, kind: Kind, mode: str, fraction: float | None) -> EngineConfig:
         """Return how the engine of a mode runs where it has the device to itself."""

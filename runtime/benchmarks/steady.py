@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,18 @@ class CaseRun:
         RequestError: on running it, if the prompts and their output do not fit the engine.
     """
 
-    def __init__(self, engine: Engine, case: BenchmarkCase, *, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        case: BenchmarkCase,
+        *,
+        seed: int,
+        before_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make the prompts. `before_step` is called in repetitions: see `_run`."""
         self.engine = engine
         self.case = case
+        self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
         user = engine.config.user
         longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
@@ -117,7 +126,9 @@ class CaseRun:
         """Run it once more."""
         engine, case = self.engine, self.case
         engine.timeline().clear()
-        outputs, durations, counted = _run(engine, self.prompts, self._params, case.output_len - 1)
+        outputs, durations, counted = _run(
+            engine, self.prompts, self._params, case.output_len - 1, self._before_step
+        )
         self._step_ms.append(durations)
         for output in outputs:
             assert output.timing is not None, "every prompt got a token"
@@ -150,9 +161,16 @@ class CaseRun:
 
 
 def _run(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, steps: int
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    steps: int,
+    before_step: Callable[[int], None] | None = None,
 ) -> tuple[list[RequestOutput], list[float], int]:
     """Decode the prompts until `steps` steps have decoded all of them and done nothing else.
+
+    `before_step` is called before each of those steps with its number, from 0, and behind the last
+    one with theirs; what it takes is in nobody's figures.
 
     Returns the outputs, the milliseconds of a step in each launch of those steps, and how many
     steps those launches had.
@@ -164,6 +182,9 @@ def _run(
     counted = 0
     before = time.perf_counter()
     while counted < steps:
+        if before_step is not None and len(decoding) == len(ids):
+            before_step(counted)
+            before = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
         # Whole: every request got a token by this step, and had one before it.
@@ -177,6 +198,8 @@ def _run(
         for output in outputs:
             decoding.add(output.request_id)
             latest[output.request_id] = output
+    if before_step is not None:
+        before_step(counted)
     abort_all(engine, ids)
     return [latest[request_id] for request_id in ids], durations, counted
 
@@ -192,7 +215,8 @@ def to_json(
     bandwidth: float,
     eager: Measurement | None,
     interleaved: bool,
-    baseline: dict[str, Any] | None = None,
+    baselines: Sequence[dict[str, Any]] = (),
+    device_state: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
 
@@ -202,7 +226,8 @@ def to_json(
         bandwidth: bytes per second that the device reads.
         eager: the same case in eager mode, to judge the tokens and logits by.
         interleaved: whether its repetitions took turns with those of the other modes.
-        baseline: how another runtime did, as `TransformersBaseline.to_json` returns it.
+        baselines: how another runtime did, as `BaselineCase.to_json` returns it.
+        device_state: clocks, power and throttling before and after, as `watch` tells them.
     """
     case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
@@ -246,7 +271,8 @@ def to_json(
             measurement.step_ms,
             engine.config.user.steps_per_launch,
         ),
-        "baseline": baseline,
+        "baselines": list(baselines),
+        "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
     }
 

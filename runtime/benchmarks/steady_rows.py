@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...profiling.device_state import describe_throttling
 from .cells import percentiles
 from .turns import SPREAD_LIMIT
 
-__all__ = ["BASELINE_COLUMNS", "COLUMNS", "columns", "rows", "warnings"]
+__all__ = ["COLUMNS", "baseline_columns", "columns", "rows", "warnings"]
 
 COLUMNS = (
     "model",
@@ -32,25 +33,34 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
-BASELINE_COLUMNS = ("transformers step ms p50 (n)", "times faster")
 
 
 def columns(document: dict[str, Any]) -> tuple[str, ...]:
     """Return the head of the table."""
-    return (*COLUMNS, *BASELINE_COLUMNS) if _compares(document) else COLUMNS
+    heads = [head for method in _methods(document) for head in baseline_columns(method)]
+    return (*COLUMNS, *heads)
+
+
+def baseline_columns(method: str) -> tuple[str, str, str]:
+    """Return the heads of what is said of a way in which transformers decodes."""
+    return (
+        f"transformers {method} step ms p50 (n)",
+        f"times faster than {method}",
+        f"= {method}",
+    )
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of each case, as text."""
-    compares = _compares(document)
+    methods = _methods(document)
     return [
-        (*_row(case), *_baseline_cells(case)) if compares else _row(case)
+        (*_row(case), *(cell for method in methods for cell in _baseline_cells(case, method)))
         for case in document["cases"]
     ]
 
 
 def warnings(document: dict[str, Any]) -> list[str]:
-    """Return what of the cases is to be read with care: a line for noise, one for missing turns."""
+    """Return what of the cases is to be read with care: noise, missing turns, throttling."""
     cases = document["cases"]
     noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
     lines = []
@@ -70,6 +80,11 @@ def warnings(document: dict[str, Any]) -> list[str]:
             "Warning: modes ran one after the other, as they do not fit into memory together, so"
             f" what disturbed the machine may have met one of them alone: {named}"
         )
+    for case in cases:
+        state = case["device_state"]
+        held = state and describe_throttling(state["before"], state["after"])
+        if held:
+            lines.append(f"Warning: {_name(case)}: {held}")
     return lines
 
 
@@ -83,14 +98,22 @@ def _name(case: dict[str, Any]) -> str:
     return f"{' '.join(names)} {' x '.join(map(str, sizes))}"
 
 
-def _compares(document: dict[str, Any]) -> bool:
-    return any(case.get("baseline") is not None for case in document["cases"])
+def _methods(document: dict[str, Any]) -> list[str]:
+    """What any case is compared with, in the order of the first that says it."""
+    found = [entry["method"] for case in document["cases"] for entry in case["baselines"]]
+    return list(dict.fromkeys(found))
 
 
-def _baseline_cells(case: dict[str, Any]) -> tuple[str, str]:
-    baseline = case["baseline"]
-    step = baseline["step_ms"]
-    return f"{step['p50']:.2f} ({step['n']})", f"{baseline['speedup']:.2f}"
+def _baseline_cells(case: dict[str, Any], method: str) -> tuple[str, str, str]:
+    for entry in case["baselines"]:
+        if entry["method"] == method and entry["error"] is None:
+            step = entry["step_ms"]
+            return (
+                f"{step['p50']:.2f} ({step['n']})",
+                f"{entry['speedup']:.2f}",
+                f"{entry['tokens_equal']:.0%}",
+            )
+    return ("-", "-", "-")
 
 
 def _row(case: dict[str, Any]) -> tuple[str, ...]:

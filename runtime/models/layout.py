@@ -7,9 +7,13 @@ and gate, up are stored as one tensor each.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from .config import LatentConfig, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FusedTensor", "fused_layout", "weights_per_step"]
 
@@ -38,6 +42,11 @@ class FusedTensor(NamedTuple):
     def shape(self) -> Shape:
         """The shape of the parameter."""
         return self.viewed_as or self.stacked_shape
+
+    def parts(self, parameter: torch.Tensor) -> Iterator[tuple[str | None, torch.Tensor]]:
+        """Yield each source's name and the view of a parameter of this shape that it makes."""
+        sizes = [shape[0] for shape in self.source_shapes]
+        yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
 
 
 def fused_layout(config: ModelConfig) -> dict[str, FusedTensor]:

@@ -1,0 +1,212 @@
+"""`cuda.bindings` with the signatures and answers of its versions, over a graph that is a list.
+
+As documented for cuda-bindings 12.9 ("12"), 13.0 ("13") and 13.1 ("13.1"): 13 answers with the data
+of edges, as 12 does only to the second version of a call; 13.1 has the ids of nodes for tools.
+"""
+# ruff: noqa: N801, N802, N815  the names are CUDA's
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+class Handle:
+    """Of a stream, a graph, a node or a function: a number."""
+
+    def __init__(self, init_value: int = 0) -> None:
+        self.value = int(init_value)
+
+    def __int__(self) -> int:
+        return self.value
+
+
+class cudaError_t(enum.IntEnum):
+    cudaSuccess = 0
+    cudaErrorInvalidValue = 1
+    cudaErrorCallRequiresNewerDriver = 36
+    cudaErrorLossyQuery = 402
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+
+
+class cudaGraphNodeType(enum.IntEnum):
+    cudaGraphNodeTypeKernel = 0
+    cudaGraphNodeTypeMemcpy = 1
+    cudaGraphNodeTypeMemset = 2
+    cudaGraphNodeTypeHost = 3
+    cudaGraphNodeTypeEmpty = 5
+    cudaGraphNodeTypeEventRecord = 7
+
+
+class cudaStreamCaptureStatus(enum.IntEnum):
+    cudaStreamCaptureStatusNone = 0
+    cudaStreamCaptureStatusActive = 1
+
+
+STREAM = 0xABC
+GRAPH_ID = 3
+EXEC_ID = 9
+OK = cudaError_t.cudaSuccess
+
+
+@dataclass
+class FakeNode:
+    kind: cudaGraphNodeType
+    function: int
+    library: bool
+    before: list[int]
+    programmatic: bool
+
+
+@dataclass
+class FakeCuda:
+    """A stream under capture, and the two modules that can be asked about it."""
+
+    version: str = "13"
+    driver_has_tools_ids: bool = True
+    capturing: bool = True
+    nodes: dict[int, FakeNode] = field(default_factory=dict)
+    """By handle; their order tells nothing."""
+    names: dict[tuple[bool, int], bytes] = field(default_factory=dict)
+    """(whether a kernel of a library, handle) -> name."""
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(5)
+        self.frontier: list[int] = []
+
+    def launch(
+        self, name: str, *, library: bool = False, after: list[int] | None = None, pdl: bool = False
+    ) -> int:
+        """A kernel in the stream, or in another one, behind other nodes."""
+        function = len(self.names) + 0x100
+        known = [key[1] for key, value in self.names.items() if value == name.encode()]
+        function = known[0] if known else function
+        self.names[library, function] = name.encode()
+        kind = cudaGraphNodeType.cudaGraphNodeTypeKernel
+        return self.add(kind, function, library=library, after=after, pdl=pdl)
+
+    def add(
+        self,
+        kind: cudaGraphNodeType,
+        function: int = 0,
+        *,
+        library: bool = False,
+        after: list[int] | None = None,
+        pdl: bool = False,
+    ) -> int:
+        handle = self._random.randrange(1, 2**47)  # addresses in no order
+        before = self.frontier if after is None else after
+        self.nodes[handle] = FakeNode(kind, function, library, list(before), pdl)
+        if after is None:
+            self.frontier = [handle]
+        return handle
+
+    def _listed(self, handles: list[int], count: int) -> tuple[list[Handle], int]:
+        """What a call answers that is asked for the number first (0), then for so many."""
+        if count == 0:
+            return [], len(handles)
+        found = [Handle(handle) for handle in handles[:count]]
+        found += [Handle() for _ in range(count - len(found))]
+        return found, min(count, len(handles))
+
+    @property
+    def runtime(self) -> Any:
+        """`cuda.bindings.runtime`."""
+        edges = self.version != "12"
+
+        def cudaStreamGetCaptureInfo(stream: Handle) -> tuple[Any, ...]:
+            assert int(stream) == STREAM
+            active = cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
+            status = active if self.capturing else cudaStreamCaptureStatus(0)
+            frontier = [Handle(handle) for handle in self.frontier]
+            data = [[None] * len(frontier)] if edges else []
+            return OK, status, 1, Handle(7), frontier, *data, len(frontier)
+
+        def cudaGraphGetNodes(graph: Handle, numNodes: int = 0) -> tuple[Any, ...]:
+            assert int(graph) == 7
+            self.calls.append("cudaGraphGetNodes")
+            handles = list(self.nodes)
+            self._random.shuffle(handles)
+            return OK, *self._listed(handles, numNodes)
+
+        def cudaGraphNodeGetType(node: Handle) -> tuple[Any, ...]:
+            return OK, self.nodes[int(node)].kind
+
+        def dependencies(node: Handle, pNumDependencies: int = 0) -> tuple[Any, ...]:
+            nodes, count = self._listed(self.nodes[int(node)].before, pNumDependencies)
+            return OK, nodes, [None] * len(nodes), count
+
+        def lossy(node: Handle, pNumDependencies: int = 0) -> tuple[Any, ...]:
+            if self.nodes[int(node)].programmatic:
+                return cudaError_t.cudaErrorLossyQuery, None, None
+            status, nodes, _, count = dependencies(node, pNumDependencies)
+            return status, nodes, count
+
+        def cudaGraphNodeGetToolsId(hNode: Handle | int) -> tuple[Any, ...]:
+            if not self.driver_has_tools_ids:
+                return cudaError_t.cudaErrorCallRequiresNewerDriver, None
+            if int(hNode) == 0:
+                return cudaError_t.cudaErrorInvalidValue, None
+            return OK, GRAPH_ID << 32 | list(self.nodes).index(int(hNode))
+
+        def cudaGraphGetRootNodes(graph: Handle, pNumRootNodes: int = 0) -> tuple[Any, ...]:
+            roots = [handle for handle, node in self.nodes.items() if not node.before]
+            return OK, *self._listed(roots, pNumRootNodes)
+
+        def cudaGraphNodeGetDependentNodes(
+            node: Handle, pNumDependentNodes: int = 0
+        ) -> tuple[Any, ...]:
+            behind = [h for h, other in self.nodes.items() if int(node) in other.before]
+            nodes, count = self._listed(behind, pNumDependentNodes)
+            return OK, nodes, [None] * len(nodes), count
+
+        module = SimpleNamespace(
+            cudaError_t=cudaError_t,
+            cudaGraphNodeType=cudaGraphNodeType,
+            cudaStreamCaptureStatus=cudaStreamCaptureStatus,
+            cudaStream_t=Handle,
+            cudaGraphExec_t=Handle,
+            cudaStreamGetCaptureInfo=cudaStreamGetCaptureInfo,
+            cudaGraphGetNodes=cudaGraphGetNodes,
+            cudaGraphNodeGetType=cudaGraphNodeGetType,
+            cudaGraphNodeGetDependencies=dependencies if edges else lossy,
+            cudaGraphGetRootNodes=cudaGraphGetRootNodes,
+            cudaGraphNodeGetDependentNodes=cudaGraphNodeGetDependentNodes,
+        )
+        if not edges:
+            module.cudaGraphNodeGetDependencies_v2 = dependencies
+        if self.version == "13.1":
+            module.cudaGraphNodeGetToolsId = cudaGraphNodeGetToolsId
+            module.cudaGraphExecGetId = lambda hGraphExec: (OK, EXEC_ID)
+        return module
+
+    @property
+    def driver(self) -> Any:
+        """`cuda.bindings.driver`."""
+
+        def cuGraphKernelNodeGetParams(hNode: Handle) -> tuple[Any, ...]:
+            node = self.nodes[int(hNode)]
+            func, kern = (0, node.function) if node.library else (node.function, 0)
+            return CUresult.CUDA_SUCCESS, SimpleNamespace(func=Handle(func), kern=Handle(kern))
+
+        def name(library: bool, hfunc: Handle) -> tuple[Any, ...]:
+            self.calls.append("name")
+            found = self.names.get((library, int(hfunc)))
+            if found is None:
+                return CUresult.CUDA_ERROR_INVALID_VALUE, None
+            return CUresult.CUDA_SUCCESS, found
+
+        return SimpleNamespace(
+            CUresult=CUresult,
+            cuGraphKernelNodeGetParams=cuGraphKernelNodeGetParams,
+            cuFuncGetName=lambda hfunc: name(False, hfunc),
+            cuKernelGetName=lambda hfunc: name(True, hfunc),
+        )

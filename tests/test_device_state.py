@@ -1,0 +1,364 @@
+"""Clocks and throttling through NVML: the right card, and None for whatever is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from stepgraph.profiling import device_state
+from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling, watch
+from stepgraph.runtime.benchmarks import environment
+from stepgraph.runtime.benchmarks.environment import describe_environment
+
+from .bench_rig import run_bench
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = torch.device("cuda", 0)
+
+
+class NVMLError(Exception):
+    """As in pynvml: every code has a class of its own."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+class NotSupportedError(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class NotFoundError(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(6)
+
+
+class DriverNotLoadedError(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(9)
+
+
+class FunctionNotFoundError(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(13)
+
+
+@dataclasses.dataclass
+class Card:
+    """What NVML knows of a card; queries named in `fails` raise."""
+
+    uuid: str
+    bus_id: str
+    sm_mhz: int = 1980
+    reasons: int = 0
+    fails: dict[str, type[NVMLError]] = dataclasses.field(default_factory=dict)
+
+
+class FakeNvml(ModuleType):
+    """The functions of pynvml that are asked, by their documented signatures."""
+
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+    NVML_TEMPERATURE_GPU = 0
+    NVMLError = NVMLError
+
+    def __init__(self, *cards: Card) -> None:
+        super().__init__("pynvml")
+        self.cards = cards
+        self.initialised = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.initialised = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:  # noqa: N802
+        return self._card(uuid=uuid)
+
+    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> Card:  # noqa: N802
+        return self._card(bus_id=pciBusId)
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.65.06"
+
+    def nvmlDeviceGetClockInfo(self, handle: Card, type: int) -> int:  # noqa: N802
+        return int(self._ask(handle, "clock", {1: handle.sm_mhz, 2: 3201}[type]))
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Card, type: int) -> int:  # noqa: N802
+        return int(self._ask(handle, "max clock", {1: 1980, 2: 3201}[type]))
+
+    def nvmlDeviceGetPowerUsage(self, handle: Card) -> int:  # noqa: N802
+        return int(self._ask(handle, "power", 412_345))
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Card) -> int:  # noqa: N802
+        return int(self._ask(handle, "limit", 700_000))
+
+    def nvmlDeviceGetTemperatureV(  # noqa: N802
+        self, handle: Card, sensor: int, version: int = 0x100000C
+    ) -> int:
+        assert (sensor, version) == (0, 0x100000C)
+        return int(self._ask(handle, "temperature", 47))
+
+    def nvmlDeviceGetTemperature(self, handle: Card, sensor: int) -> int:  # noqa: N802
+        return int(self._ask(handle, "old temperature", 46))
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Card) -> int:  # noqa: N802
+        return int(self._ask(handle, "reasons", handle.reasons))
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Card) -> int:  # noqa: N802
+        return int(self._ask(handle, "old reasons", handle.reasons))
+
+    def nvmlDeviceGetPersistenceMode(self, handle: Card) -> int:  # noqa: N802
+        return int(self._ask(handle, "persistence", 1))
+
+    def _card(self, **wanted: str) -> Card:
+        assert self.initialised
+        ((name, value),) = wanted.items()
+        for card in self.cards:
+            if getattr(card, name) == value:
+                return card
+        raise NotFoundError
+
+    @staticmethod
+    def _ask(card: Card, query: str, value: Any) -> Any:
+        if query in card.fails:
+            raise card.fails[query]
+        return value
+
+
+ONE = Card("GPU-11111111-2222-3333-4444-555555555555", "00000000:18:00.0", sm_mhz=345)
+TWO = Card("GPU-aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee", "00000001:9A:00.0")
+
+
+def of_two(patch: pytest.MonkeyPatch, card: Card, **properties: Any) -> FakeNvml:
+    """Two cards, of which torch sees `card` as its first."""
+    nvml = FakeNvml(ONE, card)
+    patch.setitem(sys.modules, "pynvml", nvml)
+    seen = SimpleNamespace(**({"uuid": card.uuid.removeprefix("GPU-")} | properties))
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    return nvml
+
+
+def test_a_device_tells_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_two(monkeypatch, dataclasses.replace(TWO, reasons=0x4 | 0x40 | 0x8000))
+    monitor = DeviceMonitor.of(CUDA)
+    assert monitor is not None
+    assert monitor.read().to_json() == {
+        "sm_mhz": 1980,
+        "memory_mhz": 3201,
+        "power_w": 412.345,
+        "power_limit_w": 700.0,
+        "temperature_c": 47,
+        "reasons": ["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
+        "persistence": True,
+    }
+    assert monitor.describe() == {
+        "driver": "580.65.06",
+        "max_sm_mhz": 1980,
+        "max_memory_mhz": 3201,
+    }
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {},
+        # A slice of a card has a UUID of its own, or torch is older than the property.
+        {"uuid": "99999999", "pci_domain_id": 1, "pci_bus_id": 0x9A, "pci_device_id": 0},
+        {"uuid": None, "pci_domain_id": 1, "pci_bus_id": 0x9A, "pci_device_id": 0},
+    ],
+)
+def test_a_device_that_is_renumbered_is_found(
+    properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
+    monkeypatch.setattr(TWO, "bus_id", TWO.bus_id.lower())
+    of_two(monkeypatch, TWO, **properties)
+    monitor = DeviceMonitor.of(CUDA)
+    assert monitor is not None
+    assert monitor.read().sm_mhz == TWO.sm_mhz != ONE.sm_mhz
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [{"uuid": "99999999"}, {"uuid": "99999999", "pci_domain_id": 7, "pci_bus_id": 0}, {}],
+)
+def test_an_unknown_device_has_no_state(
+    properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_two(monkeypatch, TWO, **properties)
+    monkeypatch.setattr(TWO, "uuid", "GPU-of-another-machine")
+    assert DeviceMonitor.of(CUDA) is None
+
+
+def test_without_driver_or_package_there_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = of_two(monkeypatch, TWO)
+    assert DeviceMonitor.of(torch.device("cpu")) is None
+    assert not nvml.initialised
+
+    def fail() -> None:
+        raise DriverNotLoadedError
+
+    monkeypatch.setattr(nvml, "nvmlInit", fail, raising=False)
+    assert DeviceMonitor.of(CUDA) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert DeviceMonitor.of(CUDA) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_the_package_without_a_driver() -> None:
+    pytest.importorskip("pynvml")
+    assert DeviceMonitor.of(CUDA) is None
+
+
+def test_what_a_card_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = (
+        *("clock", "max clock", "power", "limit", "temperature", "old temperature"),
+        *("reasons", "old reasons", "persistence"),
+    )
+    fails = dict.fromkeys(everything, NotSupportedError)
+    of_two(monkeypatch, dataclasses.replace(TWO, fails=fails))
+    monitor = DeviceMonitor.of(CUDA)
+    assert monitor is not None
+    state = monitor.read().to_json()
+    assert set(state.values()) == {None}
+    assert describe_throttling(state, state) is None
+    assert monitor.describe()["max_sm_mhz"] is None
+
+
+def test_queries_of_older_drivers_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = dict.fromkeys(("temperature", "reasons"), FunctionNotFoundError)
+    old = of_two(monkeypatch, dataclasses.replace(TWO, reasons=0x20, fails=fails))
+    monitor = DeviceMonitor.of(CUDA)
+    assert monitor is not None
+    expected = (46, ("sw_thermal_slowdown",))
+    state = monitor.read()
+    assert (state.temperature_c, state.reasons) == expected
+    # A package that has not heard of them.
+    for name in ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetCurrentClocksEventReasons"):
+        monkeypatch.delattr(FakeNvml, name)
+        assert not hasattr(old, name)
+    state = monitor.read()
+    assert (state.temperature_c, state.reasons) == expected
+
+
+def reading(sm_mhz: int | None, *reasons: str) -> dict[str, Any]:
+    return {"sm_mhz": sm_mhz, "reasons": list(reasons)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (reading(1980), reading(1980), None),
+        (reading(1980, "applications_clocks_setting"), reading(1900), None),
+        (reading(345, "gpu_idle"), reading(1980), None),
+        (reading(1980), reading(345, "gpu_idle"), None),
+        (reading(None), reading(1980), None),
+        (reading(2000), reading(1900), None),
+        (reading(2000), reading(1899), "the SM clock went from 2000 to 1899 MHz"),
+        (reading(1500), reading(1980), "the SM clock went from 1500 to 1980 MHz"),
+        (
+            reading(1980, "sw_power_cap"),
+            reading(1755, "hw_thermal_slowdown", "sw_power_cap"),
+            "clocks were held down (sw_power_cap, hw_thermal_slowdown);"
+            " the SM clock went from 1980 to 1755 MHz",
+        ),
+        (reading(345, "gpu_idle"), reading(1980, "board_limit"), "held down (board_limit)"),
+    ],
+)
+def test_what_is_worth_a_warning(
+    before: dict[str, Any], after: dict[str, Any], said: str | None
+) -> None:
+    found = describe_throttling(before, after)
+    assert found is None if said is None else found is not None and found.endswith(said), found
+
+
+def test_a_state_is_read_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = dataclasses.replace(TWO)
+    of_two(monkeypatch, card)
+    read_again = watch(DeviceMonitor.of(CUDA))
+    card.sm_mhz = 1500
+    found = read_again()
+    assert found is not None
+    assert (found["before"]["sm_mhz"], found["after"]["sm_mhz"]) == (1980, 1500)
+    assert watch(None)() is None
+
+
+def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    of_two(monkeypatch, TWO)
+    found = describe_environment(CUDA, 4.3e12)
+    assert found["device"] == "NVIDIA H200"
+    assert (found["driver"], found["max_sm_mhz"], found["max_memory_mhz"]) == (
+        *("580.65.06", 1980, 3201),
+    )
+    # Without the package the driver's own program knows it.
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(environment, "_output", lambda *command: "570.1\n570.1")
+    found = describe_environment(CUDA, 4.3e12)
+    assert (found["driver"], found["max_sm_mhz"]) == ("570.1", None)
+    monkeypatch.setattr(environment, "_output", lambda *command: None)
+    assert describe_environment(CUDA, 4.3e12)["driver"] is None
+
+
+@pytest.mark.parametrize("with_device", [False, True])
+def test_the_benchmark_tells_what_held_the_device_back(
+    with_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if with_device:
+        nvml = FakeNvml(dataclasses.replace(TWO, reasons=0x8))
+        monitor = DeviceMonitor(nvml, nvml.cards[0])
+        monkeypatch.setattr(DeviceMonitor, "of", lambda device: monitor)
+    file = tmp_path / "a.json"
+    arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
+    assert run_bench(monkeypatch, f"{arguments} --output-json {file}") == 0
+    document = json.loads(file.read_text())
+    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
+    jsonschema.validate(document, schema)
+    (case,) = document["cases"]
+    warned = "clocks were held down (hw_slowdown)" in " ".join(capsys.readouterr().out.split())
+    assert warned == with_device
+    if with_device:
+        assert case["device_state"]["before"]["reasons"] == ["hw_slowdown"]
+        assert document["environment"]["max_sm_mhz"] == 1980
+    else:
+        assert case["device_state"] is None
+        assert document["environment"]["max_sm_mhz"] is None
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["interference --input-len 32", "churn --output-len 4"],
+)
+def test_scenarios_tell_the_state(
+    scenario: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml = FakeNvml(TWO)
+    monkeypatch.setattr(DeviceMonitor, "of", lambda device: DeviceMonitor(nvml, TWO))
+    file = tmp_path / "a.json"
+    arguments = f"--scenario {scenario} --mode eager --batch-size 2 --num-steps 30"
+    assert run_bench(monkeypatch, f"{arguments} --output-json {file}") == 0
+    document = json.loads(file.read_text())
+    for entry in document[scenario.split()[0]]:
+        assert entry["device_state"]["after"]["sm_mhz"] == 1980
+
+
+def test_the_names_of_reasons_are_those_of_the_driver() -> None:
+    """Bits 0 to 8 as in nvml.h, 9 and 10 as older ones had them."""
+    pynvml = pytest.importorskip("pynvml")
+    for bit, name in device_state._REASONS.items():
+        camel = "".join(part.capitalize() for part in name.split("_"))
+        found = [
+            getattr(pynvml, f"nvmlClocks{kind}Reason{camel}", None)
+            for kind in ("Event", "Throttle")
+        ]
+        assert bit in found, name

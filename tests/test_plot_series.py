@@ -1,0 +1,236 @@
+"""The numbers that a picture of a timeline is made of."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.profiling.plot_layout import bin_edges, columns_of, histogram, spread, thinned
+from stepgraph.profiling.plot_series import Gap, Mark, phase_times, series_of
+from stepgraph.profiling.timeline import StepRecord
+from stepgraph.runtime import Engine, SamplingParams
+
+from .plot_rig import any_records, run_of, step
+
+gaps = st.builds(
+    Gap,
+    seconds=st.floats(0, 10),
+    ms=st.floats(0, 1e6),
+    record=st.just(step(0, 0)),
+    collected=st.booleans(),
+)
+
+
+def test_a_gap_is_from_the_end_of_a_step_to_the_end_of_the_next() -> None:
+    records = run_of([10, 20, 30], between_ms=5)
+    series = series_of(records)
+    assert [gap.ms for gap in series.gaps] == [25, 35]
+    assert [gap.record.step for gap in series.gaps] == [1, 2]
+    assert [gap.seconds for gap in series.gaps] == pytest.approx([0.035, 0.070])
+    assert series.seconds == pytest.approx(0.070)
+    assert series.pauses == []
+
+
+def test_nobody_waits_for_a_step_that_only_prefills() -> None:
+    records = run_of([10, 20, 30], rows=[0, 0, 4], prefill_tokens=[64, 64, 0])
+    assert [gap.record.step for gap in series_of(records).gaps] == [2]
+
+
+def test_steps_that_do_not_follow_each_other_have_no_gap() -> None:
+    records = run_of([10] * 5)
+    del records[2]
+    assert [gap.record.step for gap in series_of(records).gaps] == [1, 4]
+
+
+def test_a_clock_that_starts_again_has_no_gap() -> None:
+    early, late = step(7, 10**9), step(8, 0)
+    series = series_of([early, late])
+    assert series.gaps == []
+    assert series.seconds == pytest.approx(2 * 0.001)
+
+
+def test_beside_the_host_tokens_come_with_the_next_call() -> None:
+    """A device works on step N while step N + 1 is launched; its chunk makes that call wait."""
+    records = [
+        step(0, 0, rows=0, prefill_tokens=64, beside_host=True),  # took nothing in
+        step(1, 1, rows=4, wait_ms=10, beside_host=True, prefill_tokens=32),
+        step(2, 12, rows=4, wait_ms=30, beside_host=True),
+        step(3, 43, rows=4, wait_ms=5, beside_host=True),
+    ]
+    series = series_of(records)
+    # The call that launched step 1 took in step 0, which nobody waited for.
+    assert [(gap.record.step, gap.ms) for gap in series.gaps] == [(1, 31), (2, 6)]
+    chunks = series.marks["chunk"]
+    assert [mark.amount for mark in chunks] == [64, 32]
+    assert chunks[1].seconds == series.gaps[0].seconds
+    assert len(series.marks["bucket"]) == 0
+
+
+def test_beside_the_host_a_call_that_takes_nothing_in_ends_no_gap() -> None:
+    last = step(5, 0, beside_host=True, wait_ms=1)
+    much_later = step(6, 60_000, rows=0, prefill_tokens=8, beside_host=True)
+    assert series_of([last, much_later]).gaps == []
+
+
+def test_long_pauses_are_cut_out() -> None:
+    before, after = (
+        run_of([10] * 50),
+        run_of([10] * 50, first=50, at_ms=60_000, rows=[0] + [1] * 49),
+    )
+    series = series_of(before + after)
+    assert series.seconds == pytest.approx(1.0)
+    ((at, seconds),) = series.pauses
+    assert at == pytest.approx(0.5)
+    assert seconds == pytest.approx(59.5)
+    assert len(series.gaps) == 49 + 49
+
+
+def test_short_pauses_stay() -> None:
+    before, after = run_of([10] * 50), run_of([10] * 50, first=50, at_ms=510, rows=[0] + [1] * 49)
+    series = series_of(before + after)
+    assert series.pauses == []
+    assert series.seconds == pytest.approx(1.010)
+
+
+def test_marks_are_what_the_records_say() -> None:
+    records = run_of(
+        [10] * 6,
+        rows=[0, 1, 2, 2, 0, 3],
+        bucket=[512, 1, 2, 2, 512, 4],
+        prefill_tokens=[300, 40, 0, 0, 500, 0],
+        joined=[1, 1, 0, 0, 1, 0],
+        collected_ns=[0, 0, 0, 7_000_000, 0, 0],
+    )
+    marks = series_of(records).marks
+    assert [mark.amount for mark in marks["chunk"]] == [300, 40, 500]
+    assert [mark.amount for mark in marks["join"]] == [1, 1, 1]
+    # The bucket of a step that only prefills is one of tokens.
+    assert [mark.amount for mark in marks["bucket"]] == [2, 4]
+    assert [mark.amount for mark in marks["collection"]] == [7_000_000]
+    assert marks["collection"][0].seconds == pytest.approx(0.040)
+
+
+def test_only_a_collection_that_takes_a_good_part_of_a_gap_is_its_reason() -> None:
+    records = run_of([10] * 3, collected_ns=[0, 100_000, 6_000_000])
+    assert [gap.collected for gap in series_of(records).gaps] == [False, True]
+
+
+@given(records=any_records())
+def test_any_records_have_a_series(records: list[StepRecord]) -> None:
+    series = series_of(records)
+    assert len(series.gaps) <= max(0, len(records) - 1)
+    times = [gap.seconds for gap in series.gaps]
+    assert times == sorted(times)
+    for marks in series.marks.values():
+        assert all(0 <= mark.seconds <= series.seconds for mark in marks)
+    assert all(0 < gap.seconds <= series.seconds or gap.ms == 0 for gap in series.gaps)
+    assert all(gap.ms >= 0 for gap in series.gaps)
+    assert len(series.marks["chunk"]) == sum(record.prefill_tokens > 0 for record in records)
+    assert len(series.marks["join"]) == sum(record.joined > 0 for record in records)
+    assert len(series.marks["collection"]) == sum(record.collected_ns > 0 for record in records)
+    for prefill in (False, True):
+        times = phase_times(records, prefill=prefill)
+        assert times is None or times.n > 0
+
+
+@given(members=st.lists(gaps, min_size=1), count=st.integers(1, 50))
+def test_columns_keep_the_longest_and_the_shortest_gap(members: list[Gap], count: int) -> None:
+    columns = columns_of(members, 10.0, count)
+    assert len(columns) <= count
+    assert max(column.high for column in columns) == max(gap.ms for gap in members)
+    assert min(column.low for column in columns) == min(gap.ms for gap in members)
+    assert sum(column.n for column in columns) == len(members)
+    assert all(column.low <= column.median <= column.high for column in columns)
+
+
+@given(
+    marks=st.lists(st.builds(Mark, st.floats(0, 10), st.integers(0, 10**12)), min_size=1),
+    count=st.integers(1, 50),
+)
+def test_thinned_marks_keep_the_largest(marks: list[Mark], count: int) -> None:
+    kept = thinned(marks, 10.0, count)
+    assert len(kept) <= count
+    assert max(mark.amount for mark in kept) == max(mark.amount for mark in marks)
+    assert set(kept) <= set(marks)
+
+
+@given(
+    values=st.lists(st.floats(1e-3, 1e6), min_size=2),
+    count=st.integers(1, 80),
+    log=st.booleans(),
+)
+def test_every_value_is_in_a_bin(values: list[float], count: int, log: bool) -> None:
+    edges = bin_edges(min(values), max(values) + 1, count, log=log)
+    assert len(edges) == count + 1
+    assert edges == sorted(edges)
+    assert (edges[0], edges[-1]) == (min(values), max(values) + 1)
+    assert sum(histogram(values, edges)) == len(values)
+
+
+@given(wanted=st.lists(st.floats(-50, 150), max_size=12), distance=st.floats(0, 40))
+def test_labels_are_spread(wanted: list[float], distance: float) -> None:
+    places = spread(wanted, distance, 0.0, 100.0)
+    assert len(places) == len(wanted)
+    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
+    if len(places) < 2:
+        return
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    apart = min(distance, 100 / (len(wanted) - 1))
+    for lower, upper in pairwise(order):
+        assert places[upper] - places[lower] >= apart - 1e-6
+
+
+def test_labels_that_lie_apart_stay_where_they_are() -> None:
+    assert spread([70.0, 10.0, 40.0], 20.0, 0.0, 100.0) == [70.0, 10.0, 40.0]
+
+
+def test_phases_are_medians_that_follow_each_other() -> None:
+    records = run_of([10, 12, 14], between_ms=2)
+    times = phase_times(records, prefill=False)
+    assert times is not None
+    assert times.n == 3
+    assert times.device_ms is None
+    assert list(times.phases) == ["plan", "launch", "device", "commit", "caller"]
+    assert times.phases["device"] == statistics.median([9.7, 11.7, 13.7])
+    assert times.phases["caller"] == 2
+    assert phase_times(records, prefill=True) is None
+
+
+def test_phases_of_a_launch_of_several_steps_are_those_of_one() -> None:
+    (record,) = run_of([8], steps=[4])
+    times = phase_times([record], prefill=False)
+    assert times is not None
+    assert times.phases["device"] == pytest.approx((8 - 0.3) / 4)
+
+
+def test_beside_the_host_a_step_is_waited_for_in_the_next_call() -> None:
+    records = [
+        step(0, 0, prefill_tokens=64, wait_ms=0, device_ms=40, beside_host=True),
+        step(1, 1, wait_ms=39, device_ms=8, beside_host=True),
+        step(2, 41, wait_ms=7, device_ms=None, beside_host=True),
+    ]
+    chunk, decode = (phase_times(records, prefill=prefill) for prefill in (True, False))
+    assert chunk is not None
+    assert decode is not None
+    assert (chunk.phases["wait"], chunk.device_ms) == (39, 40)
+    assert (decode.phases["wait"], decode.device_ms) == (7, 8)
+    assert "device" not in decode.phases
+
+
+def test_a_real_run_has_what_it_did(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("base", max_rows=4, prefill_chunk=8)
+    prompts = [list(range(1, 1 + n)) for n in (20, 3, 5)]
+    engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0))
+    records = engine.timeline().records()
+    series = series_of(records)
+    assert sum(mark.amount for mark in series.marks["chunk"]) == 20 + 3 + 5
+    assert sum(mark.amount for mark in series.marks["join"]) == 3
+    assert [gap.record for gap in series.gaps] == [r for r in records[1:] if r.rows]
+    ends = {record.step: record.ended_ns for record in records}
+    for gap in series.gaps:
+        number = gap.record.step
+        assert gap.ms == pytest.approx((ends[number] - ends[number - 1]) / 1e6)

@@ -1,0 +1,203 @@
+"""`--scenario prefix`: who shares what, what is counted of it, and what the command line says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.benchmarks import prefix, run_scenarios
+from stepgraph.runtime.benchmarks.pool import RequestBlocks
+from stepgraph.runtime.benchmarks.prefix import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
+from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
+from stepgraph.runtime.benchmarks.steady import BenchmarkCase, longest_sequence
+from stepgraph.runtime.benchmarks.tables import columns, rows
+
+from .bench_rig import BANDWIDTH_GB_S, ROOT, run_bench
+
+CASE = BenchmarkCase("base", batch_size=3, input_len=72, output_len=6)
+SMALL = "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4 --num-iters 2"
+
+
+@pytest.fixture
+def open_pair(open_engine: Callable[..., Engine]) -> Callable[..., tuple[Engine, Engine]]:
+    """Open an engine without a prefix cache and one with it, with as many blocks as are needed."""
+
+    def make(variant: str, case: BenchmarkCase, **fields: Any) -> tuple[Engine, Engine]:
+        config = {"max_rows": case.batch_size, "prefill_chunk": 40} | fields
+        longest = longest_sequence(case, config["prefill_chunk"])
+        model = open_engine(variant, **config).model_config
+        sized = EngineConfig(device="cpu", mode="eager", **config)
+        blocks = RequestBlocks.of(model, sized, longest).pool(case.batch_size)
+        config |= {"num_blocks": blocks, "max_model_len": longest}
+        off, on = (open_engine(variant, **config, prefix_cache=cache) for cache in (False, True))
+        return off, on
+
+    return make
+
+
+@pytest.mark.parametrize("variant", ["base", "qwen3"])  # qwen3: some layers slide
+def test_the_waves_find_the_prefix_and_nothing_else(
+    open_pair: Callable[..., tuple[Engine, Engine]], variant: str
+) -> None:
+    off, on = open_pair(variant, CASE)
+    runs = prefix.measure_prefix(off, on, CASE, num_warmup=1, num_iters=2, seed=5)
+    waves = 2 * NUM_PREFIXES
+    requests = waves * (CASE.batch_size + 1)
+    shared = (CASE.input_len - TAIL_TOKENS) // 16 * 16
+    for run, found in zip(runs, (0, waves * CASE.batch_size * shared), strict=True):
+        assert run.counted == {"queried_tokens": requests * CASE.input_len, "hit_tokens": found}
+        assert run.found_tokens == found
+        assert len(run.first_ttft_ms) == len(run.prefill_ms) == waves
+        assert len(run.ttft_ms) == len(run.token_ids) == waves * CASE.batch_size
+        assert all(len(tokens) == CASE.output_len for tokens in run.token_ids)
+        assert len(run.decode_steps) == waves * (CASE.output_len - 1)
+        assert len(run.itl_ms) == len(run.decode_steps) * CASE.batch_size
+        assert len(run.repetition_ms) == 2
+        run.engine.check_integrity()
+        assert not run.engine.has_unfinished()
+    document = prefix.to_json(*runs, bandwidth=1e10)
+    assert document["tokens_equal"] == 1.0  # in float32
+    assert document["hit_rate"] == document["found_tokens"] / document["prompt_tokens"]
+    assert document["unshared"]["computed_tokens"] == document["prompt_tokens"]
+    assert document["computed_tokens"] + document["found_tokens"] == document["prompt_tokens"]
+    in_use = (document["unshared"]["blocks_in_use"], document["blocks_in_use"])
+    # The rows hold the prefix once; and where prefill takes longer the first ones get further.
+    saved = (CASE.batch_size - 1) * (shared // 16)
+    assert saved <= in_use[0] - in_use[1] <= len(on._open_parts().groups) * (saved + 2)
+    assert document["ttft_ratio"] > 0
+    assert document["roofline"]["bandwidth_gb_s"] == 10.0
+    assert document["roofline"]["fraction"] > 0
+
+
+def test_both_engines_get_the_same_prompts_in_turns(
+    open_pair: Callable[..., tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[Engine, list[list[int]]]] = []
+
+    def serve(run: PrefixRun, wave: Any) -> None:
+        served.append((run.engine, [wave.first, *wave.prompts]))
+        real(run, wave)
+
+    real = prefix._serve
+    monkeypatch.setattr(prefix, "_serve", serve)
+    off, on = open_pair("base", CASE)
+    prefix.measure_prefix(off, on, CASE, num_warmup=0, num_iters=3, seed=0)
+    turns = [engine for engine, _ in served[::NUM_PREFIXES]]
+    assert turns == [off, on, on, off, off, on]
+    of_off, of_on = ([w for engine, w in served if engine is which] for which in (off, on))
+    assert of_off == of_on
+    prompts = [tuple(prompt) for wave in of_off for prompt in wave]
+    assert len(set(prompts)) == len(prompts) == 3 * NUM_PREFIXES * (CASE.batch_size + 1)
+    beginnings = {prompt[: CASE.input_len - TAIL_TOKENS] for prompt in prompts}
+    assert len(beginnings) == 3 * NUM_PREFIXES
+    for wave in of_off:
+        assert len({tuple(prompt[:-TAIL_TOKENS]) for prompt in wave}) == 1
+    config = on.model_config
+    assert prefix._waves(config, CASE, 4) == prefix._waves(config, CASE, 4)
+    assert prefix._waves(config, CASE, 4) != prefix._waves(config, CASE, 5)
+
+
+@pytest.mark.parametrize(("input_len", "fits"), [(47, False), (48, True), (31, False)])
+def test_a_prefix_has_a_block_at_least(input_len: int, fits: bool) -> None:
+    case = BenchmarkCase("m", 1, input_len, 4)
+    if fits:
+        prefix.check_case(case, 16)
+        return
+    with pytest.raises(ConfigError, match=f"input_len={input_len} leaves no block to share.* 48 "):
+        prefix.check_case(case, 16)
+
+
+def test_pools_have_room(open_engine: Callable[..., Engine]) -> None:
+    """Five rows of a request's length are admitted at once, and none loses its blocks."""
+    config = {"max_rows": 5, "prefill_chunk": 40, "prefix_cache": False}
+    model = open_engine("gemma2", **config).model_config
+    sized = EngineConfig(device="cpu", mode="eager", **config)
+    blocks = RequestBlocks.of(model, sized, 90)
+    assert (blocks.num_groups, blocks.num_sliding) == (2, 1)
+    engine = open_engine("gemma2", **config, num_blocks=blocks.pool(5))
+    assert engine.memory_plan.cache == blocks.pool(5) * blocks.block_bytes
+    outputs = engine.generate([list(range(n, n + 84)) for n in range(5)])
+    assert len(outputs) == 5
+    assert engine.stats()["preemptions"] == 0
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("prefix") / "a.json"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_bench(patch, f"{SMALL} --output-json {path}") == 0
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
+    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
+    errors = list(Draft202012Validator(schema).iter_errors(document))
+    assert errors == []
+    (entry,) = document["prefix"]
+    assert document["cases"] == []
+    assert (entry["prefix_len"], entry["prefixes"], entry["batch_size"]) == (32, NUM_PREFIXES, 2)
+    assert entry["ttft_ms"]["n"] == entry["unshared"]["ttft_ms"]["n"] == 2 * NUM_PREFIXES * 2
+    assert entry["fallbacks"] == 0
+    assert entry["roofline"]["bandwidth_gb_s"] == BANDWIDTH_GB_S
+    assert 0 < entry["hit_rate"] < 32 / 64
+
+
+def test_the_table(document: dict[str, Any]) -> None:
+    (row,) = rows(document)
+    assert columns(document) == PREFIX_COLUMNS
+    assert len(row) == len(PREFIX_COLUMNS)
+    cells = dict(zip(PREFIX_COLUMNS, row, strict=True))
+    assert (cells["prompt"], cells["shared"], cells["n"]) == ("64", "32", "20")
+    assert cells["hit rate"] == "33%"  # two of three requests find half of their prompt
+    assert cells["computed tokens: off / on"] == "1,920 / 1,280"
+    assert cells["roofline"].endswith("%")
+
+
+def test_it_can_be_compared(
+    document: dict[str, Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(document))
+    document = json.loads(old.read_text())
+    document["prefix"][0]["ttft_ms"]["p50"] *= 2
+    new.write_text(json.dumps(document))
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_bench(patch, f"--compare {old} {new} --fail-above 1.5") == 1
+    captured = capsys.readouterr()
+    assert "2.0" in captured.out
+    assert captured.err.startswith("bench.py: error: 1 of 2 ratios")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--input-len 512 40", "input_len=40 leaves no block to share"),
+        ("--input-len 3000", "max_model_len=30"),
+        ("--batch-size 5000", "max_rows must be an integer from 1 to 4096, not 5000"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    def start(self: Any, *_: Sequence[Any]) -> Engine:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(run_scenarios.ScenarioRun, "_start", start)
+    path = tmp_path / "a.json"
+    command = f"--scenario prefix --mode eager {arguments} --output-json {path}"
+    assert run_bench(monkeypatch, command) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("bench.py: error: ")
+    assert message in line
+    assert not path.exists()

@@ -1,0 +1,321 @@
+"""bench.py --profile from its command line to what it writes, on the demo model."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import shlex
+import shutil
+import sys
+from typing import ClassVar
+
+import pytest
+import torch
+from stepgraph.profiling import attribution, nsys, ranges
+from stepgraph.profiling.trace import read_trace, trace_operations
+from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.benchmarks import profile, run_steady
+from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.engine import Engine
+
+from .bench_rig import ROOT, load_bench, run_bench
+from .fake_graphs import make_fake_graphs  # noqa: F401
+
+CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
+
+FAKE_NSYS = """#!/bin/sh
+printf '%s\\n' "$*" >> "$NSYS_LOG"
+case "$1" in
+profile)
+    shift
+    while [ "$1" != -o ]; do shift; done
+    name="$2"
+    shift 2
+    : > "$name.nsys-rep"
+    NSYS_PROFILING_SESSION_ID=7 exec "$@"
+    ;;
+export)
+    while [ "$1" != -o ]; do shift; done
+    : > "$2"
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def fake_nsys(tmp_path, monkeypatch):
+    """A program that does to ours what nsys does, as far as ours can see; returns its log."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "nsys"
+    program.write_text(FAKE_NSYS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NSYS_LOG", str(folder / "log"))
+    return folder / "log"
+
+
+@pytest.fixture
+def no_nsys(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+@pytest.mark.usefixtures("no_nsys")
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (
+            "--device cuda",
+            "-t cuda,nvtx -c cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=graph",
+        ),
+        (
+            "--device cuda:1 --graph-trace node",
+            "-t cuda,nvtx -c cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=node",
+        ),
+        (
+            "--model demo",
+            "-t cuda,nvtx -c cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=graph",
+        ),
+        ("--device cpu", "-t nvtx -c nvtx -p window@stepgraph --capture-range-end=stop"),
+    ],
+)
+def test_the_one_right_command_is_printed(flags, what, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--profile nsys --profile-steps 2:9 {flags}"
+    assert run_bench(monkeypatch, arguments) == 0
+    printed = capsys.readouterr()
+    (line,) = printed.out.splitlines()
+    assert line == (
+        f"nsys profile {what} --sample=none --cpuctxsw=none --force-overwrite=true --export=sqlite"
+        f" -o stepgraph-profile {shlex.quote(sys.executable)} bench.py {arguments}"
+    )
+    assert printed.err == "bench.py: nsys was not found on the PATH: nothing was run\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "found", "form"),
+    [
+        ("auto", False, None, "cuda"),
+        ("auto", False, "/usr/bin/nsys", "cpu"),
+        ("auto", True, "/usr/bin/nsys", "cuda"),
+        ("cpu", True, None, "cpu"),
+        ("cuda", False, "/usr/bin/nsys", "cuda"),
+    ],
+)
+def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(nsys, "find_nsys", lambda: found)
+    assert profile._form(device) == form
+
+
+def test_nsys_runs_the_same_command_line_once(fake_nsys, tmp_path, monkeypatch, capfd):
+    """The whole way: what is printed is what is run, and that takes the profile."""
+    monkeypatch.chdir(tmp_path)
+    arguments = f"--profile nsys --profile-steps 2:5 --profile-output steps {CASE}"
+    arguments += " --output-json out.json"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "bench.py"), *arguments.split()])
+    status = load_bench().main()
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    command, *lines = printed.out.splitlines()
+    assert shlex.split(command)[:2] == ["nsys", "profile"]
+    assert command.endswith(arguments)
+    assert any(line.startswith("nsys profiled steps 2:5") for line in lines)
+    profiled, exported = fake_nsys.read_text().splitlines()
+    assert profiled == " ".join(shlex.split(command)[1:])
+    assert exported == (
+        "export --type=sqlite --include-blobs=true --force-overwrite=true -o steps.sqlite"
+        " steps.nsys-rep"
+    )
+    assert "python -m stepgraph.profiling.report steps.sqlite" in printed.err
+    names = attribution.load(tmp_path / "steps.kernels.json")
+    assert (names.model, names.steps, names.costs) == ("demo", [], [])
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert case["profiled"] is True
+    assert case["step_ms"]["n"] == 9
+
+
+def test_the_exit_status_of_nsys_is_passed_on(fake_nsys, monkeypatch, capsys):
+    fake_nsys.with_name("nsys").write_text('#!/bin/sh\necho "$1" >> "$NSYS_LOG"\nexit 3\n')
+    assert run_bench(monkeypatch, "--profile nsys --device cpu") == 3
+    assert fake_nsys.read_text() == "profile\n"  # nothing was exported
+    assert "to read it" not in capsys.readouterr().err
+
+
+def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
+    """What the child does: its steps are counted while the window is open."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    log = []
+
+    class Listener:
+        def push(self, name, payload):
+            if name in ("window", "step"):
+                log.append(name)
+            self.names.append(name)
+
+        def pop(self):
+            if self.names.pop() == "window":
+                log.append("closed")
+
+        def mark(self, name, payload):
+            pass
+
+        names: ClassVar[list[str]] = []
+
+    with ranges.listening(Listener()):
+        assert run_bench(monkeypatch, f"--profile nsys --profile-steps 2:5 {CASE}") == 0
+    opened = log.index("window")
+    assert log[opened:][:5] == ["window", "step", "step", "step", "closed"]
+    # The prefill, which makes the first token, and steps 0 and 1 were before it.
+    assert log[:opened] == ["step"] * 3
+    assert log.count("window") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.kernels.json"]
+
+
+def test_an_nsys_that_cannot_be_run_is_one_line(fake_nsys, monkeypatch, capsys):
+    nothing = fake_nsys.with_name("nsys")
+    nothing.write_text("#!/no/such/shell\n")
+    assert run_bench(monkeypatch, "--profile nsys --device cpu") == profile.CANNOT_RUN
+    assert capsys.readouterr().err.startswith(f"bench.py: error: cannot run {nothing}: ")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A trace of four steps of the demo model in eager mode, and what was printed."""
+    folder = tmp_path_factory.mktemp("trace")
+    patch = pytest.MonkeyPatch()
+    name = folder / "demo"
+    arguments = f"--profile torch --profile-steps 3:7 --profile-output {name} {CASE}"
+    outputs = f"--output-json {folder / 'out.json'} --output-md {folder / 'out.md'}"
+    assert run_bench(patch, f"{arguments} {outputs}") == 0
+    patch.undo()
+    return folder
+
+
+def test_a_trace_has_the_steps_of_the_window(traced):
+    assert sorted(path.name for path in traced.iterdir()) == [
+        "demo.trace.json.gz",
+        "out.json",
+        "out.md",
+    ]
+    with gzip.open(traced / "demo.trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [event for event in ranges if event["name"] == "step"]
+    numbers = [event["args"]["payload"] for event in steps]
+    # Step 0 prefills; the device is the host, so each turn returns what it launched.
+    assert numbers == [4, 5, 6, 7]
+    replays = [event["args"] for event in ranges if event["name"] == "replay"]
+    assert [args["step"] for args in replays] == numbers
+    assert {(args["rows"], args["bucket"], args["padding"]) for args in replays} == {(1, 1, 0)}
+    assert {"plan", "launch", "commit"} <= {event["name"] for event in ranges}
+    assert not {"prefill", "warmup", "capture", "load"} & {event["name"] for event in ranges}
+    (case,) = json.loads((traced / "out.json").read_text())["cases"]
+    assert case["profiled"] is True
+    assert case["step_ms"]["n"] == 9
+
+
+def test_ranges_enclose_the_operators_of_their_step(traced):
+    events = read_trace(traced / "demo.trace.json.gz")["traceEvents"]
+    (first, *_) = [event for event in events if event["name"] == "replay"]
+    inside = [
+        event["name"]
+        for event in events
+        if event.get("cat") == "cpu_op"
+        and event["tid"] == first["tid"]
+        and first["ts"] <= event["ts"]
+        and event["ts"] + event["dur"] <= first["ts"] + first["dur"]
+    ]
+    assert inside.count("aten::argmax") == 1
+    assert inside.count("aten::linear") == 4 * 6 + 1  # the demo model has six layers
+
+
+def test_the_table_adds_up(traced):
+    found = trace_operations(traced / "demo.trace.json.gz")
+    assert (found.model, found.device, found.steps) == ("demo", False, 4)
+    assert sum(row.share for row in found.operators) == pytest.approx(1)
+    assert sum(row.us for row in found.operators) == pytest.approx(found.step_us)
+    assert {"qkv_linear", "attention", "head"} <= {row.name for row in found.operations}
+    assert [row.name for row in found.layers] == [str(layer) for layer in range(6)]
+    (step,) = [row for row in found.ranges if row.name == "step"]
+    assert (step.us, step.launches) == (pytest.approx(found.step_us), 1)
+
+
+def test_tables_are_printed_after_the_benchmark_s(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    short = "--mode eager --device cpu --input-len 8 --output-len 3 --num-warmup 0"
+    assert run_bench(monkeypatch, f"--profile torch {short}") == 0
+    text = capsys.readouterr().out
+    assert "trace of steps 0:2: stepgraph-profile.trace.json.gz" in text
+    for line in ("| operator | µs a step |", "| range of the host |", "| aten::mm |"):
+        assert line in text
+    assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.trace.json.gz"]
+
+
+def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    step, calls = Engine.step, []
+
+    def failing(self):
+        calls.append(1)
+        if len(calls) == 6:
+            raise AssertionError("in the window")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with pytest.raises(AssertionError, match="in the window"):
+        run_bench(monkeypatch, f"--profile torch --profile-steps 1:8 {CASE}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_graphs(fake_graphs, monkeypatch):
+    """The fastest mode is graph, whose captures hold the operations of eager mode."""
+    monkeypatch.setattr(profile, "modes_of", lambda device: ("graph",))
+    plain = functools.partial(EngineConfig, compile=False)
+    monkeypatch.setattr(run_steady, "EngineConfig", plain)
+    return fake_graphs
+
+
+GRAPHS = "--device cpu --input-len 4 --output-len 4 --num-warmup 0"
+
+
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = []
+    trace = profile.torch_trace
+
+    def noted(path, names):
+        given.append(names)
+        return trace(path, names)
+
+    monkeypatch.setattr(profile, "torch_trace", noted)
+    assert run_bench(monkeypatch, f"--profile torch {GRAPHS}") == 0
+    (names,) = given
+    assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
+    (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
+    assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
+    said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
+    assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
+
+
+@pytest.mark.usefixtures("small_graphs")
+def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
+    assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0
+    names = attribution.load(tmp_path / "a.kernels.json")
+    assert {step.phase for step in names.steps} == {"decode", "prefill"}
+
+
+def test_modes_default_to_the_fastest(monkeypatch):
+    monkeypatch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
+    monkeypatch.setattr(profile, "modes_of", lambda device: ("eager", "compile"))
+    run = profile.ProfileRun(parse_arguments(["--profile", "torch", "--device", "cpu"]))
+    assert run.modes == ["compile"]

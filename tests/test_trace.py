@@ -1,0 +1,167 @@
+"""Traces of steps by torch's profiler: recorded, named, written whole or not at all."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import threading
+
+import pytest
+import torch
+from stepgraph.profiling import ranges
+from stepgraph.profiling.collector import CollectorWatch
+from stepgraph.profiling.trace import TraceError, read_trace, torch_trace
+from stepgraph.profiling.trace_table import trace_operations
+from stepgraph.runtime import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def named(path, name):
+    return [e for e in read_trace(path)["traceEvents"] if e["name"] == name]
+
+
+def test_ranges_and_marks_are_events_with_what_they_carry(tmp_path):
+    path = tmp_path / "a.json.gz"
+    with torch_trace(path), ranges.span(ranges.STEP, 4):
+        with ranges.step_span(ranges.REPLAY, 4, 3, 8, 3, 40, 5):
+            torch.ones(2)
+        ranges.mark(ranges.FALLBACK, 16)
+    (step,), (replay,), (mark,) = (named(path, n) for n in ("step", "replay", "fallback"))
+    assert step["args"]["payload"] == 4
+    numbers = {"step": 4, "rows": 3, "bucket": 8, "tokens": 3, "blocks_in_use": 40, "padding": 5}
+    assert replay["args"] | numbers == replay["args"]
+    assert (mark["ph"], mark["args"]["bucket"]) == ("i", 16)
+    assert step["ts"] <= replay["ts"] <= mark["ts"] <= step["ts"] + step["dur"]
+    assert len(named(path, "aten::ones")) == 1
+
+
+def test_collections_of_python_are_marks(tmp_path):
+    path = tmp_path / "a.json.gz"
+    watch = CollectorWatch()  # an engine has one
+    with torch_trace(path):
+        gc.collect()
+    watch.close()
+    assert {mark["args"]["generation"] for mark in named(path, "collection")} == {2}
+
+
+def test_nobody_listens_behind_a_trace(tmp_path):
+    with torch_trace(tmp_path / "a.json.gz"):
+        pass
+    with ranges.span(ranges.STEP, 0):  # would be told to a profiler that has ended
+        pass
+    assert named(tmp_path / "a.json.gz", "step") == []
+
+
+def test_threads_have_their_own_ranges(tmp_path):
+    path = tmp_path / "a.json.gz"
+    both = threading.Barrier(2)
+
+    def work(number):
+        with ranges.span(ranges.STEP, number):
+            both.wait()
+            with ranges.span(ranges.PLAN, number):
+                both.wait()
+
+    with torch_trace(path):
+        thread = threading.Thread(target=work, args=(1,))
+        thread.start()
+        work(2)
+        thread.join()
+    for name in ("step", "plan"):
+        assert sorted(event["args"]["payload"] for event in named(path, name)) == [1, 2]
+
+
+def test_a_trace_is_valid_and_compressed(tmp_path):
+    path = tmp_path / "a.json.gz"
+    with torch_trace(path):
+        torch.ones(3).sum()
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    assert document["stepgraph"] == {"schema_version": 1}
+    for event in document["traceEvents"]:
+        assert {"ph", "name", "pid"} <= set(event)
+        if event["ph"] == "X":
+            assert {"ts", "dur", "tid"} <= set(event)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/a.json.gz", "nowhere is not a directory"),
+        ("folder.json.gz", "it is a directory"),
+        ("a.json", r"the name of a trace ends in \.json\.gz"),
+        ("a", r"the name of a trace ends in \.json\.gz"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, name, message):
+    (tmp_path / "folder.json.gz").mkdir()
+    ran = []
+    with pytest.raises(TraceError, match=message) as raised, torch_trace(tmp_path / name):
+        ran.append(1)
+    assert not ran
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.json.gz"]
+
+
+def test_a_second_trace_at_once_is_refused_and_the_first_goes_on(tmp_path):
+    with torch_trace(tmp_path / "a.json.gz"):
+        with (
+            pytest.raises(TraceError, match="profiler is at work already"),
+            torch_trace(tmp_path / "b.json.gz"),
+        ):
+            pass
+        with ranges.span(ranges.STEP, 1):
+            pass
+    assert len(named(tmp_path / "a.json.gz", "step")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json.gz"]
+
+
+def test_an_error_inside_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(b"before")
+
+    def run():
+        with torch_trace(path):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert path.read_bytes() == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json.gz"]
+    with torch_trace(path):  # the profiler has ended
+        pass
+
+
+def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
+    engine = open_engine("base")
+    engine.generate([[1, 2, 3]], GREEDY)
+    path = tmp_path / "a.json.gz"
+    with torch_trace(path):
+        engine.generate([[1, 2, 3]], GREEDY)
+    layers = engine.model_config.num_layers
+    for layer in range(layers):
+        found = named(path, f"{layer}/qkv_linear")
+        assert len(found) == 6  # a prefill and five decode steps
+        assert {event["args"]["layer"] for event in found} == {layer}
+    assert len(named(path, "head")) == 6
+    table = trace_operations(path)
+    assert [row.name for row in table.layers] == [str(layer) for layer in range(layers)]
+    rows = {row.name: row.launches for row in table.operations}
+    assert rows["qkv_linear"] == layers
+    assert not {row.name for row in table.ranges} & set(rows)
+
+
+def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
+    engine = compiled("base")
+    engine.generate([[1, 2, 3]], GREEDY)
+    path = tmp_path / "a.json.gz"
+    with torch.compiler.set_stance("fail_on_recompile"), torch_trace(path):
+        engine.generate([[1, 2, 3]], GREEDY)
+    replays = named(path, "replay")
+    assert len(replays) == 5
+    for operator in ("stepgraph::decoder_stack", "aten::index"):
+        assert len(named(path, operator)) >= len(replays), operator
+    assert len(named(path, "prefill")) == 1
+    found = trace_operations(path)
+    assert "stepgraph::decoder_stack" in {row.name for row in found.operators}

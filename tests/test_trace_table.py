@@ -1,0 +1,166 @@
+"""Where the time of the steps of a trace went."""
+
+import gzip
+import json
+
+import pytest
+from stepgraph.profiling.trace_events import TraceError, annotate
+from stepgraph.profiling.trace_table import read_trace, trace_operations
+
+from .kineto_traces import KinetoTrace, names_of, nodes_of, step_nodes
+
+BANDWIDTH = 1.0  # GB/s: a kilobyte takes a microsecond
+
+
+def replays(steps=4, layers=2, **said):
+    """Replays of `begin`, three operations a layer and a copy; each of them takes 10 µs."""
+    nodes = nodes_of(layers)
+    trace = KinetoTrace()
+    for step in range(steps):
+        trace.turn(step, 1000 * step, nodes)
+    names = names_of(step_nodes(nodes), bandwidth_gb_s=BANDWIDTH)
+    annotate(trace.document, trace.log, names)
+    costs = [{"operation": "down", "launches": 2, "bytes": 4000}]
+    said = {"model": "tiny", "bandwidth_gb_s": BANDWIDTH, "costs": costs} | said
+    return trace.document | {"stepgraph": said}
+
+
+def by_name(rows):
+    return {row.name: row for row in rows}
+
+
+def test_device_time_is_told_by_operation_and_by_layer():
+    found = trace_operations(replays())
+    assert (found.model, found.device, found.steps) == ("tiny", True, 4)
+    assert found.step_us == pytest.approx(80)  # eight nodes, one behind the other
+    operations = by_name(found.operations)
+    for name in ("norm_linear", "decode_attention", "down"):
+        row = operations[name]
+        assert (row.us, row.share, row.launches) == (20, 0.25, 2)
+    assert (operations["begin"].us, operations["greedy"].us) == (10, 10)
+    assert operations["(idle)"].us == 0
+    # 8,000 bytes at 1 GB/s are 8 µs, of 20.
+    assert operations["down"].fraction == pytest.approx(0.4)
+    assert operations["begin"].fraction is None
+    assert [(row.name, row.us, row.launches) for row in found.layers] == [
+        ("0", 30, 3),
+        ("1", 30, 3),
+    ]
+    ranges = by_name(found.ranges)
+    assert (ranges["step"].us, ranges["replay"].us, ranges["replay"].share) == (100, 20, 0.2)
+
+
+def test_gaps_between_kernels_are_idle_and_overlaps_are_not_counted_twice():
+    trace = KinetoTrace()
+    trace.range("step", 0, 100, payload=0)
+    correlation = trace.call("cudaLaunchKernel", 5)
+    for ts, dur in ((10, 10), (15, 10), (35, 5)):
+        trace.work(correlation, "kernel", ts, dur)
+    annotate(trace.document, trace.log)
+    found = trace_operations(trace.document)
+    rows = by_name(found.operations)
+    assert found.step_us == 30
+    assert (rows["(no operation)"].us, rows["(idle)"].us) == (25, 10)
+
+
+def test_operators_are_told_without_those_that_they_call():
+    trace = KinetoTrace()
+    for step, ts in enumerate((0, 200)):
+        trace.range("step", ts, 100, payload=step)
+        trace.operator("aten::linear", ts + 10, 50)
+        trace.operator("aten::mm", ts + 20, 30)
+        trace.operator("aten::mm", ts + 70, 10)
+    trace.operator("aten::randn", 120, 20)  # between two steps
+    annotate(trace.document, trace.log)
+    found = trace_operations(trace.document)
+    assert (found.device, found.steps, found.step_us) == (False, 2, 100)
+    assert [(row.name, row.us, row.launches) for row in found.operators] == [
+        ("aten::mm", 40, 2),
+        ("aten::linear", 20, 1),
+        ("(outside of operators)", 40, 0),
+    ]
+
+
+def test_markdown_has_a_table_each():
+    text = trace_operations(replays()).markdown()
+    assert text.startswith("tiny: 4 steps of 80.0 µs on the device\n\n| operation | µs a step |")
+    assert "| down | 20.0 | 25.0 % | 2 | 40 % |" in text
+    assert "| layer | µs a step | share | launches a step |" in text
+    assert "| 1 | 30.0 | 37.5 % | 3 |" in text
+    assert "| (idle) | 0.0 | 0.0 % | - | - |" in text
+
+
+def test_many_operators_are_cut_short():
+    trace = KinetoTrace()
+    trace.range("step", 0, 1000, payload=0)
+    for index in range(40):
+        trace.operator(f"aten::op{index}", 10 + 10 * index, 9 - index / 10)
+    annotate(trace.document, trace.log)
+    found = trace_operations(trace.document)
+    assert len(found.operators) == 41
+    text = found.markdown()
+    assert "aten::op23" in text
+    assert "aten::op24" not in text
+    assert "| (16 others) |" in text
+    assert "| (outside of operators) |" in text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"costs": [{"operation": "down"}]},
+        {"costs": [3]},
+        {"costs": [{"operation": "down", "launches": 1, "bytes": -5}]},
+        {"costs": [{"operation": "down", "launches": "1", "bytes": "x"}]},
+        {"costs": 7},
+    ],
+)
+def test_costs_that_cannot_be_read_are_an_error(said):
+    with pytest.raises(TraceError, match="costs in the trace cannot be read"):
+        trace_operations(replays(**said))
+
+
+@pytest.mark.parametrize("said", [{"model": 5}, {"bandwidth_gb_s": "fast"}, {"costs": None}])
+def test_what_a_trace_does_not_say_is_not_told(said):
+    found = trace_operations(replays(**said))
+    assert found.steps == 4
+
+
+def test_a_trace_without_steps_is_an_error():
+    with pytest.raises(TraceError, match="no range `step`"):
+        trace_operations({"traceEvents": []})
+
+
+def test_device_work_of_nobody_is_an_error():
+    trace = KinetoTrace()
+    trace.range("step", 0, 10, payload=0)
+    trace.work(None, "kernel", 20, 5)
+    annotate(trace.document, trace.log)
+    with pytest.raises(TraceError, match="belongs to a step"):
+        trace_operations(trace.document)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no JSON"),
+        (b"SQLite format 3\x00\xff\xfe", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b'{"traceEvents": 5}', "has no list"),
+        (gzip.compress(json.dumps(replays()).encode())[:200], "is no whole gzip file"),
+        (b"\x1f\x8b\x08nothing", "is no whole gzip file"),
+        (gzip.compress(b'{"traceEvents": [{}]}'), "event 0 of the trace has no phase"),
+    ],
+)
+def test_files_that_are_no_traces_are_one_clear_line(tmp_path, content, message):
+    path = tmp_path / "foreign.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message) as raised:
+        read_trace(path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_one_clear_line(tmp_path):
+    with pytest.raises(TraceError, match=r"cannot read .*nothing: No such file"):
+        trace_operations(tmp_path / "nothing")
