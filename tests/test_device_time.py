@@ -7,8 +7,10 @@ from itertools import count, pairwise
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.benchmarks.instrumentation import measure_instrumentation
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
@@ -153,3 +155,20 @@ def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
     assert all(record.blocks_in_use >= held for record, held in shown)
     assert [r.blocks_in_use for r, _ in shown[:3]] == [held for _, held in shown[:3]]
     assert shown[5][0].blocks_in_use > shown[3][0].blocks_in_use > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_on_cuda_every_finished_step_is_timed(
+    open_engine: Callable[..., Engine], mode: str
+) -> None:
+    engine = open_engine("base", device="cuda", mode=mode, compile=False)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+    records = engine.timeline().records()
+    assert len(records) >= 20
+    first, last = records[0], records[-1]
+    worked = [record.device_ns for record in records]
+    assert all(ns is not None and ns > 0 for ns in worked)
+    assert sum(ns or 0 for ns in worked) < last.ended_ns - first.started_ns
+    assert measure_instrumentation(engine).ns_per_launch > 0

@@ -140,7 +140,7 @@ def test_whoever_listens_is_in_the_measurement() -> None:
 
 
 def test_the_share_is_that_of_the_fastest_step() -> None:
-    overhead = Overhead(2000.0, 31, 500)
+    overhead = Overhead(2000.0, 101, 100)
     shown = instrumentation_to_json(overhead, [3.0, 0.5, 1.0], 1)
     assert shown == {"ns_per_step": 2000.0, "fraction": pytest.approx(0.004)}
     shared = instrumentation_to_json(overhead, [0.5], 4)
