@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from rich.console import Console
 from stepgraph.cache.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.benchmarks import memory, run_scenarios
 from stepgraph.runtime.benchmarks.memory import MemoryCase
 from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
-from stepgraph.runtime.benchmarks.tables import markdown_table, tables
+from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table, tables
 
 from .bench_rig import BANDWIDTH_GB_S, ROOT, run_bench
 
@@ -213,3 +216,43 @@ def test_rows_that_the_memory_cannot_hold_are_one_clear_line(
     _, line = captured.err.splitlines()
     assert line.startswith("bench.py: error: the available memory of 104857600 bytes")
     assert "Lower the number of blocks, max_batch_tokens or max_rows" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("memory --num-steps 29", "'29' is not an integer of at least 30"),
+        ("memory --max-itl-ms 5", "--max-itl-ms: no effect together with --scenario memory"),
+        ("memory --input-len 0", "'0' is not an integer of at least 1"),
+        ("prefix --num-steps 50", "--num-steps: no effect together with --scenario prefix"),
+        ("prefix --output-len 1", "'1' is not an integer of at least 2"),
+        ("prefix --steps-per-launch 2", "--steps-per-launch: no effect together with --scen"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--scenario", *arguments.split()])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_defaults_follow_the_scenario() -> None:
+    options = parse_arguments(["--scenario", "memory"])
+    assert (options.batch_size, options.input_len) == ([8], [128, 512, 1024])
+    assert (options.output_len, options.num_steps, options.num_iters) == ([128], 100, 3)
+    options = parse_arguments(["--scenario", "prefix", "--num-iters", "5"])
+    assert (options.batch_size, options.input_len, options.output_len) == ([8], [1024], [32])
+    assert (options.num_warmup, options.num_iters) == (1, 5)
+
+
+def test_a_terminal_shows_all_tables(document: dict[str, Any]) -> None:
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(rich_table(document))
+    text = console.export_text()
+    for name in (*TERM_COLUMNS[6:], *FULL_COLUMNS[6:], *SCARCITY_COLUMNS[6:]):
+        assert name in text, name
+    for table in tables(document):
+        assert table.title is not None
+        assert table.title in text

@@ -48,8 +48,15 @@ def test_interference_counts_a_gap_for_each_step(
     assert sum(chunks.n for chunks in measured.chunks) == 8
     assert {chunks.bucket for chunks in measured.chunks} == {16}
     assert len(measured.decode_step_ms) == interference.SETTLING_STEPS + CASE.num_steps - 4 * 5
+    assert len(measured.decode_steps) == len(measured.decode_step_ms)
     assert not engine.has_unfinished()
     engine.check_integrity()
+    # Rows have from 33 tokens, which the first step reads, to 31 + 30 + 40 and more.
+    document = interference_to_json(engine, measured, None, bandwidth=1e10)
+    kv_bytes = document["roofline"]["bytes_per_step"] - engine.weight_bytes_per_step
+    assert 2 * engine.kv_bytes_read(33) < kv_bytes < 2 * engine.kv_bytes_read(110)
+    p50 = document["decode_step_ms"]["p50"]
+    assert document["roofline"]["fraction"] == pytest.approx(document["roofline"]["floor_ms"] / p50)
 
 
 def test_interference_beside_a_device(
@@ -98,7 +105,7 @@ def test_chunks_are_told_apart_by_bucket_and_place() -> None:
 
 
 def measured_interference(chunks: list[Chunks], itl_ms: list[float]) -> Interference:
-    return Interference(CASE, itl_ms, [10.0, 11.0, 12.0], [], chunks, [], 4)
+    return Interference(CASE, itl_ms, [10.0, 11.0, 12.0], [], chunks, [], 4, [])
 
 
 def test_the_bound_is_a_decode_step_and_the_costliest_chunk() -> None:
@@ -164,6 +171,12 @@ def test_churn(open_engine: Callable[..., Engine]) -> None:
     document = churn_to_json(engine, measured, None, bandwidth=1e10)
     assert document["itl_ms"]["n"] == len(measured.itl_ms)
     assert document["step_ms"]["n"] == document["steps"] == CHURN.num_steps
+    decoding = measured.decode_steps
+    assert 0 < len(decoding) < CHURN.num_steps
+    floors = [engine.weight_bytes_per_step / 1e10] * len(decoding)
+    floors += [engine.kv_bytes_read(n) / 1e10 for step in decoding for n in step.contexts]
+    share = 1e3 * sum(floors) / sum(step.ms for step in decoding)
+    assert document["roofline"]["fraction"] == pytest.approx(share, rel=1e-3)
     assert document["step_budget"] is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["aligned", "engine_cells", "median", "percentiles", "roofline"]
+__all__ = ["aligned", "engine_cells", "median", "percentiles", "roofline", "share"]
 
 
 def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
@@ -43,3 +43,8 @@ def percentiles(summary: dict[str, Any]) -> str:
 def roofline(reached: dict[str, Any] | None) -> str:
     """Return the fraction of the roofline, or a dash where no step only decoded."""
     return "-" if reached is None else f"{reached['fraction']:.0%}"
+
+
+def share(value: float | None) -> str:
+    """Return a share in per cent, or a dash where there is none."""
+    return "-" if value is None else f"{value:.1%}"

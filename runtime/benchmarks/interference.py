@@ -106,6 +106,7 @@ class Interference:
     """Of the long prompts that got a token."""
     num_arrivals: int
     records: list[StepRecord]
+    """Of all steps, from the first that the steady rows are alone in."""
 
     @property
     def chunk_ms(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...cache.memory_plan import format_bytes
-from .cells import engine_cells, percentiles, roofline
+from .cells import engine_cells, percentiles, roofline, share
 
 __all__ = [
     "FULL_COLUMNS",
@@ -44,6 +44,7 @@ SCARCITY_COLUMNS = (
     "computed again",
     "tok/s",
     "of unlimited",
+    "spread",
     "ITL ms p50 / p90 / p99",
     "max",
     "roofline",
@@ -122,6 +123,7 @@ def scarcity_rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
             str(run["recomputed_tokens"]),
             f"{run['tokens_per_second']:.1f}",
             f"{run['tokens_per_second'] / runs[0]['tokens_per_second']:.0%}",
+            share(run["spread"]),
             percentiles(run["itl_ms"]),
             f"{run['itl_ms']['max']:.2f}",
             roofline(run["roofline"]),

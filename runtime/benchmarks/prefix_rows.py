@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cells import engine_cells, percentiles, roofline
+from .cells import engine_cells, percentiles, roofline, share
 
 __all__ = ["PREFIX_COLUMNS", "prefix_row"]
 
@@ -27,6 +27,7 @@ PREFIX_COLUMNS = (
     "prompt tok/s: off / on",
     "tok/s saved",
     "ITL ms p50: off / on",
+    "spread: off / on",
     "blocks: off / on",
     "roofline",
     "= unshared",
@@ -51,6 +52,7 @@ def prefix_row(entry: dict[str, Any]) -> tuple[str, ...]:
         f"{off['prompt_tokens_per_second']:,.0f} / {on['prompt_tokens_per_second']:,.0f}",
         f"{entry['saved_tokens_per_second']:,.0f}",
         f"{off['itl_ms']['p50']:.2f} / {on['itl_ms']['p50']:.2f}",
+        f"{share(off['spread'])} / {share(on['spread'])}",
         f"{off['blocks_in_use']} / {on['blocks_in_use']}",
         roofline(entry["roofline"]),
         f"{entry['tokens_equal']:.0%}",
