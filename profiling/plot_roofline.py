@@ -44,7 +44,7 @@ STYLES: Final = ("-", "--", "-.", ":")
 LABELS: Final = 14
 """That have room beside the axes; of more the letters are smaller."""
 
-LONGEST_LABEL: Final = 30
+LONGEST_LABEL: Final = 25
 """Letters, where they are not smaller."""
 
 
