@@ -3,10 +3,12 @@
 `ranges` names what the host does for nsys, `timeline` keeps the times of the last steps, `stats`
 summarises them with the number of samples they rest on, `roofline` says what a step must move, and
 `bandwidth` how fast this device can move it; `attribution` names kernels inside replayed graphs.
-`nsys` has the command line of an nsys session and the window of a program in it, `report` reads what
-the session leaves, `trace` makes one without nsys, `plot` draws a timeline. Importing the package
-imports none of them: `stats`, `roofline`, `timeline`, `attribution` and `report` need the standard
-library only, `ranges` loads nvtx, `bandwidth` and `trace` torch when they measure, `plot` matplotlib.
+`nsys` has the command line of an nsys session and the window of a program in it, `report` reads
+what the session leaves, `trace` makes one without nsys, `plot` draws a timeline.
+
+Importing the package imports none of them: `stats`, `roofline`, `timeline`, `attribution` and
+`report` need the standard library only, `ranges` loads nvtx, `bandwidth` and `trace` load torch
+when they measure, `plot` matplotlib.
 """
 
 from typing import TYPE_CHECKING, Any
