@@ -479,8 +479,8 @@ SMALL = "--mode eager --batch-size 1 2 --input-len 24 --output-len 6 --num-warmu
 def test_a_run_is_compared_with_an_earlier_one(measured, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
-    def run(engine: Any, prompts: Any, params: Any, steps: int) -> Any:
-        outputs, durations, counted = real(engine, prompts, params, steps)
+    def run(*arguments: Any, **how: Any) -> Any:
+        outputs, durations, counted = real(*arguments, **how)
         return outputs, [1e6 * duration for duration in durations], counted
 
     real = steady._run

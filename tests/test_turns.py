@@ -306,8 +306,8 @@ def test_modes_without_turns_are_named():
 def test_warnings_are_on_both_sides(monkeypatch, tmp_path, capsys):
     durations = iter((1.0, 2.0) * 3)
 
-    def run(engine: Any, prompts: Any, params: Any, steps: int) -> Any:
-        outputs, _, counted = real(engine, prompts, params, steps)
+    def run(*arguments: Any, **how: Any) -> Any:
+        outputs, _, counted = real(*arguments, **how)
         return outputs, [next(durations)], counted
 
     real = steady_module._run
