@@ -66,12 +66,6 @@ WITHOUT_TORCH = (
     "profiling/report.py",
     "profiling/kernel_costs.py",
     "profiling/timeline.py",
-    "profiling/dictionary.py",
-    "profiling/emitters.py",
-    "profiling/nvtx_tool.py",
-    "profiling/ranges.py",
-    "profiling/collector.py",
-    "profiling/overhead.py",
     "profiling/device_state.py",
     "profiling/attribution.py",
     "profiling/graph_nodes.py",
@@ -86,8 +80,6 @@ WITHOUT_TORCH = (
     "runtime/benchmarks/comparison_table.py",
     "runtime/benchmarks/outputs.py",
     "runtime/benchmarks/turns.py",
-<<<<<<< HEAD
-=======
     "profiling/plot.py",
     "profiling/plot_gaps.py",
     "profiling/plot_layout.py",
@@ -101,7 +93,6 @@ WITHOUT_TORCH = (
     "profiling/ranges.py",
     "profiling/collector.py",
     "profiling/overhead.py",
->>>>>>> main
 )
 """Readable without knowing a GPU, testable in microseconds."""
 
