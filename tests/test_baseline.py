@@ -19,7 +19,6 @@ from stepgraph.runtime.benchmarks.baseline import (
     BaselineCase,
     BaselineError,
     TransformersBaseline,
-    equal_share,
 )
 from stepgraph.runtime.benchmarks.continuous import ContinuousBatching, whole_batch_steps
 from stepgraph.runtime.benchmarks.hf_config import import_transformers
@@ -27,6 +26,7 @@ from stepgraph.runtime.benchmarks.hf_model import load_model
 from stepgraph.runtime.benchmarks.static_generate import StaticGenerate
 from stepgraph.runtime.benchmarks.steady_rows import baseline_columns
 from stepgraph.runtime.benchmarks.tables import columns, rows
+from stepgraph.runtime.benchmarks.workload import equal_share
 from stepgraph.runtime.loading import read_config
 
 from .bench_rig import run_bench

@@ -137,7 +137,8 @@ def test_the_whole_batch(open_engine: Callable[..., Engine]) -> None:
 
 def test_the_share_of_equal_tokens() -> None:
     assert equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
+    assert equal_share([[1, 2]], [[1]]) == 0.5
     with pytest.raises(ValueError, match="shorter"):
-        equal_share([[1, 2]], [[1]])
+        equal_share([[1, 2]], [])
     with pytest.raises(ValueError, match="no token"):
         equal_share([], [])

@@ -6,11 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
-from stepgraph.profiling import report as cli
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.nsys import export_command, nsys_command
-from stepgraph.profiling.nsys_report import STEP_COLUMNS
-from stepgraph.profiling.report_tables import CASES, CHANGES, PARTS, STEPS
+from stepgraph.profiling.report import __main__ as cli
+from stepgraph.profiling.report.document import STEP_COLUMNS
+from stepgraph.profiling.report.tables import CASES, CHANGES, PARTS, STEPS
 
 from .nsys_rig import NEW, Kernel, Launch, Profile, Variant
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stepgraph.profiling import report as cli
-from stepgraph.profiling.nsys_export import Export, ExportError, read_export
-from stepgraph.profiling.nsys_payload import PayloadReader
-from stepgraph.profiling.nsys_report import read_report
+from stepgraph.profiling.report import __main__ as cli
+from stepgraph.profiling.report.document import read_report
+from stepgraph.profiling.report.export import Export, ExportError, read_export
+from stepgraph.profiling.report.payload import PayloadReader
 
 from .nsys_rig import FIELDS, INT64, NEW, Kernel, Launch, Profile
 

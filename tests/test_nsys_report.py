@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.profiling import report as cli
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.nsys_report import Report, StepRow, read_report
-from stepgraph.profiling.report_comparison import compare
+from stepgraph.profiling.report import __main__ as cli
+from stepgraph.profiling.report.comparison import compare
+from stepgraph.profiling.report.document import Report, StepRow, read_report
 from stepgraph.profiling.stats import Summary
 
 from .nsys_rig import NEW, OLD, Kernel, Launch, Profile, Truth, Variant

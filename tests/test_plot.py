@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from stepgraph.profiling import plot
 from stepgraph.profiling.plot import PlotError, draw_steps, plot_steps
-from stepgraph.profiling.plot_roofline import roofline_lines
-from stepgraph.profiling.plot_series import series_of
+from stepgraph.profiling.plot.roofline_panel import roofline_lines
+from stepgraph.profiling.plot.series import series_of
 from stepgraph.profiling.timeline import StepRecord
 
 from .plot_rig import any_records, run_of

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.profiling.plot_layout import bin_edges, columns_of, histogram, spread, thinned
-from stepgraph.profiling.plot_series import Gap, Mark, phase_times, series_of
+from stepgraph.profiling.plot.layout import bin_edges, columns_of, histogram, spread, thinned
+from stepgraph.profiling.plot.series import Gap, Mark, phase_times, series_of
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine, SamplingParams
 

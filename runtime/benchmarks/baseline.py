@@ -22,8 +22,9 @@ from .continuous import ContinuousBatching, Decoded
 from .hf_config import BaselineError, import_transformers
 from .hf_model import load_model
 from .static_generate import StaticGenerate
+from .workload import equal_share
 
-__all__ = ["BaselineCase", "BaselineError", "TransformersBaseline", "equal_share"]
+__all__ = ["BaselineCase", "BaselineError", "TransformersBaseline"]
 
 
 class Method(Protocol):
@@ -221,16 +222,3 @@ class TransformersBaseline:
         self._forget()
         self._methods = ()
         gc.collect()
-
-
-def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Return the share of our tokens that are theirs, position by position.
-
-    What they decoded beyond ours is not looked at.
-    """
-    pairs = [
-        len(other) > position and other[position] == token
-        for one, other in zip(ours, theirs, strict=True)
-        for position, token in enumerate(one)
-    ]
-    return sum(pairs) / len(pairs)

@@ -27,7 +27,7 @@ from .decode_steps import decode_roofline
 from .environment import dtype_names
 from .instrumentation import instrumentation_to_json, measure_instrumentation
 from .turns import spread
-from .workload import abort_all, random_prompts
+from .workload import abort_all, equal_share, random_prompts
 
 __all__ = [
     "BenchmarkCase",
@@ -261,7 +261,9 @@ def to_json(
         "start": stats["start"],
         "fallbacks": stats["fallbacks"],
         "correct": {
-            "tokens_equal_eager": None if eager is None else _equal_share(measurement, eager),
+            "tokens_equal_eager": None
+            if eager is None
+            else equal_share(measurement.token_ids, eager.token_ids),
             "max_abs_logit_error": None
             if eager is None
             else float((measurement.logits - eager.logits).abs().max()),
@@ -275,13 +277,3 @@ def to_json(
         "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
     }
-
-
-def _equal_share(one: Measurement, other: Measurement) -> float:
-    """Return the share of output tokens that are equal, position by position."""
-    pairs = [
-        a == b
-        for ours, theirs in zip(one.token_ids, other.token_ids, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-    return sum(pairs) / len(pairs)

@@ -36,15 +36,17 @@ def abort_all(engine: Engine, ids: Sequence[str]) -> None:
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Return the share of tokens that are equal, sequence by sequence and position by position.
+    """Return the share of our tokens that are theirs, position by position.
+
+    What they decoded beyond ours is not looked at.
 
     Raises:
-        ValueError: there are not as many of them, or none.
+        ValueError: there are not as many sequences of theirs, or we have no token.
     """
     pairs = [
-        a == b
+        len(other) > position and other[position] == token
         for one, other in zip(ours, theirs, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for position, token in enumerate(one)
     ]
     if not pairs:
         raise ValueError("there is no token to compare")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_style import (
+from .style import (
     FAINT,
     INK,
     LINES,

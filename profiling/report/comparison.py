@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .nsys_report import Report
-from .stats import Summary
-from .step_parts import Part
+from ..stats import Summary
+from .document import Report
+from .parts import Part
 
 __all__ = ["Change", "compare"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import dictionary
-from .nsys_payload import PayloadReader
-from .nsys_tables import ExportError, Tables, open_tables
+from .. import dictionary
+from .database import ExportError, Tables, open_tables
+from .payload import PayloadReader
 
 __all__ = [
     "Activity",

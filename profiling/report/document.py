@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .kernel_names import SUFFIX, KernelNames, load
-from .nsys_export import read_export
-from .stats import Summary
-from .step_assembly import traced_steps
-from .step_parts import StepParts, step_parts
+from ..kernel_names import SUFFIX, KernelNames, load
+from ..stats import Summary
+from .assembly import traced_steps
+from .export import read_export
+from .parts import StepParts, step_parts
 from .traced_steps import TracedStep
 
 __all__ = ["STEP_COLUMNS", "Case", "Report", "StepRow", "names_beside", "read_report"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .nsys_export import Activity
+from .export import Activity
 
 __all__ = ["Phase", "TracedLaunch", "TracedStep", "covered_ns", "in_order", "is_timed", "relate"]
 

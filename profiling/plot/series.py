@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .timeline import StepRecord
+from ..timeline import StepRecord
 
 __all__ = [
     "MARK_KINDS",

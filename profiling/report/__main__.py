@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from .kernel_names import NamesFileError
-from .nsys_export import ExportError
-from .nsys_report import STEP_COLUMNS, Report, read_report
-from .report_comparison import compare
-from .report_tables import diff_text, report_text
+from ..kernel_names import NamesFileError
+from .comparison import compare
+from .document import STEP_COLUMNS, Report, read_report
+from .export import ExportError
+from .tables import diff_text, report_text
 
 __all__ = ["main"]
 

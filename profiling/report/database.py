@@ -45,7 +45,7 @@ def open_tables(path: Path) -> Iterator["Tables"]:
 def _require_database(path: Path) -> None:
     """Raise ExportError if `path` is no complete SQLite file."""
     if path.suffix in _REPORT_SUFFIXES:
-        from .nsys import export_command  # here: it loads nvtx
+        from ..nsys import export_command  # here: it loads nvtx
 
         command = shlex.join(export_command(path))
         raise ExportError(f"{path} is a report of nsys, not its export; export it first: {command}")

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from .plot_gaps import kinds_of, scale_of
-from .plot_layout import bin_edges, histogram
-from .plot_series import PhaseTimes, Series, phase_times
-from .plot_style import (
+from ..stats import Summary
+from ..timeline import StepRecord
+from .gaps import kinds_of, scale_of
+from .layout import bin_edges, histogram
+from .series import PhaseTimes, Series, phase_times
+from .style import (
     CHUNK,
     COLLECTION,
     DECODE,
@@ -24,8 +26,6 @@ from .plot_style import (
     plain_ticks,
     write,
 )
-from .stats import Summary
-from .timeline import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .plot_series import Gap, Mark
+from .series import Gap, Mark
 
 __all__ = ["Column", "bin_edges", "columns_of", "histogram", "spread", "thinned"]
 

@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_layout import columns_of, thinned
-from .plot_series import Gap, Mark, Series
-from .plot_style import (
+from ..stats import Summary
+from .layout import columns_of, thinned
+from .series import Gap, Mark, Series
+from .style import (
     BUCKET,
     CHUNK,
     COLLECTION,
@@ -25,7 +26,6 @@ from .plot_style import (
     panel,
     plain_ticks,
 )
-from .stats import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from . import dictionary
-from .nsys_export import Activity, Call, Export, ExportError, Range, process_of
+from .. import dictionary
+from .export import Activity, Call, Export, ExportError, Range, process_of
 from .traced_steps import Phase, TracedLaunch, TracedStep, in_order, is_timed, relate
 
 __all__ = ["TracedSteps", "traced_steps"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .plot_layout import spread
-from .plot_series import MarkKind
+from .layout import spread
+from .series import MarkKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

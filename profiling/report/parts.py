@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .kernel_matching import find_step
-from .kernel_names import OTHER, KernelNames, Node
-from .roofline import floor_seconds
-from .stats import Summary
+from ..kernel_matching import find_step
+from ..kernel_names import OTHER, KernelNames, Node
+from ..roofline import floor_seconds
+from ..stats import Summary
 from .traced_steps import TracedLaunch, TracedStep, covered_ns
 
 __all__ = ["AROUND", "Part", "StepParts", "step_parts"]

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from .timeline import StepRecord
+from ..timeline import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .plot_series import Series
+    from .series import Series
 
 __all__ = ["PlotError", "check_plot", "draw_steps", "plot_steps"]
 
@@ -114,11 +114,11 @@ def draw_steps(
     """Return the figure that `plot_steps` writes, for who draws on. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    from .plot_gaps import draw_gaps
-    from .plot_panels import draw_histogram, draw_phases
-    from .plot_roofline import draw_roofline
-    from .plot_series import series_of
-    from .plot_style import plain, write
+    from .gaps import draw_gaps
+    from .panels import draw_histogram, draw_phases
+    from .roofline_panel import draw_roofline
+    from .series import series_of
+    from .style import plain, write
 
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
     lines = [
@@ -144,7 +144,7 @@ def draw_steps(
 
 def _described(records: Sequence[StepRecord], series: "Series") -> str:
     """Return what the picture rests on."""
-    from .plot_style import duration
+    from .style import duration
 
     steps = sum(max(1, record.steps) for record in records)
     launches = f" in {len(records):,} launches" if steps != len(records) else ""

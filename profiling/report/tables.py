@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .nsys_report import Report
-from .report_comparison import Change
-from .stats import Summary
-from .step_parts import Part
+from ..stats import Summary
+from .comparison import Change
+from .document import Report
+from .parts import Part
 
 __all__ = ["diff_text", "report_text"]
 
