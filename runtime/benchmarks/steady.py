@@ -260,14 +260,7 @@ def to_json(
         "captured": stats["prepared"],
         "start": stats["start"],
         "fallbacks": stats["fallbacks"],
-        "correct": {
-            "tokens_equal_eager": None
-            if eager is None
-            else equal_share(measurement.token_ids, eager.token_ids),
-            "max_abs_logit_error": None
-            if eager is None
-            else float((measurement.logits - eager.logits).abs().max()),
-        },
+        "correct": _correctness(measurement, eager),
         "instrumentation": instrumentation_to_json(
             measure_instrumentation(engine),
             measurement.step_ms,
@@ -276,4 +269,14 @@ def to_json(
         "baselines": list(baselines),
         "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
+    }
+
+
+def _correctness(measured: Measurement, eager: Measurement | None) -> dict[str, float | None]:
+    """Return how tokens and logits compare with those of eager mode, if it was measured."""
+    if eager is None:
+        return {"tokens_equal_eager": None, "max_abs_logit_error": None}
+    return {
+        "tokens_equal_eager": equal_share(measured.token_ids, eager.token_ids),
+        "max_abs_logit_error": float((measured.logits - eager.logits).abs().max()),
     }
