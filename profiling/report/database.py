@@ -78,7 +78,8 @@ class Tables:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.path = path
         self._connection = connection
-        tables = self.query("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        # No views: nsys makes none, and one may never come to an end.
+        tables = self.query("SELECT name FROM sqlite_master WHERE type = 'table'")
         self._columns: dict[str, frozenset[str]] = {}
         for (table,) in tables:
             quoted = str(table).replace('"', '""')

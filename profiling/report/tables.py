@@ -65,8 +65,18 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
     lines = [f"# {new.trace} against {old.trace}", ""]
     if new.graph_trace != old.graph_trace:
         modes = " and ".join(str(report.graph_trace or "none") for report in (old, new))
-        lines += [f"- note: CUDA graphs were traced differently ({modes}): tracing changes times"]
-        lines.append("")
+        lines.append(
+            f"- note: CUDA graphs were traced differently ({modes}): tracing changes times"
+        )
+    else:
+        lines.append(f"- {_TRACING[new.graph_trace]}")
+    for what in ("model", "device"):
+        values = [getattr(report, what) for report in (old, new)]
+        if all(values) and values[0] != values[1]:
+            lines.append(f"- note: of another {what}: {values[0]}, now {values[1]}")
+    for which, report in (("old", old), ("new", new)):
+        lines += [f"- note on the {which} one: {note}" for note in report.notes]
+    lines.append("")
     both = [c for c in changes if c.old_us is not None and c.new_us is not None]
     cells = [
         (
