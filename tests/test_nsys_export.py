@@ -98,6 +98,13 @@ def test_exports_without_what_a_report_needs(tmp_path: Path, capsys) -> None:
     assert "has no step in it (1 step left out: the profile ended before the step did)" in message
 
 
+def test_ranges_of_others_are_not_looked_at(trace: Path) -> None:
+    expected = read_export(trace)
+    row = "(start, end, eventType, domainId, globalTid)"
+    foreign(trace, f"INSERT INTO NVTX_EVENTS {row} VALUES ('?', 7, 59, 0, NULL)")
+    assert read_export(trace) == expected
+
+
 def test_a_view_without_an_end_is_left_alone(trace: Path, capsys) -> None:
     endless = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 9)"
     fills = "SELECT n AS start, n AS end, 0 AS deviceId, 101 AS correlationId FROM r"
