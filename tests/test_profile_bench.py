@@ -111,9 +111,17 @@ def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
     assert profile._form(device) == form
 
 
-def test_nsys_runs_the_same_command_line_once(fake_nsys, tmp_path, monkeypatch, capfd):
-    """The whole way: what is printed is what is run, and that takes the profile."""
+@pytest.mark.parametrize("told", [True, False])
+def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeypatch, capfd):
+    """The whole way: what is printed is what is run, and that takes the profile.
+
+    `told`: whether nsys tells the program of its session; if not, it starts no nsys in nsys either.
+    """
     monkeypatch.chdir(tmp_path)
+    if not told:
+        script = FAKE_NSYS.replace("NSYS_PROFILING_SESSION_ID=7 exec", "exec")
+        nested = '[ -s "$NSYS_LOG" ] && [ "$1" = profile ] && exit 9\n'
+        fake_nsys.with_name("nsys").write_text(script.replace("printf", nested + "printf", 1))
     arguments = f"--profile nsys --profile-steps 2:5 --profile-output steps {CASE}"
     arguments += " --output-json out.json"
     monkeypatch.setattr("sys.argv", [str(ROOT / "bench.py"), *arguments.split()])
