@@ -20,6 +20,7 @@ __all__ = [
     "CaptureWindowError",
     "GraphTrace",
     "capture_window",
+    "environment_of_nsys",
     "export_command",
     "find_nsys",
     "inside_nsys",
@@ -35,6 +36,10 @@ step, and perturbs it: for the parts of a step, not for its time.
 
 _SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
 """Set by nsys for the processes that it profiles."""
+
+_STARTED_VARIABLE: Final = "STEPGRAPH_STARTED_NSYS"
+"""Set by us for the nsys that we start: its program must not start another one, whatever nsys
+tells it while the window is not open yet."""
 
 
 class CaptureWindowError(RuntimeError):
@@ -103,7 +108,13 @@ def find_nsys() -> str | None:
 
 def inside_nsys() -> bool:
     """Return whether a tool profiles this process, so that it starts none itself."""
-    return bool(os.environ.get(_SESSION_VARIABLE)) or ranges.attached
+    told = (os.environ.get(name) for name in (_SESSION_VARIABLE, _STARTED_VARIABLE))
+    return any(told) or ranges.attached
+
+
+def environment_of_nsys() -> dict[str, str]:
+    """Return the environment to start nsys in: a program in it knows that it is `inside_nsys`."""
+    return {**os.environ, _STARTED_VARIABLE: "1"}
 
 
 _window: Final = threading.Lock()

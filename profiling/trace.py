@@ -174,6 +174,7 @@ def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames |
             profiler.export_chrome_trace(str(exported))
             document = json.loads(exported.read_bytes())
             annotate(document, recorder.log, names)
+            document["traceName"] = path.name  # not that of the folder it was exported to
             document["stepgraph"] = _said(names)
             with gzip.open(finished, "wt", encoding="utf-8") as file:
                 json.dump(document, file, separators=(",", ":"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from .markdown import aligned
 from .roofline import floor_seconds
 from .trace_events import DEVICE_CATEGORIES, TraceError, check_trace
 from .trace_times import Event, OperationTime, busy, own_times, times_by_name
@@ -24,6 +25,7 @@ SCHEMA_VERSION: Final = 1
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
 OUTSIDE: Final = "(outside of operators)"
+OUTSIDE_SCOPES: Final = "(outside of operations)"
 MOST_ROWS: Final = 24
 """Of a printed table of operators: a step in eager mode has sixty kinds of them."""
 
@@ -39,7 +41,7 @@ class TraceOperations:
         steps: turns of the engine in the trace that began and ended in it.
         step_us: on a device, from the beginning of the first work of a step to the end of its last;
             else the length of the range `step`.
-        operations: where the time went, the longest first.
+        operations: where the time went, the longest first; what lies in none of them is the last.
         layers: the same by layer, in order; empty where no layer is known.
         operators: of torch, without those that they call, where the host is the device.
         ranges: the ranges of the host, in the order of their first appearance.
@@ -117,19 +119,26 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     of_ranges = times_by_name(plain, lambda e: e["name"], len(turns), span)
     if not work:
         operators = own_times(events, turns, _operator)
-        rest = span - len(turns) * sum(row.us for row in operators)
-        outside = OperationTime(OUTSIDE, rest / len(turns), rest / span if span else 0.0, 0.0)
+        scopes = own_times(events, turns, lambda e: _of_scope(e, "operation"))
         return TraceOperations(
             model=said["model"],
             device=False,
             steps=len(turns),
             step_us=span / len(turns),
-            operations=own_times(events, turns, lambda e: _of_scope(e, "operation")),
+            operations=_with_rest(scopes, OUTSIDE_SCOPES, len(turns), span) if scopes else (),
             layers=_in_order(own_times(events, turns, lambda e: _of_scope(e, "layer"))),
-            operators=(*operators, outside),
+            operators=_with_rest(operators, OUTSIDE, len(turns), span),
             ranges=of_ranges,
         )
     return _device_operations(said, work, of_ranges)
+
+
+def _with_rest(
+    rows: tuple[OperationTime, ...], name: str, steps: int, span: float
+) -> tuple[OperationTime, ...]:
+    """Return the rows, and last what the steps took beside them."""
+    rest = span - steps * sum(row.us for row in rows)
+    return (*rows, OperationTime(name, rest / steps, rest / span if span else 0.0, 0.0))
 
 
 def _device_operations(
@@ -232,16 +241,15 @@ def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
 
 def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool = False) -> str:
     """Return a table in Markdown."""
-    heads = [what, "µs a step", "share", "launches a step", *(["roofline"] if roofline else [])]
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    for row in rows:
-        cells = [
-            row.name.replace("|", "\\|"),
+    head = (what, "µs a step", "share", "launches a step", *(("roofline",) if roofline else ()))
+    cells = [
+        (
+            row.name,
             f"{row.us:,.1f}",
-            f"{100 * row.share:.1f} %",
+            f"{row.share:.1%}",
             f"{row.launches:,.1f}".removesuffix(".0") if row.launches else "-",
-        ]
-        if roofline:
-            cells.append("-" if row.fraction is None else f"{100 * row.fraction:.0f} %")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            *(("-" if row.fraction is None else f"{row.fraction:.0%}",) if roofline else ()),
+        )
+        for row in rows
+    ]
+    return "\n".join(aligned(head, cells, 1))

@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
     "profiling/report/tables.py",
     "profiling/report/__main__.py",
     "profiling/kernel_costs.py",
+    "profiling/markdown.py",
     "profiling/timeline.py",
     "profiling/device_state.py",
     "profiling/attribution.py",

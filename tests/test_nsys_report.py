@@ -369,6 +369,22 @@ def test_the_command_compares(tmp_path, capsys) -> None:
     assert {change["what"] for change in changes} == {"step", "operation"}
 
 
+def test_a_comparison_says_what_its_numbers_come_from(tmp_path, capsys) -> None:
+    (tmp_path / "old").mkdir()
+    new = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
+    old = played(VARIANTS["nodes"]).write(tmp_path / "old" / "trace.sqlite")
+    names_file(tmp_path / "trace.kernels.json")
+    names_file(tmp_path / "old" / "trace.kernels.json", model="another", device="NVIDIA H100")
+    assert cli.main([str(new), "--diff", str(old)]) == 0
+    printed = capsys.readouterr().out
+    assert "node by node (node): that perturbs" in printed
+    assert "of another model: another, now demo" in printed
+    assert "of another device: NVIDIA H100, now NVIDIA H200" in printed
+    old = played(dataclasses.replace(OLD, payload=None)).write(tmp_path / "bare.sqlite")
+    assert cli.main([str(new), "--diff", str(old)]) == 0
+    assert "note on the old one: no structured payloads" in capsys.readouterr().out
+
+
 def test_long_tables_are_cut_and_say_so(tmp_path, capsys) -> None:
     trace = played(steps=150).write(tmp_path / "trace.sqlite")
     assert cli.main([str(trace)]) == 0

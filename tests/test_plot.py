@@ -115,6 +115,32 @@ def test_the_histogram_counts_every_gap() -> None:
     assert heights == {"decode step": 9, "prefill chunk": 1, "collection": 1}
 
 
+@pytest.mark.parametrize("longest", [[24, 33], [29, 30], [15, 15]])
+def test_the_name_of_a_percentile_lies_on_no_line_of_another(longest: list[float]) -> None:
+    figure = draw_steps(run_of(30 * [1, 2, 3] + 8 * longest), title="demo")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    axes = next(axes for axes in figure.axes if axes.get_ylabel() == "gaps")
+    lines = [line for line in axes.lines if str(line.get_label()).startswith("p")]
+    assert len(lines) == 3
+    for text in (text for text in axes.texts if text.get_text().startswith("p")):
+        box = Text.get_window_extent(text, canvas.get_renderer())
+        own = next(line for line in lines if line.get_label() == text.get_text())
+        for line in lines:
+            x, top = line.get_transform().transform(np.asarray(line.get_xydata()))[-1]
+            assert line is own or not (box.x0 < x < box.x1 and top > box.y0), text.get_text()
+        assert box.x1 < 0.51 * plot.WIDTH, "the panel beside it begins there"
+
+
+@pytest.mark.parametrize("lengths", [[10, 10.0001, 10.0002], [10, 10, 10], [3, 10, 10.001, 10]])
+def test_ticks_of_a_narrow_histogram_are_told_apart(lengths: list[float]) -> None:
+    figure = draw_steps(run_of(lengths), title="demo")
+    FigureCanvasAgg(figure).draw()
+    axes = next(axes for axes in figure.axes if axes.get_ylabel() == "gaps")
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert len(set(ticks)) == len(ticks) > 2
+
+
 def test_long_runs_keep_their_peaks() -> None:
     lengths = [1.0 + index % 5 / 100 for index in range(20_000)]
     chunks = [512 if index % 100 == 50 else 0 for index in range(20_000)]
@@ -259,6 +285,17 @@ def test_titles_may_hold_anything(tmp_path: Path) -> None:
     assert "$model$" in words(figure)
     assert "second _{line}_ long" in words(figure)
     assert "$HOME '$x$'" in words(figure)
+
+
+def test_long_titles_and_commands_stay_in_the_picture() -> None:
+    engine = "some-company/Model-3.1-405B-Instruct-of-a-long-name, bfloat16, weights int8, KV fp8"
+    title = f"{engine}, graph, NVIDIA H200 141GB HBM3e SXM\nchurn: 256 rows"
+    figure = draw_steps(MIXED, title=title, command="python bench.py --model " + 40 * "abcdefg ")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    assert title in words(figure), "it is whole"
+    for text in figure.texts:
+        assert text.get_window_extent(canvas.get_renderer()).x1 < plot.WIDTH, text.get_text()
 
 
 def test_settings_of_the_process_do_not_show_through(tmp_path: Path) -> None:

@@ -28,8 +28,11 @@ WIDTH, HEIGHT = 1600, 1000
 
 DPI: Final = 100
 FORMATS: Final = ("png", "svg", "pdf")
-_TITLE_COLUMNS: Final = 118
-_COMMAND_COLUMNS: Final = 200
+_TITLE_SIZE, _LEAST_TITLE_SIZE = 16, 11
+_TITLE_COLUMNS: Final = 112
+"""Letters of the full size in a line of the title; longer lines have smaller ones."""
+
+_COMMAND_COLUMNS: Final = 185
 
 
 class PlotError(Exception):
@@ -121,12 +124,14 @@ def draw_steps(
     from .style import plain, write
 
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
+    most = _TITLE_COLUMNS * _TITLE_SIZE // _LEAST_TITLE_SIZE
     lines = [
         line
         for part in title.splitlines()
-        for line in textwrap.wrap(plain(part), _TITLE_COLUMNS, max_lines=1, placeholder=" …")
-    ]
-    write(figure, 0.02, 0.985, "\n".join(lines[:2]), size=16, weight="bold", va="top")
+        for line in textwrap.wrap(plain(part), most, max_lines=1, placeholder=" …")
+    ][:2]
+    size = _TITLE_SIZE * min(1.0, _TITLE_COLUMNS / max(map(len, lines), default=1))
+    write(figure, 0.02, 0.985, "\n".join(lines), size=size, weight="bold", va="top")
     series = series_of(records)
     below = 0.929 if len(lines) > 1 else 0.955
     write(figure, 0.02, below, _described(records, series), size=12, va="top")

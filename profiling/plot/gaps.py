@@ -86,7 +86,8 @@ def draw_gaps(figure: "Figure", series: Series, max_itl_ms: float | None) -> Non
         return
     low, high, log = scale_of(series.gaps, max_itl_ms)
     axes.set_yscale("log" if log else "linear")
-    axes.set_ylim(*((0.8 * low, 2.2 * high) if log else (0, 1.2 * high)))
+    room = max(2.2, (high / low) ** 0.16) if log else 1.2  # for what is written at the longest
+    axes.set_ylim(0.8 * low if log else 0, room * high)
     plain_ticks(axes.yaxis, log=log, ratio=high / low if log else 1.0)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)

@@ -43,15 +43,15 @@ LONG_TAIL: Final = 40
 
 SHORT: Final = {DECODE: "decode steps", CHUNK: "with a chunk", COLLECTION: "collection"}
 
-ROOM_FOR_NAMES: Final = 0.84
-"""Share of the axes up to which the name of a percentile fits to the right of it."""
+NARROWEST: Final = 0.1
+"""Of the longest gap, that a linear axis spans at least: what is all one length looks like that."""
 
 PERCENTILES: Final = (("p50", "-"), ("p90", "-."), ("p99", "--"))
 
 
 def draw_histogram(figure: "Figure", series: Series) -> None:
     """Draw how many gaps have which length, those with a chunk beside the others."""
-    axes = panel(figure, 0.07, 0.105, 0.40, 0.275)
+    axes = panel(figure, 0.07, 0.105, 0.37, 0.275)  # right of it: names of percentiles
     title = (f"ITL histogram, n = {len(series.gaps):,}", INK)
     if not series.gaps:
         head(axes, [title])
@@ -62,7 +62,7 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     values = [gap.ms for gap in series.gaps]
     low, high, log = scale_of(series.gaps, None)
     if not log:
-        low, high = (min(values), high) if min(values) < high else (0.5 * high, 1.5 * high)
+        low, high = _widened(min(values), max(values))
     edges = bin_edges(low, high, BINS, log=log)
     kinds = kinds_of(series.gaps)
     head(axes, [title, *((f"{look.sign} {SHORT[look]}", look.written) for look, _ in kinds)])
@@ -71,6 +71,8 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     _draw_bins(axes, counts, edges)
     tall = fullest >= LONG_TAIL
     axes.set_xscale("log" if log else "linear")
+    if not log:
+        axes.set_xlim(low - 0.04 * (high - low), high + 0.04 * (high - low))
     axes.set_yscale("log" if tall else "linear")
     axes.set_ylim(0.7 if tall else 0, fullest**1.35 if tall else 1.4 * fullest)
     plain_ticks(axes.xaxis, log=log, ratio=high / low if log else 1.0)
@@ -79,6 +81,15 @@ def draw_histogram(figure: "Figure", series: Series) -> None:
     axes.set_axisbelow(True)
     name_axes(axes, x="gap between tokens (ms)", y="gaps")
     _mark_percentiles(axes, Summary.of(values))
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Return ends of a linear axis that holds both; ticks three digits long tell them apart."""
+    missing = NARROWEST * (high or 1.0) - (high - low)
+    if missing <= 0:
+        return low, high
+    low = max(0.0, low - missing / 2)
+    return low, max(high, low + NARROWEST * (high or 1.0))
 
 
 def _draw_bins(axes: "Axes", counts: dict[Look, list[int]], edges: Sequence[float]) -> None:
@@ -103,7 +114,10 @@ def _draw_bins(axes: "Axes", counts: dict[Look, list[int]], edges: Sequence[floa
 
 
 def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
-    """Draw the percentiles that there are enough gaps for, their names one below the other."""
+    """Draw the percentiles that there are enough gaps for, their names one below the other.
+
+    A name is to the right of its line, also beyond the axes: there the lines that follow are lower.
+    """
     for index, (name, style) in enumerate(PERCENTILES):
         value = getattr(summary, name)
         if value is None:
@@ -113,21 +127,19 @@ def _mark_percentiles(axes: "Axes", summary: Summary) -> None:
         axes.axvline(
             value, 0, height, color=INK, linewidth=1.2, linestyle=style, label=text, zorder=2.5
         )
-        place = axes.transAxes.inverted().transform(axes.transData.transform((value, 1)))
-        right = place[0] > ROOM_FOR_NAMES
         axes.annotate(
             text,
             xy=(value, height),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(-5 if right else 5, 0),
+            xytext=(5, 0),
             textcoords="offset points",
-            ha="right" if right else "left",
             va="center",
             fontsize=11,
             fontfamily=FONT,
             color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
             zorder=3,
+            annotation_clip=False,
         )
 
 

@@ -9,8 +9,9 @@ import contextlib
 import shlex
 import sqlite3
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 __all__ = ["ExportError", "Tables", "open_tables"]
@@ -78,7 +79,8 @@ class Tables:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.path = path
         self._connection = connection
-        tables = self.query("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        # No views: nsys makes none, and one may never come to an end.
+        tables = self.query("SELECT name FROM sqlite_master WHERE type = 'table'")
         self._columns: dict[str, frozenset[str]] = {}
         for (table,) in tables:
             quoted = str(table).replace('"', '""')
@@ -89,25 +91,34 @@ class Tables:
     def __contains__(self, table: str) -> bool:
         return table in self._columns
 
-    def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query."""
-        return self._connection.execute(sql).fetchall()
+    def query(self, sql: str, values: Sequence[int] = ()) -> Iterator[tuple[Any, ...]]:
+        """Return the rows of a query, one after the other: there may be millions."""
+        return self._connection.execute(sql, values)
 
-    def select(self, table: str, columns: Sequence[str], order: str) -> Iterator[tuple[Any, ...]]:
+    def select(
+        self,
+        table: str,
+        columns: Sequence[str],
+        order: str,
+        among: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> Iterator[tuple[Any, ...]]:
         """Return rows in an order; None in the place of columns that the table does not have.
 
         Args:
             table: its name; where there is none of it, there are no rows.
             columns: what a row is to hold.
             order: columns, the first the most significant, each with " DESC" behind it or not.
+            among: columns, and what may stand in them; other rows are left out.
         """
         there = self._columns.get(table)
-        if there is None:
+        if there is None or not there.issuperset(among):
             return iter(())
         wanted = ", ".join(f'"{name}"' if name in there else "NULL" for name in columns)
         keys = ", ".join(f'"{name}" {way}'.rstrip() for name, way in _order(order) if name in there)
-        sql = f'SELECT {wanted} FROM "{table}"' + (f" ORDER BY {keys}" if keys else "")
-        return iter(self.query(sql))
+        tests = " AND ".join(f'"{name}" IN ({", ".join("?" * len(among[name]))})' for name in among)
+        sql = f'SELECT {wanted} FROM "{table}"' + (f" WHERE {tests}" if tests else "")
+        sql += f" ORDER BY {keys}" if keys else ""
+        return self.query(sql, [value for values in among.values() for value in values])
 
     def texts(self, table: str, key: str, value: str) -> dict[int, str]:
         """Return a table of texts by their numbers."""

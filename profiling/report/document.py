@@ -168,7 +168,7 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
         names_path: the file of names; None: the one beside the export, if there is one.
 
     Raises:
-        ExportError: see `nsys_export.read_export` and `step_assembly.traced_steps`.
+        ExportError: see `export.read_export` and `assembly.traced_steps`.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
     path = names_path if names_path is not None else names_beside(trace)

@@ -153,21 +153,22 @@ class _Reader:
 
     def ranges(self) -> Iterator[Range]:
         """The ranges of the project's domain: each process has one of its own."""
-        names = ("start", "end", "eventType", "text", "textId", "globalTid", "domainId")
+        kinds = {self._event_type("NvtxPushPopRange"), self._event_type("NvtxStartEndRange")}
+        domains = self._domains()
+        if dictionary.DOMAIN not in domains.values():
+            self._guess_domains(kinds, domains)
+        ours = {number for (_, number), name in domains.items() if name == dictionary.DOMAIN}
+        names = ("start", "end", "text", "textId", "globalTid", "domainId")
         payload = ("int64Value", "jsonText", "jsonTextId", "binaryData")
         order = "start, end DESC, globalTid, textId, text"
-        rows = list(self._tables.select("NVTX_EVENTS", names + payload, order))
-        kinds = {self._event_type("NvtxPushPopRange"), self._event_type("NvtxStartEndRange")}
-        domains = self._domains([row for row in rows if row[2] not in kinds])
-        found = [row for row in rows if row[2] in kinds]
-        if dictionary.DOMAIN not in domains.values():
-            self._guess_domains(found, domains)
+        of_ours = {"eventType": kinds, "domainId": ours}
+        found = self._tables.select("NVTX_EVENTS", names + payload, order, of_ours)
         entries = ("domainId", "schemaId", "idx", "type", "name", "offset")
         payloads = PayloadReader(
             self._tables.select("NVTX_PAYLOAD_SCHEMA_ENTRIES", entries, ", ".join(entries[:3]))
         )
         text, integer = self._tables.text, self._tables.integer
-        for start, end, _, message, text_id, thread, domain, value, json, json_id, blob in found:
+        for start, end, message, text_id, thread, domain, value, json, json_id, blob in found:
             process = process_of(integer(thread, "globalTid of a range"))
             if domains.get((process, domain), domains.get((None, domain))) != dictionary.DOMAIN:
                 continue
@@ -180,25 +181,26 @@ class _Reader:
                 payloads.numbers(text(json, json_id) or None, blob),
             )
 
-    def _domains(self, rows: Iterable[tuple[Any, ...]]) -> dict[tuple[int | None, Any], str]:
+    def _domains(self) -> dict[tuple[int | None, int], str]:
         """The names of domains by process and number; of all processes where none is told."""
-        created = self._event_type("NvtxDomainCreate")
-        domains: dict[tuple[int | None, Any], str] = {}
-        for _, _, kind, text, text_id, thread, domain, *_ in rows:
-            if kind == created:
+        columns = ("globalTid", "domainId", "text", "textId")
+        created = {"eventType": {self._event_type("NvtxDomainCreate")}}
+        domains: dict[tuple[int | None, int], str] = {}
+        for thread, domain, *text in self._tables.select("NVTX_EVENTS", columns, "start", created):
+            if isinstance(domain, int):
                 process = process_of(thread) if isinstance(thread, int) else None
-                domains[process, domain] = self._tables.text(text, text_id)
+                domains[process, domain] = self._tables.text(*text)
         return domains
 
-    def _guess_domains(
-        self, rows: Iterable[tuple[Any, ...]], domains: dict[tuple[int | None, Any], str]
-    ) -> None:
+    def _guess_domains(self, kinds: set[int], domains: dict[tuple[int | None, int], str]) -> None:
         """Name domains that were created before the profile began by what is in them."""
         messages: dict[tuple[int, int], set[str]] = defaultdict(set)
-        for _, _, _, text, text_id, thread, domain, *_ in rows:
+        columns = ("globalTid", "domainId", "text", "textId")
+        of_kinds = {"eventType": kinds}
+        for thread, domain, *text in self._tables.select("NVTX_EVENTS", columns, "start", of_kinds):
             # 0 is the domain of ranges without one.
             if isinstance(thread, int) and isinstance(domain, int) and domain:
-                messages[process_of(thread), domain].add(self._tables.text(text, text_id))
+                messages[process_of(thread), domain].add(self._tables.text(*text))
         guessed = [
             key
             for key, found in messages.items()

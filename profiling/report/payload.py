@@ -22,6 +22,9 @@ _FORMATS: Final = {
 """NVTX_PAYLOAD_ENTRY_TYPE_* of whole numbers: of the C types on 64-bit Linux, of fixed sizes from
 11 on, and `size_t`."""
 
+_MOST_BITS: Final = 64
+"""Of a number of NVTX; one of JSON may have thousands of digits."""
+
 _MOST_NESTED: Final = 8
 """Objects in objects of JSON that are looked into: a hostile file may have a million."""
 
@@ -75,7 +78,11 @@ def _of_json(text: str) -> dict[str, int]:
         inner: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                numbers = {name: n for name, n in value.items() if type(n) is int}
+                numbers = {
+                    name: n
+                    for name, n in value.items()
+                    if type(n) is int and n.bit_length() <= _MOST_BITS
+                }
                 if numbers:
                     return numbers
                 inner.extend(value.values())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ..markdown import aligned
 from ..stats import Summary
 from .comparison import Change
 from .document import Report
@@ -65,8 +66,18 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
     lines = [f"# {new.trace} against {old.trace}", ""]
     if new.graph_trace != old.graph_trace:
         modes = " and ".join(str(report.graph_trace or "none") for report in (old, new))
-        lines += [f"- note: CUDA graphs were traced differently ({modes}): tracing changes times"]
-        lines.append("")
+        lines.append(
+            f"- note: CUDA graphs were traced differently ({modes}): tracing changes times"
+        )
+    else:
+        lines.append(f"- {_TRACING[new.graph_trace]}")
+    for what in ("model", "device"):
+        values = [getattr(report, what) for report in (old, new)]
+        if all(values) and values[0] != values[1]:
+            lines.append(f"- note: of another {what}: {values[0]}, now {values[1]}")
+    for which, report in (("old", old), ("new", new)):
+        lines += [f"- note on the {which} one: {note}" for note in report.notes]
+    lines.append("")
     both = [c for c in changes if c.old_us is not None and c.new_us is not None]
     cells = [
         (
@@ -80,7 +91,7 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
         )
         for change in both
     ]
-    lines += _table(CHANGES, cells, 3) if cells else ["- the two have nothing in common"]
+    lines += aligned(CHANGES, cells, 3) if cells else ["- the two have nothing in common"]
     for where, report in (("old", old), ("new", new)):
         alone = [c for c in changes if (c.new_us if where == "old" else c.old_us) is None]
         if alone:
@@ -113,7 +124,7 @@ def _cases(report: Report) -> list[str]:
         )
         for case in report.cases
     ]
-    return _table(CASES, cells, 1)
+    return aligned(CASES, cells, 1)
 
 
 def _parts(parts: Sequence[Part]) -> list[str]:
@@ -139,7 +150,7 @@ def _parts(parts: Sequence[Part]) -> list[str]:
             rest = sum(part.share for part in rows[len(shown) :])
             more = f"({len(rows) - len(shown)} more: --json)"
             cells.append((phase, more, "-", "-", "-", "-", f"{rest:.1%}", "-"))
-    return _table(PARTS, cells, 2)
+    return aligned(PARTS, cells, 2)
 
 
 def _steps(report: Report) -> list[str]:
@@ -165,25 +176,9 @@ def _steps(report: Report) -> list[str]:
     if len({row.thread for row in report.steps}) > 1:
         head = ("thread", *head)
         cells = [(str(row.thread), *line) for row, line in zip(rows, cells, strict=True)]
-    lines = _table(head, cells, 0)
+    lines = aligned(head, cells, 0)
     left = len(report.steps) - len(rows)
     return lines + (["", f"{left:,} more: --csv FILE holds them all"] if left else [])
-
-
-def _table(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
-    """The lines of a Markdown table; the first `text_columns` are aligned to the left."""
-    escaped = [[" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in cells]
-    widths = [max(map(len, column)) for column in zip(head, *escaped, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return [line(row) for row in (head, rule, *escaped)]
 
 
 def _percentiles(summary: Summary | None) -> str:

@@ -1,26 +1,10 @@
-"""Cells that tables of several measurements have, and how a table is laid out as Markdown."""
+"""Cells that tables of several measurements have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["aligned", "engine_cells", "median", "percentiles", "roofline", "share"]
-
-
-def aligned(head: Sequence[str], cells: Sequence[Sequence[str]], text_columns: int) -> list[str]:
-    """Return the lines of a Markdown table; the first `text_columns` are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return [line(row) for row in (head, rule, *cells)]
+__all__ = ["engine_cells", "median", "percentiles", "roofline", "share"]
 
 
 def engine_cells(entry: dict[str, Any]) -> tuple[str, ...]:

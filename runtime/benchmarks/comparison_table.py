@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .cells import aligned
+from ...profiling.markdown import aligned
 from .comparison import slower_than
 
 __all__ = ["comparison_text", "describe_case"]

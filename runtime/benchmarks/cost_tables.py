@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ...cache.benchmark import OperationCost
 from ...profiling.kernel_costs import KernelCost
-from .cells import aligned, percentiles
+from ...profiling.markdown import aligned
+from .cells import percentiles
 from .host import HostCost
 
 __all__ = ["cache_table", "host_table", "step_table"]

@@ -73,9 +73,10 @@ def _form(device: str) -> Literal["cuda", "cpu"]:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run a command; return its exit status, of one that a signal ended as a shell tells it."""
+    """Run nsys; return its exit status, of one that a signal ended as a shell tells it."""
     try:
-        status = subprocess.run(command, check=False).returncode
+        environment = nsys.environment_of_nsys()
+        status = subprocess.run(command, check=False, env=environment).returncode
     except OSError as error:
         print(f"bench.py: error: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return CANNOT_RUN

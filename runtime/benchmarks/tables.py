@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...profiling.markdown import aligned
 from . import steady_rows
-from .cells import aligned
 from .comparison_table import comparison_text
 from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
