@@ -50,9 +50,7 @@ class Machine:
         work()
         return peak_of(self.launched[-1])
 
-    def measure(
-        self, monkeypatch: pytest.MonkeyPatch, masks: int, *, have_run: bool = True
-    ) -> Any:
+    def measure(self, monkeypatch: pytest.MonkeyPatch, masks: int, *, have_run: bool = True) -> Any:
         monkeypatch.setattr(memory_measurement, "peak_bytes", self.peak_bytes)
         monkeypatch.setattr(
             memory_measurement, "time", SimpleNamespace(thread_time=lambda: self.now)
