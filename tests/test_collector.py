@@ -15,18 +15,22 @@ from .listeners import Heard
 
 
 @pytest.fixture(autouse=True)
-def no_automatic_collection() -> Iterator[None]:
-    gc.collect()  # engines that other tests dropped
-    assert collector._watches == []
-    before = gc.callbacks.copy()
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody else watches, and the collector runs when it is called."""
+    others = gc.callbacks.copy()
+    before = [callback for callback in others if callback is not collector._on_collection]
+    gc.callbacks[:] = before
+    monkeypatch.setattr(collector, "_watches", [])  # engines that other tests have open
+    gc.collect()
     gc.disable()
     gc.freeze()  # so that a collection looks at what the test makes, and at nothing else
     yield
     gc.collect()
     gc.unfreeze()
     gc.enable()
-    assert gc.callbacks == before
-    assert collector._watches == []
+    left = gc.callbacks.copy(), collector._watches
+    gc.callbacks[:] = others
+    assert left == (before, [])
 
 
 def make_cycles(count: int) -> None:
