@@ -43,6 +43,7 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
+from stepgraph.runtime.benchmarks.caveats import warnings
 from stepgraph.runtime.benchmarks.compared import read_results
 from stepgraph.runtime.benchmarks.comparison import compare, slower_than
 from stepgraph.runtime.benchmarks.comparison_table import comparison_text, describe_case
@@ -54,7 +55,6 @@ from stepgraph.runtime.benchmarks.outputs import write_text
 from stepgraph.runtime.benchmarks.profile import ProfileRun, run_nsys
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
-from stepgraph.runtime.benchmarks.steady_rows import warnings
 from stepgraph.runtime.benchmarks.tables import markdown_table, remarks, rich_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.memory_report import explain_memory

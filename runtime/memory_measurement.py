@@ -127,16 +127,26 @@ class CapturePeaks:
 
 
 def measure_steps(
-    runner: Runner, kernels: Kernels, captured: CapturePeaks | None = None
+    runner: Runner,
+    kernels: Kernels,
+    captured: CapturePeaks | None = None,
+    *,
+    have_run: bool = True,
 ) -> StepMemory:
     """Measure activations, attention masks and logits of a prepared runner that is idle.
 
-    `captured` has watched the preparation of steps that are replayed.
+    Args:
+        runner: whose steps are run.
+        kernels: what they run.
+        captured: has watched the preparation of steps that are replayed.
+        have_run: whether every step has run when it was prepared. Else each runs once unseen: what
+            libraries keep of a shape from its first run on (code, plans, workspaces) is megabytes,
+            not the step's, and would grow with the steps that its peak is continued to.
     """
     if captured is not None:
         return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
     try:
-        peaks = _watch_steps(runner, kernels)
+        peaks = _watch_steps(runner, kernels, have_run)
     except _UnreadablePeakError:
         remarks = dict.fromkeys(("activations", "logits"), _UNREADABLE)
         if kernels.masks:
@@ -145,7 +155,7 @@ def measure_steps(
     return _terms(peaks, runner.sizes, kernels)
 
 
-def _watch_steps(runner: Runner, kernels: Kernels) -> dict[StepKey, int]:
+def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepKey, int]:
     """Run the steps above; return their peaks. Raises `_UnreadablePeakError`."""
     sizes = runner.sizes
     peaks: dict[StepKey, int] = {}
@@ -154,7 +164,7 @@ def _watch_steps(runner: Runner, kernels: Kernels) -> dict[StepKey, int]:
         runner.library.launch(key)
 
     def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
-        measured = _measure_series(keys, launch, runner.device, seconds)
+        measured = _measure_series(keys, launch, runner.device, seconds, have_run)
         peaks.update({key: peak for key, (peak, _) in measured.items()})
         return {key: took for key, (_, took) in measured.items()}
 
@@ -198,16 +208,19 @@ def _measure_series(
     launch: Callable[[StepKey], None],
     device: torch.device,
     left: float,
+    have_run: bool,
 ) -> dict[StepKey, tuple[int, float]]:
     """Peak and seconds of the first step and of the largest ones that are done in `left` seconds.
 
-    `keys` differ in size or in width, ascending, and no step takes longer than in proportion.
-    Raises `_UnreadablePeakError`.
+    Runs that are not watched come on top of those. `keys` differ in size or in width, ascending,
+    and no step takes longer than in proportion. Raises `_UnreadablePeakError`.
     """
     peaks: dict[StepKey, tuple[int, float]] = {}
     index = 0
     while True:
         key = keys[index]
+        if not have_run:
+            launch(key)
         began = time.thread_time()  # of this thread: other processes do not count
         peak = peak_bytes(lambda key=key: launch(key), device)  # type: ignore[misc]
         seconds = time.thread_time() - began

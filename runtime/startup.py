@@ -176,7 +176,8 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         with _preparation_bar(shown=progress) as report:
             runner.prepare(report if captured is None else _both(report, captured))
     with log.phase("measure"):
-        step_memory = measure_steps(runner, kernels, captured)
+        have_run = resolved.mode != "eager"
+        step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
     tokenizer = None if found.directory is None else load_tokenizer(found.directory)
     parts = EngineParts(
         resolved,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,17 @@ CPU = torch.device("cpu")
 SCHEMA = json.loads(
     (Path(__file__).resolve().parent.parent / "docs" / "benchmark.schema.json").read_text()
 )
-ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-iters 2"
-ARGUMENTS += " --baseline transformers"
+ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-warmup 0"
+ARGUMENTS += " --baseline transformers --num-iters"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> Iterator[None]:
+    """Each run and each end of transformers' batching collects garbage, twice."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def test_steps_of_the_whole_batch() -> None:
@@ -201,7 +211,7 @@ def test_without_transformers_nothing_is_measured(
     else:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     file = tmp_path / "a.json"
-    assert run_bench(monkeypatch, f"{ARGUMENTS} --output-json {file}") == 1
+    assert run_bench(monkeypatch, f"{ARGUMENTS} 1 --output-json {file}") == 1
     captured = capsys.readouterr()
     assert re.fullmatch(f"bench.py: error: .*{message}.*\n", captured.err), captured.err
     assert captured.out == ""
@@ -218,7 +228,7 @@ def test_the_benchmark_takes_turns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.json"
-    arguments = f"{ARGUMENTS} --dtype float32 --output-json {file}"
+    arguments = f"{ARGUMENTS} 2 --dtype float32 --output-json {file}"
     assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
     jsonschema.validate(document, SCHEMA)
@@ -242,7 +252,7 @@ def test_a_failing_method_is_a_dash(
 
     monkeypatch.setattr(ContinuousBatching, "prepare", fail)
     file = tmp_path / "a.json"
-    assert run_bench(monkeypatch, f"{ARGUMENTS} --output-json {file}") == 0
+    assert run_bench(monkeypatch, f"{ARGUMENTS} 1 --output-json {file}") == 0
     captured = capsys.readouterr()
     assert "continuous is left out: of no such kind" in captured.err
     document = json.loads(file.read_text())
@@ -253,6 +263,6 @@ def test_a_failing_method_is_a_dash(
     assert cells[-6:-3] == ("-", "-", "-")
     assert cells[-3] != "-"
     monkeypatch.setattr(StaticGenerate, "prepare", fail)
-    assert run_bench(monkeypatch, ARGUMENTS) == 1
+    assert run_bench(monkeypatch, f"{ARGUMENTS} 1") == 1
     message = "continuous: of no such kind; static: of no such kind\n"
     assert capsys.readouterr().err.endswith(message)

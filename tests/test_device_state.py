@@ -337,19 +337,29 @@ def test_the_benchmark_tells_what_held_the_device_back(
 
 @pytest.mark.parametrize(
     "scenario",
-    ["interference --input-len 32", "churn --output-len 4"],
+    [
+        "interference --input-len 32 --num-steps 30",
+        "churn --output-len 4 --num-steps 30",
+        "prefix --input-len 48 --output-len 3 --num-warmup 0 --num-iters 1",
+        "memory --input-len 16 --output-len 8 --num-steps 30 --num-warmup 0 --num-iters 1",
+    ],
 )
 def test_scenarios_tell_the_state(
-    scenario: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    scenario: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nvml = FakeNvml(TWO)
-    monkeypatch.setattr(DeviceMonitor, "of", lambda device: DeviceMonitor(nvml, TWO))
+    card = dataclasses.replace(TWO, reasons=0x8)
+    nvml = FakeNvml(card)
+    monkeypatch.setattr(DeviceMonitor, "of", lambda device: DeviceMonitor(nvml, card))
     file = tmp_path / "a.json"
-    arguments = f"--scenario {scenario} --mode eager --batch-size 2 --num-steps 30"
+    arguments = f"--scenario {scenario} --mode eager --batch-size 2"
     assert run_bench(monkeypatch, f"{arguments} --output-json {file}") == 0
     document = json.loads(file.read_text())
     for entry in document[scenario.split()[0]]:
         assert entry["device_state"]["after"]["sm_mhz"] == 1980
+    assert "clocks were held down (hw_slowdown)" in capsys.readouterr().err
 
 
 def test_the_names_of_reasons_are_those_of_the_driver() -> None:

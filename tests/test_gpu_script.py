@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import subprocess
@@ -77,6 +78,7 @@ def test_the_summary_compares_with_the_aims(script: ModuleType) -> None:
             "8 steps in a launch": one_part(0.56),
             "kernel tests": {"failed": 0, "passed": 9},
             "gpu tests": {"failed": 0, "passed": 0},
+            "trace": {"trace": {"kernels": 400, "unnamed": {"memset": 4, "fill": 1}}},
             "parts": {name: {"status": "done"} for name in ("kernel tests", "gpu tests")},
         },
     )
@@ -100,7 +102,43 @@ def test_the_summary_compares_with_the_aims(script: ModuleType) -> None:
         "Llama-3.2-1B, batch 1, tuned": ("not measured", "-"),
         "tests of kernels that fail": ("0", "yes"),
         "tests for CUDA that fail": ("not measured", "-"),  # all were skipped
+        "kernels of a captured step without a name": ("5", "no"),
     }
+
+
+def test_kernels_without_a_name_are_counted(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def kernel(name: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": "kernel", "name": name, "args": {"step": 3, **args}}
+
+    events = [
+        kernel("layer 0/qkv_linear", operation="qkv_linear", layer=0),
+        kernel("final_norm", operation="final_norm"),
+        kernel("other", operation="other"),
+        kernel("fill"),
+        kernel("fill"),
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy"},
+        {"ph": "X", "name": "step"},
+    ]
+    (tmp_path / "scratch").mkdir()
+    written = tmp_path / "scratch" / "trace.trace.json.gz"
+    (part,) = [part for part in script.parts(written.parent, False) if part.name == "trace"]
+    (tmp_path / "scratch" / "result.json").write_text('{"cases": []}')
+    run = script.Run(tmp_path, False, time.monotonic())
+    for found, expected in (
+        (events, {"kernels": 5, "unnamed": {"other": 1, "fill": 2}}),
+        (events[:2], {"kernels": 2, "unnamed": {}}),
+        ([], {"kernels": 0, "unnamed": {}}),
+    ):
+        written.write_bytes(gzip.compress(json.dumps({"traceEvents": found}).encode()))
+        document = run.document(part, tmp_path / "scratch" / "result.json", "")
+        assert document == {"cases": [], "trace": {"bytes": written.stat().st_size, **expected}}
+        assert (tmp_path / written.name).read_bytes() == written.read_bytes()
+        measured = {0: "not measured", 2: "0", 5: "3"}[len(found) and expected["kernels"]]
+        row = "kernels of a captured step without a name"
+        assert shown(script, {"trace": document})[row][0] == measured
+    assert "without a name" not in script.summary({}, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -233,3 +271,4 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert all(b["speedup"] > 0 for b in document["baseline"]["cases"][1]["baselines"])
     assert "| not measured | - |" in done.stdout
     assert (tmp_path / "summary.md").read_text().startswith("Dry run")
+    assert document["trace"]["trace"]["bytes"] == (tmp_path / "trace.trace.json.gz").stat().st_size

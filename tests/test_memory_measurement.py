@@ -50,13 +50,13 @@ class Machine:
         work()
         return peak_of(self.launched[-1])
 
-    def measure(self, monkeypatch: pytest.MonkeyPatch, masks: int) -> Any:
+    def measure(self, monkeypatch: pytest.MonkeyPatch, masks: int, *, have_run: bool = True) -> Any:
         monkeypatch.setattr(memory_measurement, "peak_bytes", self.peak_bytes)
         monkeypatch.setattr(
             memory_measurement, "time", SimpleNamespace(thread_time=lambda: self.now)
         )
         kernels = cast(Kernels, SimpleNamespace(masks=masks))
-        return measure_steps(cast(Runner, self), kernels)
+        return measure_steps(cast(Runner, self), kernels, have_run=have_run)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.2])
@@ -70,6 +70,26 @@ def test_terms_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None
     assert machine.now < 4 * 0.12 + seconds
     if seconds < 0.01:
         assert not memory.notes
+
+
+def test_what_the_first_run_of_a_shape_leaves_behind_is_not_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, kept = Machine(0.6), 3 << 20
+
+    def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+        before = list(machine.launched)
+        work()
+        key = machine.launched[-1]
+        return peak_of(key) + kept * (key not in before)
+
+    monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
+    memory = machine.measure(monkeypatch, masks=0, have_run=False)
+    assert "from steps of up to" in memory.notes["activations"]  # what is continued
+    by_tokens = peak_of(StepKey("prefill", TOKENS, NARROW, full_sampler=False))
+    assert memory.measured["activations"] == pytest.approx(by_tokens, rel=0.02)
+    assert memory.measured["logits"] == ROWS * PER_ROW
+    assert machine.now < 2 * (4 * 0.06 + 0.2)
 
 
 def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_defaults_follow_the_scenario() -> None:
     assert (options.batch_size, options.input_len) == ([8], [128, 512, 1024])
     assert (options.output_len, options.num_steps, options.num_iters) == ([128], 100, 3)
     options = parse_arguments(["--scenario", "prefix", "--num-iters", "5"])
-    assert (options.batch_size, options.input_len, options.output_len) == ([8], [1024], [32])
+    assert (options.batch_size, options.input_len, options.output_len) == ([8], [512], [32])
     assert (options.num_warmup, options.num_iters) == (1, 5)
 
 

@@ -85,7 +85,9 @@ def test_both_engines_get_the_same_prompts_in_turns(
     real = prefix._serve
     monkeypatch.setattr(prefix, "_serve", serve)
     off, on = open_pair("base", CASE)
-    prefix.measure_prefix(off, on, CASE, num_warmup=0, num_iters=3, seed=0)
+    prefix.measure_prefix(off, on, CASE, num_warmup=2, num_iters=3, seed=0)
+    assert [engine for engine, _ in served[:4]] == [off, off, on, on]  # a wave each
+    del served[:4]
     turns = [engine for engine, _ in served[::NUM_PREFIXES]]
     assert turns == [off, on, on, off, off, on]
     of_off, of_on = ([w for engine, w in served if engine is which] for which in (off, on))

@@ -17,10 +17,11 @@ from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.benchmarks import run_steady, shares
 from stepgraph.runtime.benchmarks import steady as steady_module
+from stepgraph.runtime.benchmarks.caveats import warnings
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
 from stepgraph.runtime.benchmarks.shares import share_memory
-from stepgraph.runtime.benchmarks.steady_rows import COLUMNS, warnings
+from stepgraph.runtime.benchmarks.steady_rows import COLUMNS
 from stepgraph.runtime.benchmarks.turns import spread, take_turns
 
 from .bench_rig import run_bench
@@ -293,6 +294,25 @@ def test_cases_that_are_too_noisy_are_named():
     assert "1 of 2 cases" in line
     assert "m bfloat16 eager 1 x 8 x 4 (5.0%)" in line
     assert "compile" not in line
+
+
+def test_engines_that_share_and_those_that_lack_blocks_are_named_as_well():
+    entry = case_with(0.2, "compile")
+    prefix = {"cases": [], "prefix": [entry | {"unshared": {"spread": 0.01}}]}
+    (line,) = warnings(prefix)
+    assert line.endswith(
+        "1 of 2 cases lie more than 5% apart (spread): m bfloat16 compile 1 x 8 x 4 on (20.0%)"
+    )
+    runs = [
+        {"preemption": name, "spread": spread, "input_len": 8, "output_len": 4}
+        for name, spread in (("none", None), ("recompute", 0.06), ("swap", 0.05))
+    ]
+    rows = {name: value for name, value in entry.items() if not name.endswith("_len")}
+    (line,) = warnings({"cases": [], "memory": [rows | {"scarcity": runs}]})
+    assert line.endswith(
+        "1 of 3 cases lie more than 5% apart (spread):"
+        " m bfloat16 compile 1 x 8 x 4 recompute (6.0%)"
+    )
 
 
 def test_modes_without_turns_are_named():

@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..models.config import ModelConfig
 from ..request import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, mean_roofline
-from .environment import describe_engine
+from .environment import describe_budget, describe_engine
 from .workload import abort_all, greedy, random_prompts
 
 __all__ = ["ChurnCase", "churn_to_json", "measure_churn"]
@@ -167,7 +167,8 @@ def churn_to_json(
     """
     case = measured.case
     return {
-        **describe_engine(engine, case.model, max_itl_ms),
+        **describe_engine(engine, case.model),
+        **describe_budget(engine, max_itl_ms),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
         "output_len": case.output_len,

@@ -15,7 +15,7 @@ import torch
 from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
 
-__all__ = ["describe_engine", "describe_environment", "dtype_names"]
+__all__ = ["describe_budget", "describe_engine", "describe_environment", "dtype_names"]
 
 
 def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -52,19 +52,21 @@ def dtype_names(engine: Engine) -> dict[str, str]:
     }
 
 
-def describe_engine(engine: Engine, model: str, max_itl_ms: float | None) -> dict[str, Any]:
+def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
     """Return what the entries of scenarios begin with."""
-    stats = engine.stats()
     return {
         "model": model,
         **dtype_names(engine),
         "mode": engine.config.mode,
         "device": str(engine.config.device),
-        "max_itl_ms": max_itl_ms,
         "prefill_chunk": engine.config.user.prefill_chunk,
-        "fallbacks": stats["fallbacks"],
-        "step_budget": stats["step_budget"],
+        "fallbacks": engine.stats()["fallbacks"],
     }
+
+
+def describe_budget(engine: Engine, max_itl_ms: float | None) -> dict[str, Any]:
+    """Return what the entries of scenarios say whose steps may have a time budget."""
+    return {"max_itl_ms": max_itl_ms, "step_budget": engine.stats()["step_budget"]}
 
 
 def _device_name(device: torch.device) -> str:

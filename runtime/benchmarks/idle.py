@@ -22,8 +22,7 @@ from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import StepgraphError
-from ..sampling_params import SamplingParams
-from .workload import random_prompts
+from .workload import abort_all, greedy, random_prompts
 
 __all__ = ["main", "measure_idle", "uncovered_us"]
 
@@ -54,8 +53,7 @@ def measure_idle(
     """
     (prompt,) = random_prompts(engine.model_config, 1, input_len, seed)
     tokens = longest_sequence(input_len, num_steps) - input_len
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    request_id = engine.add_request(prompt, params)
+    request_id = engine.add_request(prompt, greedy(tokens))
     decoded = 0
     while decoded < SETTLING_STEPS:
         decoded += len(engine.step())
@@ -66,9 +64,7 @@ def measure_idle(
             engine.step()
 
     events = (trace or _trace)(decode)
-    engine.abort(request_id)
-    while engine.has_unfinished():
-        engine.step()
+    abort_all(engine, [request_id])
     found = uncovered_us(events)[SETTLING_STEPS:]
     if len(found) < num_steps:
         raise StepgraphError(
@@ -127,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-steps", type=int, default=50, help="gaps to measure")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("idle_benchmark: error: there is no CUDA device", file=sys.stderr)
+        print("idle: error: there is no CUDA device", file=sys.stderr)
         return 1
     config = EngineConfig(
         device="cuda",
@@ -143,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 engine, input_len=options.input_len, num_steps=options.num_steps, seed=0
             )
     except StepgraphError as error:
-        print(f"idle_benchmark: error: {error}", file=sys.stderr)
+        print(f"idle: error: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"model": options.model, "uncovered_us": Summary.of(gaps).to_json()}))
     return 0

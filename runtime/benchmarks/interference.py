@@ -18,7 +18,7 @@ from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..request import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, mean_roofline, steps_under_way
-from .environment import describe_engine
+from .environment import describe_budget, describe_engine
 from .workload import abort_all, greedy, random_prompts
 
 __all__ = ["InterferenceCase", "interference_to_json", "measure_interference"]
@@ -217,7 +217,8 @@ def interference_to_json(
     case, itl = measured.case, Summary.of(measured.itl_ms)
     decode = Summary.of(measured.decode_step_ms)
     return {
-        **describe_engine(engine, case.model, max_itl_ms),
+        **describe_engine(engine, case.model),
+        **describe_budget(engine, max_itl_ms),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
         "steps": case.num_steps,

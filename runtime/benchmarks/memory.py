@@ -257,7 +257,7 @@ def to_json(
     plan, blocks = engine.memory_plan, engine.stats()["blocks"]
     block_bytes = plan.cache // plan.num_blocks
     return {
-        **describe_engine(engine, case.model, None),
+        **describe_engine(engine, case.model),
         "batch_size": case.batch_size,
         "memory": engine.stats()["memory"],
         "process_bytes": {

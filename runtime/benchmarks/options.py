@@ -76,7 +76,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "churn": {"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
     "prefix": {
         "batch_size": [8],
-        "input_len": [1024],
+        "input_len": [512],
         "output_len": [32],
         "num_warmup": 1,
         "num_iters": 3,
@@ -222,7 +222,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--input-len",
         nargs="+",
         type=_positive,
-        help="tokens of a prompt (default: 128 1024; interference and prefix 1024; memory 128 512"
+        help="tokens of a prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512"
         " 1024; churn 256 at most)",
     )
     parser.add_argument(

@@ -170,7 +170,8 @@ def measure_prefix(
 ) -> tuple[PrefixRun, PrefixRun]:
     """Run a case on two idle engines in turns, the second with a prefix cache.
 
-    Every repetition has new prompts, the same for both, and forgets what was cached before.
+    Every repetition has new prompts, the same for both, and forgets what was cached before. One
+    prefix and its wave are a warm-up.
 
     Raises:
         RequestError: the sequences do not fit the engines.
@@ -178,7 +179,8 @@ def measure_prefix(
     runs = (PrefixRun(unshared, case, seed), PrefixRun(shared, case, seed))
     for run in runs:
         for _ in range(num_warmup):
-            PrefixRun(run.engine, case, seed).repeat()
+            warm_up = PrefixRun(run.engine, case, seed)
+            _serve(warm_up, _waves(run.engine.model_config, case, seed)[0])
     take_turns([run.repeat for run in runs], num_iters)
     return runs
 
@@ -192,7 +194,7 @@ def to_json(unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float) -> dict
     found, asked = shared.counted["hit_tokens"], shared.counted["queried_tokens"]
     ours, theirs = shared.to_json(), unshared.to_json()
     return {
-        **describe_engine(shared.engine, case.model, None),
+        **describe_engine(shared.engine, case.model),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
         "output_len": case.output_len,

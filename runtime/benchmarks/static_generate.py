@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .continuous import Decoded
 from .hf_config import BaselineError, import_transformers
 
 __all__ = ["StaticGenerate"]
@@ -23,9 +24,6 @@ _WARM_STEPS = 4
 """Decode steps, at least, before any counts: compiling, capturing and the first replays."""
 _MOST_SHAPES = 64
 """For which decoding is compiled before it would silently fall back to what is not compiled."""
-
-Decoded = tuple[list[float], list[list[int]]]
-"""Milliseconds of each step of the whole batch, and the tokens of each prompt."""
 
 
 class _TokenTimes:

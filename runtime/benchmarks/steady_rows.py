@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...profiling.device_state import describe_throttling
 from .cells import percentiles
-from .turns import SPREAD_LIMIT
 
-__all__ = ["COLUMNS", "baseline_columns", "columns", "rows", "warnings"]
+__all__ = ["COLUMNS", "baseline_columns", "columns", "rows"]
 
 COLUMNS = (
     "model",
@@ -57,45 +55,6 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
         (*_row(case), *(cell for method in methods for cell in _baseline_cells(case, method)))
         for case in document["cases"]
     ]
-
-
-def warnings(document: dict[str, Any]) -> list[str]:
-    """Return what of the cases is to be read with care: noise, missing turns, throttling."""
-    cases = document["cases"]
-    noisy = [case for case in cases if (case["spread"] or 0.0) > SPREAD_LIMIT]
-    lines = []
-    if noisy:
-        named = ", ".join(f"{_name(case)} ({case['spread']:.1%})" for case in noisy)
-        lines.append(
-            f"Warning: the repetitions of {len(noisy)} of {len(cases)} cases lie more than"
-            f" {SPREAD_LIMIT:.0%} apart (spread): {named}"
-        )
-    # Where the modes of a kind did not fit together, none of its cases took turns.
-    kinds = {_kind(case): case["interleaved"] for case in cases}
-    modes = {kind: {c["mode"] for c in cases if _kind(c) == kind} for kind in kinds}
-    apart = [kind for kind, turns in kinds.items() if not turns and len(modes[kind]) > 1]
-    if apart:
-        named = ", ".join(" ".join(dict.fromkeys(kind)) for kind in apart)
-        lines.append(
-            "Warning: modes ran one after the other, as they do not fit into memory together, so"
-            f" what disturbed the machine may have met one of them alone: {named}"
-        )
-    for case in cases:
-        state = case["device_state"]
-        held = state and describe_throttling(state["before"], state["after"])
-        if held:
-            lines.append(f"Warning: {_name(case)}: {held}")
-    return lines
-
-
-def _kind(case: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(case[name] for name in ("model", "dtype", "weight_dtype", "kv_dtype"))
-
-
-def _name(case: dict[str, Any]) -> str:
-    names = (*dict.fromkeys(_kind(case)), case["mode"])
-    sizes = (case["batch_size"], case["input_len"], case["output_len"])
-    return f"{' '.join(names)} {' x '.join(map(str, sizes))}"
 
 
 def _methods(document: dict[str, Any]) -> list[str]:

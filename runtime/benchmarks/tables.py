@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ...profiling.markdown import aligned
 from . import steady_rows
+from .caveats import warnings
 from .comparison_table import comparison_text
 from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
@@ -61,7 +62,7 @@ def markdown_table(document: dict[str, Any]) -> str:
 
 def remarks(document: dict[str, Any]) -> list[str]:
     """Return what stands below the table and its caption: warnings and the comparison."""
-    lines = [line for warning in steady_rows.warnings(document) for line in ("", warning)]
+    lines = [line for warning in warnings(document) for line in ("", warning)]
     if "comparison" in document:
         lines += ["", comparison_text(document["comparison"])]
     return lines
