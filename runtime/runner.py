@@ -94,7 +94,7 @@ class Runner:
                 self.max_prefill_rows,
                 model.config.vocab_size,
                 user.steps_per_launch,
-                pinned=device.type == "cuda",
+                device=device,
             )
         self._arena = arena
         self.host_arena = host

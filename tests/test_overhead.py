@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
@@ -17,6 +18,7 @@ from stepgraph.runtime.benchmarks.instrumentation import (
     instrumentation_line,
     instrumentation_to_json,
 )
+from stepgraph.runtime import launch
 from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, Launch
 
 from .fake_graphs import FakeEvent, FakeStream
@@ -58,11 +60,12 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) ->
     trace = Trace(monkeypatch)
     if beside_host:
         outputs, stream = (
-            HostOutputs(5, rig.runner.max_prefill_rows, 1024, pinned=False),
+            HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu")),
             FakeStream(),
         )
         pairs = [(FakeEvent(stream), FakeEvent(stream)) for _ in range(OUTPUT_SETS)]
         outputs._events = pairs  # type: ignore[assignment]
+        monkeypatch.setattr(launch, "current_stream", lambda device: stream)
         rig.runner._outputs = outputs
     for _ in range(WARM):
         rig.loop.step()
