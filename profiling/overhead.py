@@ -78,7 +78,6 @@ def instrument_steps(
                 pass
             planned = clock()
             with emitter.span(ranges.LAUNCH, _ROWS):
-                clock()
                 if begin is not None:
                     begin()
                 with emitter.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0):
@@ -89,8 +88,9 @@ def instrument_steps(
                     device_ns = clock() - worked
             launched = clock()
             with emitter.span(ranges.COMMIT, number):
-                waiting = clock()
-                waited = clock() - waiting
+                waiting = 0 if elapsed_ns is None else clock()
+                arrived = clock()
+                waited = 0 if elapsed_ns is None else arrived - waiting
                 if elapsed_ns is not None:
                     timeline.set_device_ns(number - 1, elapsed_ns())
             timeline.record(

@@ -130,9 +130,13 @@ def test_a_listener_that_fails_breaks_nothing_and_hears_no_more(
     at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, heard = Failing(at), Heard()
-    with ranges.listening(failing), ranges.listening(heard), ranges.span(ranges.STEP, 1):
-        with ranges.step_span(ranges.REPLAY, *range(6)):
-            ranges.mark(ranges.FALLBACK, 2)
+    with (
+        ranges.listening(failing),
+        ranges.listening(heard),
+        ranges.span(ranges.STEP, 1),
+        ranges.step_span(ranges.REPLAY, *range(6)),
+    ):
+        ranges.mark(ranges.FALLBACK, 2)
     assert heard.names("push") == ["step", "replay"]
     assert [event[0] for event in heard.events] == ["push", "push", "mark", "pop", "pop"]
     assert failing.events == heard.events[:at]

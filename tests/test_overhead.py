@@ -14,13 +14,13 @@ from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
 from stepgraph.profiling.timeline import Timeline
+from stepgraph.runtime import Engine, launch
 from stepgraph.runtime.benchmarks.host import HostRig
 from stepgraph.runtime.benchmarks.instrumentation import (
     instrumentation_line,
     instrumentation_to_json,
     scopes_of_a_launch,
 )
-from stepgraph.runtime import Engine, launch
 from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, Launch
 
 from .fake_graphs import FakeEvent, FakeGraphs, FakeStream, make_fake_graphs  # noqa: F401
@@ -151,17 +151,17 @@ def test_the_scopes_of_a_launch_are_counted(
     """Of a decode step alone: a prefill has one more (`last_tokens`)."""
     engine = open_engine("base", steps_per_launch=steps_per_launch)
     layers = engine.model_config.num_layers
-    around = ["inputs", "forward", "write_index", "embed", "rotations", "final_norm", "head"]
+    around = ["inputs", "write_index", "embed", "rotations", "final_norm", "head"]
     of_layer = 11 + len(["layer"])
     step = len([*around, "greedy", "feed_back"]) + layers * of_layer
-    together = [0, 1][steps_per_launch > 1]  # the scope `outputs`
+    together = int(steps_per_launch > 1)  # the scope `outputs`
     assert scopes_of_a_launch(engine) == steps_per_launch * step + together
     engine.check_integrity()
 
 
 def test_a_replay_has_no_scopes(
     open_engine: Callable[..., Engine],
-    fake_graphs: FakeGraphs,  # noqa: F811
+    fake_graphs: FakeGraphs,
 ) -> None:
     engine = open_engine("base", mode="graph", compile=False, max_model_len=64)
     assert scopes_of_a_launch(engine) == 0
