@@ -191,21 +191,20 @@ class _Silent:
 
 
 class _Nothing:
-    """Does nothing, in half of the time that `contextlib.nullcontext` takes for it: its methods are
-    static, as those of `_Silent`. (A step has more than ten of these.)"""
+    """Does nothing, in half of the time that `contextlib.nullcontext` takes for it.
+
+    Static methods, as those of `_Silent`. `with` calls them without the object,
+    `contextlib.ExitStack` with it, before the other arguments.
+    """
 
     __slots__ = ()
 
     @staticmethod
-    def __enter__() -> None:
+    def __enter__(_: object = None) -> None:
         pass
 
     @staticmethod
-    def __exit__(
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(_1: object, _2: object, _3: object, _4: object = None) -> None:
         pass
 
 

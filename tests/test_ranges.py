@@ -257,6 +257,19 @@ def test_without_a_tool_nothing_is_emitted_and_spans_pass_exceptions_on() -> Non
         raise RuntimeError("passes")
 
 
+def test_ranges_that_nobody_hears_can_be_stacked() -> None:
+    emitter = ranges.connect(None)
+
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            assert stack.enter_context(emitter.span(ranges.WINDOW)) is None
+            stack.enter_context(emitter.span(ranges.STEP, 3))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+
+
 def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
     """Building them makes objects, so it may run the collector, which tells of itself."""
 
