@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
+from .emitters import NOTHING
 from .kernel_matching import find_step, match
 from .kernel_names import (
     OTHER,
@@ -106,7 +108,7 @@ class NodeSource(Protocol):
 
 
 class ScopeListener(Protocol):
-    """Somebody who hears when scopes of operations begin and end."""
+    """Somebody who hears when scopes of operations begin and end, on whatever thread."""
 
     def enter(
         self, name: str, layer: int | None
@@ -122,12 +124,13 @@ class ScopeListener(Protocol):
 
 _names: ContextVar[KernelNames | None] = ContextVar("stepgraph_kernel_names", default=None)
 _step: ContextVar[StepIdentity | None] = ContextVar("stepgraph_captured_step", default=None)
-_scopes: ContextVar[ScopeListener | None] = ContextVar("stepgraph_scopes", default=None)
+_capture: ContextVar[ScopeListener | None] = ContextVar("stepgraph_capture", default=None)
+_listeners: list[ScopeListener] = []
+_exchange = threading.Lock()
 
-_NOTHING = contextlib.nullcontext()
-
-scope_listener = _scopes.get
-"""Return who hears the scopes of this thread, or None."""
+scope_listener: Callable[[], ScopeListener | None] = _capture.get
+"""Return who hears the scopes of this thread, or None. An attribute that `listening` exchanges: use
+it as such (`attribution.scope_listener`)."""
 
 
 @contextlib.contextmanager
@@ -155,21 +158,33 @@ def operation(
         layer: of the model; None: that of the scope around this one, if it has one. A scope for a
             whole layer has a name of its own, for what no scope inside it names.
     """
-    listener = _scopes.get()
-    return _NOTHING if listener is None else _Scope(listener, name, layer)
+    listener = scope_listener()
+    return NOTHING if listener is None else _Scope(listener, name, layer)
 
 
 @contextlib.contextmanager
 def listening(listener: ScopeListener) -> Iterator[None]:
-    """Let a listener hear the scopes that run on this thread, except while a graph is captured.
+    """Let a listener hear the scopes of all threads, but for those of a capture that is recorded.
 
-    A replayed graph runs none, and compiled code only those around it.
+    A replayed graph runs none, and compiled code only those around it. Of several listeners the
+    latest hears.
     """
-    token = _scopes.set(listener)
+    _exchange_listeners(lambda: _listeners.append(listener))
     try:
         yield
     finally:
-        _scopes.reset(token)
+        _exchange_listeners(lambda: _listeners.remove(listener))
+
+
+def _exchange_listeners(change: Callable[[], None]) -> None:
+    global scope_listener
+    with _exchange:
+        change()
+        if _listeners:
+            latest = _listeners[-1]
+            scope_listener = lambda: _capture.get() or latest  # noqa: E731  as `_capture.get` is one
+        else:
+            scope_listener = _capture.get
 
 
 @contextlib.contextmanager
@@ -197,12 +212,12 @@ def capturing(open_source: Callable[[], NodeSource]) -> Iterator[Tape | None]:
         yield None
         return
     tape = Tape(names, identity, open_source)
-    token = _scopes.set(tape)
+    token = _capture.set(tape)
     try:
         yield tape
         tape.end()
     finally:
-        _scopes.reset(token)
+        _capture.reset(token)
 
 
 class Tape:

@@ -148,8 +148,12 @@ _RANGES: Final = (
     ),
     _range(SWAP, STEP, "device", "copying blocks to the host cache or back", "blocks"),
     _range(FORK, STEP, "device", "copying blocks that a fork will write into", "blocks"),
-    _range(LAUNCH, STEP, "host", "starting the step on the device", "bucket"),
-    _range(PREPARE, LAUNCH, "host", "writing changes into the pinned mirror", "rows that changed"),
+    _range(
+        LAUNCH, STEP, "host", "starting the step on the device", "rows that decode, else tokens"
+    ),
+    _range(
+        PREPARE, LAUNCH, "host", "writing what changed for the step", "rows that join or decode"
+    ),
     _range(COPY, LAUNCH, "device", "the one copy from mirror to device", "bytes"),
     _range(REPLAY, LAUNCH, "device", "running a decode step", _NUMBERS, STEP_NUMBERS),
     _range(PREFILL, LAUNCH, "device", "running a chunk of prompts", _NUMBERS, STEP_NUMBERS),

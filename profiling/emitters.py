@@ -1,14 +1,16 @@
 """Where ranges and marks go: to nobody, to one listener or to several. See `ranges.py`."""
 
 import contextlib
-import threading
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from .dictionary import MARKS, RANGES
 
-__all__ = ["Balanced", "Emitter", "Listener", "Payload", "StepNumbers", "emitter_to"]
+__all__ = ["NOTHING", "Emitter", "Guarded", "Listener", "Payload", "StepNumbers", "emitter_to"]
+
+logger = logging.getLogger("stepgraph.profiling")
 
 _PLAIN: Final = frozenset(info.name for info in RANGES.values() if not info.fields)
 _OF_STEPS: Final = frozenset(info.name for info in RANGES.values() if info.fields)
@@ -41,18 +43,15 @@ class Listener(Protocol):
     def mark(self, name: str, payload: tuple[int, ...]) -> None:
         """Hear that something happened: `payload` has the fields of `MARKS[name]`, in order.
 
-        Python's collector tells of itself wherever it happens to run: this must not raise.
+        Python's collector tells of itself wherever it happens to run, inside the other methods too.
         """
 
 
 class Emitter(Protocol):
     """The face of this module as an object: where ranges and marks go."""
 
-    def push(self, name: str, payload: int = 0) -> None:
-        """Begin the range `name` on the calling thread.
-
-        Every push needs its `pop` on the same thread, on the way of an exception too; where that
-        is not plain to see, use `span`.
+    def span(self, name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Return the range `name` as a context manager: it ends on every way out.
 
         Args:
             name: a key of `RANGES` whose payload is one integer.
@@ -60,16 +59,6 @@ class Emitter(Protocol):
 
         Raises:
             ValueError: if there is no such range, whether or not a tool listens.
-        """
-
-    def pop(self) -> None:
-        """End the innermost range of the calling thread."""
-
-    def span(self, name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that pushes on entry and pops on every way out.
-
-        Raises:
-            ValueError: as `push`.
         """
 
     def step_span(
@@ -110,30 +99,30 @@ def emitter_to(listeners: Sequence[Listener]) -> Emitter:
     return _Emitting(listeners[0] if len(listeners) == 1 else _Several(tuple(listeners)))
 
 
-class Balanced:
-    """A listener that hears the end of those ranges only whose beginning it heard."""
+class Guarded:
+    """A listener that cannot fail the step it hears of: if it raises, it hears no more."""
 
     def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-        self._open = _Open()
+        self._listener: Listener | None = listener
 
     def push(self, name: str, payload: Payload) -> None:
-        self.listener.push(name, payload)
-        self._open.ranges += 1
+        if self._listener is not None:
+            self._tell(self._listener.push, name, payload)
 
     def pop(self) -> None:
-        if self._open.ranges:
-            self._open.ranges -= 1
-            self.listener.pop()
+        if self._listener is not None:
+            self._tell(self._listener.pop)
 
     def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        self.listener.mark(name, payload)
+        if self._listener is not None:
+            self._tell(self._listener.mark, name, payload)
 
-
-class _Open(threading.local):
-    """How many ranges of a thread are open."""
-
-    ranges = 0
+    def _tell(self, hear: Callable[..., None], *event: Any) -> None:
+        try:
+            hear(*event)
+        except Exception:
+            self._listener = None
+            logger.exception("a listener failed, and hears of no more ranges: %r", hear)
 
 
 class _Several:
@@ -176,20 +165,11 @@ class _Silent:
     """Nobody listens. Static methods: a plain function is cheaper to call than a bound method."""
 
     @staticmethod
-    def push(name: str, payload: int = 0) -> None:
+    def span(name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
         # Checked here too: a misspelt range must fail in every run, not only under a profiler.
         if name not in _PLAIN:
             raise _wrong_range(name)
-
-    @staticmethod
-    def pop() -> None:
-        return
-
-    @staticmethod
-    def span(name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
-        if name not in _PLAIN:
-            raise _wrong_range(name)
-        return _NO_SPAN
+        return NOTHING
 
     @staticmethod
     def step_span(
@@ -203,31 +183,33 @@ class _Silent:
     ) -> contextlib.AbstractContextManager[None]:
         if name not in _OF_STEPS:
             raise _wrong_range(name)
-        return _NO_SPAN
+        return NOTHING
 
     @staticmethod
     def mark(name: str, *payload: int) -> None:
         _check_mark(name, payload)
 
 
-class _NoSpan:
-    """Does nothing, in half of the time that `contextlib.nullcontext` takes for it."""
+class _Nothing:
+    """Does nothing, in half of the time that `contextlib.nullcontext` takes for it.
+
+    Static methods, as those of `_Silent`. `with` calls them without the object,
+    `contextlib.ExitStack` with it, before the other arguments.
+    """
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
+    @staticmethod
+    def __enter__(_: object = None) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    @staticmethod
+    def __exit__(_1: object, _2: object, _3: object, _4: object = None) -> None:
         pass
 
 
-_NO_SPAN: Final = _NoSpan()
+NOTHING: Final = _Nothing()
+"""What is entered where nobody listens."""
 
 
 class _Emitting:
@@ -236,18 +218,10 @@ class _Emitting:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
 
-    def push(self, name: str, payload: int = 0) -> None:
-        if name not in _PLAIN:
-            raise _wrong_range(name)
-        self._listener.push(name, int(payload))  # no bool, no NumPy integer
-
-    def pop(self) -> None:
-        self._listener.pop()
-
     def span(self, name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
         if name not in _PLAIN:
             raise _wrong_range(name)
-        return _Span(self._listener, name, int(payload))
+        return _Span(self._listener, name, int(payload))  # no bool, no NumPy integer
 
     def step_span(
         self,

@@ -42,6 +42,9 @@ _OF_ANNOTATIONS = (
 )
 """What torch's annotations must have; they are no public interface, so any of it may be gone."""
 
+_FEW_EDGES = 4
+"""In one stream a node depends on one other."""
+
 _LOW_BITS = 0xFFFFFFFF
 """Of a graph node id: the node. Those above are of the graph, another one once it is executable."""
 
@@ -210,12 +213,15 @@ class CudaGraphNodes:
         name = "cudaGraphNodeGetDependencies_v2"
         if not hasattr(self._runtime, name):
             name = "cudaGraphNodeGetDependencies"
-        *_, count = self._call(name, node)
-        if not count:
-            return []
-        nodes, *_, count = self._call(name, node, count)
-        found: Sequence[Any] = nodes[:count]
-        return found
+        # With room for them at once: asked for their number alone it is given no room for that
+        # data either, for which the answer may be an error.
+        room = _FEW_EDGES
+        while True:
+            nodes, *_, count = self._call(name, node, room)
+            if count < room:
+                found: Sequence[Any] = nodes[:count]
+                return found
+            room *= 2
 
     def _name(self, node: Any) -> str | None:
         """Return the name of a kernel's function; None where the driver has none."""

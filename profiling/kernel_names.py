@@ -15,7 +15,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast, get_args
@@ -153,16 +152,15 @@ class KernelNames:
         text = json.dumps(
             {"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False, indent=1
         )
-        temporary: str | None = None
         try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            with open(handle, "w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
-            os.replace(temporary, target)
+            # A folder of one's own: what is made in it has the permissions of any other file.
+            with tempfile.TemporaryDirectory(
+                prefix=f".{target.name}.", dir=target.parent
+            ) as folder:
+                finished = Path(folder, "names.json")
+                finished.write_text(text + "\n", encoding="utf-8")
+                os.replace(finished, target)
         except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    os.unlink(temporary)
             why = error.strerror or str(error)
             raise NamesFileError(f"{target}: the kernel names cannot be written: {why}") from error
 

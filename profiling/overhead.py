@@ -1,4 +1,4 @@
-"""What it costs to know where the time goes: ranges, the timeline and the collector's watch.
+"""What it costs to know where the time goes: ranges, scopes, timeline, the collector's watch.
 
 `instrument_steps` makes the very calls that a steady decode step makes for the sake of being
 observed, in their order, and nothing between them; a test holds it against the step of an engine.
@@ -10,9 +10,11 @@ that nobody ran would stand in its trace beside those of an engine.
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from . import ranges
+from .attribution import operation
 from .collector import CollectorWatch
 from .emitters import Emitter
 from .nvtx_tool import attached_domain
@@ -50,6 +52,8 @@ def instrument_steps(
     collector: CollectorWatch,
     emitter: Emitter,
     *,
+    scope: Callable[[str], AbstractContextManager[object, bool | None]] = operation,
+    scopes: int = 0,
     begin: Callable[[], object] | None = None,
     elapsed_ns: Callable[[], int] | None = None,
 ) -> None:
@@ -60,6 +64,8 @@ def instrument_steps(
         timeline: where they are recorded.
         collector: the watch whose time is read.
         emitter: where the ranges go.
+        scope: what a model says by which operation it launches.
+        scopes: how often its code says so in a launch; a replayed graph runs none of it.
         begin: records the event from which a device's time is counted; None: no such device.
         elapsed_ns: reads what the device worked on the step before.
     """
@@ -72,16 +78,19 @@ def instrument_steps(
                 pass
             planned = clock()
             with emitter.span(ranges.LAUNCH, _ROWS):
-                clock()
                 if begin is not None:
                     begin()
                 with emitter.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0):
                     worked = clock()
+                    for _ in range(scopes):
+                        with scope("operation"):
+                            pass
                     device_ns = clock() - worked
             launched = clock()
             with emitter.span(ranges.COMMIT, number):
-                waiting = clock()
-                waited = clock() - waiting
+                waiting = 0 if elapsed_ns is None else clock()
+                arrived = clock()
+                waited = 0 if elapsed_ns is None else arrived - waiting
                 if elapsed_ns is not None:
                     timeline.set_device_ns(number - 1, elapsed_ns())
             timeline.record(
@@ -104,6 +113,8 @@ def instrument_steps(
 
 def measure_overhead(
     *,
+    scope: Callable[[str], AbstractContextManager[object, bool | None]] = operation,
+    scopes: int = 0,
     begin: Callable[[], object] | None = None,
     elapsed_ns: Callable[[], int] | None = None,
     rounds: int = ROUNDS,
@@ -123,7 +134,14 @@ def measure_overhead(
         for _ in range(rounds + 1):  # the first one warms up
             started = time.perf_counter_ns()
             instrument_steps(
-                steps, timeline, collector, emitter, begin=begin, elapsed_ns=elapsed_ns
+                steps,
+                timeline,
+                collector,
+                emitter,
+                scope=scope,
+                scopes=scopes,
+                begin=begin,
+                elapsed_ns=elapsed_ns,
             )
             times.append((time.perf_counter_ns() - started) / steps)
     finally:

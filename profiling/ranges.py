@@ -18,8 +18,8 @@ Free when nobody listens: NVTX looks for a tool once in a process, at the first 
 a tool such as nsys is in place before Python starts. So it is asked once, when this module is
 imported. Without a tool the functions only check the name.
 
-`push`, `pop`, `span`, `step_span` and `mark` are attributes of this module that `listening`
-exchanges: use them as such (`ranges.span`), so that a listener put in place later is heard.
+`span`, `step_span` and `mark` are attributes of this module that `listening` exchanges: use them as
+such (`ranges.span`), so that a listener put in place later hears of them.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from .dictionary import (
     WARMUP,
     WINDOW,
 )
-from .emitters import Balanced, Emitter, Listener, Payload, StepNumbers, emitter_to
+from .emitters import Emitter, Guarded, Listener, Payload, StepNumbers, emitter_to
 from .nvtx_tool import NvtxDomain, NvtxTool, attached_domain
 
 __all__ = [
@@ -79,8 +79,6 @@ __all__ = [
     "connect",
     "listening",
     "mark",
-    "pop",
-    "push",
     "span",
     "step_span",
 ]
@@ -99,8 +97,6 @@ attached: Final = _domain is not None
 """Whether a tool takes in the ranges of this process."""
 
 _emitter = emitter_to(_heard_by_all)
-push = _emitter.push
-pop = _emitter.pop
 span = _emitter.span
 step_span = _emitter.step_span
 mark = _emitter.mark
@@ -111,22 +107,22 @@ def listening(listener: Listener) -> Iterator[None]:
     """Let a further listener hear all ranges and marks of the process, of every thread.
 
     Beside the tool, if there is one, and beside other listeners; when it ends, what anybody else
-    hears is as if it had never been there. A range that begins before it or ends behind it is told
-    in whole or not at all if it is a `span`.
+    hears is as if it had never been there. Ranges that began before it are not told; of those that
+    began in it the end is told too, behind its own. A listener that raises breaks nothing: that is
+    logged, and it hears no more.
     """
-    balanced = Balanced(listener)
-    _exchange_listeners(lambda: _heard_by_all.append(balanced))
+    guarded = Guarded(listener)
+    _exchange_listeners(lambda: _heard_by_all.append(guarded))
     try:
         yield
     finally:
-        _exchange_listeners(lambda: _heard_by_all.remove(balanced))
+        _exchange_listeners(lambda: _heard_by_all.remove(guarded))
 
 
 def _exchange_listeners(change: Callable[[], None]) -> None:
     """Change who hears, and let the functions of this module go there."""
-    global push, pop, span, step_span, mark
+    global span, step_span, mark
     with _exchange:
         change()
         emitter = emitter_to(_heard_by_all)
-        push, pop, span = emitter.push, emitter.pop, emitter.span
-        step_span, mark = emitter.step_span, emitter.mark
+        span, step_span, mark = emitter.span, emitter.step_span, emitter.mark

@@ -15,7 +15,7 @@ from .sampling import SampleOutput
 from .sampling_params import MAX_LOGPROBS
 from .step_functions import StepOutput
 
-__all__ = ["HostOutputs", "Launch", "Sampled", "sampled_tokens", "timed_event"]
+__all__ = ["HostOutputs", "Launch", "Sampled", "current_stream", "sampled_tokens", "timed_event"]
 
 Phase = Literal["decode", "prefill"]
 
@@ -63,6 +63,11 @@ def timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that work on a device goes to, which need not be the current device."""
+    return torch.cuda.current_stream(device)
+
+
 class HostOutputs:
     """Where the outputs of steps arrive on the host, in memory taken once.
 
@@ -73,12 +78,20 @@ class HostOutputs:
     """
 
     def __init__(
-        self, max_rows: int, prefill_rows: int, vocab_size: int, steps: int = 1, *, pinned: bool
+        self,
+        max_rows: int,
+        prefill_rows: int,
+        vocab_size: int,
+        steps: int = 1,
+        *,
+        device: torch.device,
     ) -> None:
         """Make room for `steps` decode steps of `max_rows`, and for `prefill_rows` chunks.
 
-        `pinned`: whether the device copies into it while the host goes on.
+        `device` is where they come from: CUDA copies them while the host goes on.
         """
+        self._device = device
+        pinned = device.type == "cuda"
         lanes: dict[Phase, int] = {"decode": steps * max_rows, "prefill": prefill_rows}
         best = min(MAX_LOGPROBS, vocab_size)
 
@@ -155,7 +168,7 @@ class HostOutputs:
         if self._events is None:
             return None
         event = self._events[number % OUTPUT_SETS][which]
-        event.record()
+        event.record(current_stream(self._device))
         return event
 
 

@@ -260,7 +260,8 @@ class StepLoop:
     def _commit(self, launch: Launch) -> int:
         """Take in the tokens of a launched step; return the nanoseconds waited for them."""
         with ranges.span(ranges.COMMIT, launch.number):
-            started = time.perf_counter_ns()
+            beside_host = launch.arrived is not None
+            started = time.perf_counter_ns() if beside_host else 0
             sampled = self.runner.read(launch)
             arrived = time.perf_counter_ns()
             elapsed = launch.elapsed_ns()
@@ -291,7 +292,7 @@ class StepLoop:
                 if request.num_output >= request.max_tokens:
                     self._finish(request, "length")
             self.counts["output_tokens"] += taken
-        return arrived - started if launch.arrived is not None else 0
+        return arrived - started if beside_host else 0
 
     def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
         """Add the newest token of a request to its text; return why this ends it, if it does."""

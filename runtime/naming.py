@@ -7,11 +7,12 @@ import contextlib
 from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
-from ..profiling.attribution import scope_listener
+from ..profiling.emitters import NOTHING
 
 __all__ = ["operation"]
 
-_NOTHING = contextlib.nullcontext()
+_NOTHING_COMPILED = contextlib.nullcontext()
+"""What torch knows to be nothing: none of it is left in the compiled code."""
 
 
 def operation(
@@ -22,7 +23,8 @@ def operation(
     What is compiled is joined across operations, so its kernels have the name of the scope around
     the compiled code; and that code must not depend on whether somebody recorded when it was made.
     """
-    # Asked here already: a call less where nobody listens.
-    if is_dynamo_compiling() or scope_listener() is None:
-        return _NOTHING
+    if is_dynamo_compiling():
+        return _NOTHING_COMPILED
+    if attribution.scope_listener() is None:  # asked here already: a call less where nobody listens
+        return NOTHING
     return attribution.operation(name, layer)

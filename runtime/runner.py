@@ -94,7 +94,7 @@ class Runner:
                 self.max_prefill_rows,
                 model.config.vocab_size,
                 user.steps_per_launch,
-                pinned=device.type == "cuda",
+                device=device,
             )
         self._arena = arena
         self.host_arena = host
@@ -197,8 +197,7 @@ class Runner:
         prefill_key = self._prefill_key(plan) if plan.prefill else None
         self._bring_inputs(plan, prefill_key)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
-        clock, worked, bucket = time.perf_counter_ns, 0, 0
-        launched = clock()
+        clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self._outputs is None else self._outputs.begin(number)
         if plan.decode:
             key = self._decode_key(plan.steps)
@@ -207,9 +206,9 @@ class Runner:
             with ranges.step_span(
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
-                started = clock()
+                launched = clock()
                 output = self.library.launch(key)
-                worked += clock() - started
+                worked = clock() - launched
                 parts.append((plan.decode, self._outward(number, key, output)))
             self.library.record_padding(tokens, lanes)
         if prefill_key is not None:
@@ -220,6 +219,7 @@ class Runner:
                 ranges.PREFILL, number, 0, lanes, tokens, plan.blocks_in_use, lanes - tokens
             ):
                 started = clock()
+                launched = launched or started
                 output = self.library.launch(key)
                 worked += clock() - started
                 output = self._outward(number, key, output)

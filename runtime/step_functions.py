@@ -153,10 +153,7 @@ class StepFunctions:
             rows = self.inputs.decode_rows[: key.size].clone()
             positions = self.state.positions[rows]
             token_ids, table_rows = self.state.token_ids[rows], rows.clone()
-        with operation("forward"):
-            hidden = self._part(self._forward_pass)(
-                token_ids, positions, rows, table_rows, key.read_blocks
-            )
+        hidden = self._forward(token_ids, positions, rows, table_rows, key.read_blocks)
         return self._sample(key, self.model.logits(hidden), rows, positions)
 
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
@@ -185,10 +182,7 @@ class StepFunctions:
             token_ids, positions = inputs.token_ids[:size].clone(), inputs.positions[:size].clone()
             token_rows, rows = inputs.token_rows[:size].clone(), inputs.prefill_rows.clone()
             embeds = self._embeds(size)
-        with operation("forward"):
-            hidden = self._part(self._forward_pass)(
-                token_ids, positions, token_rows, rows, key.read_blocks, *embeds
-            )
+        hidden = self._forward(token_ids, positions, token_rows, rows, key.read_blocks, *embeds)
         with operation("last_tokens"):
             last, sample_rows = inputs.sample_index, inputs.sample_rows.clone()
             hidden, positions = hidden[last], positions[last]
@@ -199,6 +193,15 @@ class StepFunctions:
         if self.embeds is None:
             return ()
         return self.embeds.embeds[:size].clone(), self.embeds.mask[:size].clone()
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        """Run `_forward_pass`, or what it was compiled to, which has no scopes of its own."""
+        compiled = self._compiled.get(self._forward_pass.__name__)
+        if compiled is None:
+            return self._forward_pass(*arguments)
+        with operation("forward"):
+            hidden: torch.Tensor = compiled(*arguments)
+            return hidden
 
     def _forward_pass(
         self,

@@ -141,6 +141,8 @@ class FakeCuda:
             return OK, self.nodes[int(node)].kind
 
         def dependencies(node: Handle, pNumDependencies: int = 0) -> tuple[Any, ...]:
+            if not pNumDependencies and self.nodes[int(node)].programmatic:
+                return cudaError_t.cudaErrorLossyQuery, None, None, None  # no room for their data
             nodes, count = self._listed(self.nodes[int(node)].before, pNumDependencies)
             return OK, nodes, [None] * len(nodes), count
 

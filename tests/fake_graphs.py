@@ -28,7 +28,7 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
-from stepgraph.runtime import config, runner, startup
+from stepgraph.runtime import config, launch, runner, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
@@ -208,11 +208,11 @@ class FakeEvent:
         self.ticket = 0
         self.at_ns = 0
 
-    def record(self) -> None:
+    def record(self, stream: FakeStream) -> None:
         def note() -> None:
-            self.at_ns = self.stream.now_ns
+            self.at_ns = stream.now_ns
 
-        self.ticket = self.stream.put(note)
+        self.ticket = stream.put(note)
 
     def synchronize(self) -> None:
         self.stream.wait(self.ticket)
@@ -410,5 +410,6 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "bring", logged_bring)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)
+    monkeypatch.setattr(launch, "current_stream", lambda device: graphs.stream)
     monkeypatch.setattr(Runner, "read", logged_read)
     return graphs

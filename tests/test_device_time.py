@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.benchmarks.instrumentation import measure_instrumentation
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
@@ -133,6 +135,18 @@ def test_on_the_host_s_own_device_it_is(open_engine: Callable[..., Engine]) -> N
         ended = before.started_ns + before.host_ns + before.wait_ns + before.device_ns
         assert before.ended_ns == ended
         assert before.started_ns < ended < after.started_ns
+
+
+def test_events_are_recorded_where_the_outputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of an engine need not be the current one of the thread that runs it."""
+    recorded: list[Any] = []
+    outputs = HostOutputs(2, 1, 8, device=torch.device("cpu"))
+    outputs._device = torch.device("cuda:1")
+    event: Any = SimpleNamespace(record=recorded.append)
+    outputs._events = [(event, event)] * OUTPUT_SETS
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
+    assert outputs.begin(0) is outputs.depart(0) is event
+    assert recorded == [("stream of", torch.device("cuda:1"))] * 2
 
 
 def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:

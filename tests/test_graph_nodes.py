@@ -157,6 +157,23 @@ def test_branches_are_in_an_order_of_their_dependencies(
     assert order.index("side") < order.index("side_end")
 
 
+@pytest.mark.parametrize("branches", [3, 4, 5, 20])
+def test_what_joins_many_branches_is_behind_them_all(
+    branches: int, install: Callable[[FakeCuda], None]
+) -> None:
+    cuda = FakeCuda()
+    install(cuda)
+
+    def run() -> None:
+        with operation("many"):
+            fork = cuda.launch("fork")
+            cuda.frontier = [cuda.launch("branch", after=[fork]) for _ in range(branches)]
+            cuda.launch("join", pdl=True)
+
+    kernels = [kernel for _, _, kernel in found(capture(run))]
+    assert kernels == ["fork", *["branch"] * branches, "join"]
+
+
 @pytest.mark.parametrize(
     ("version", "new_driver", "reason"),
     [

@@ -26,6 +26,7 @@ from stepgraph.profiling.attribution import (
     StepNodes,
     operation,
 )
+from stepgraph.profiling.emitters import NOTHING
 from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, operation_costs
 
 from .test_kernel_costs import shapes
@@ -164,6 +165,13 @@ def test_a_field_of_another_kind_is_named(
         attribution.load(path)
 
 
+def test_others_may_read_it_as_any_file_of_the_user(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    path, _ = saved(tmp_path)
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
 def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(NamesFileError, match="cannot be read: No such file"):
         attribution.load(tmp_path / "absent")
@@ -296,6 +304,34 @@ def test_without_a_recording_scopes_are_one_shared_nothing() -> None:
     assert names.steps == []
 
 
+def test_a_listener_hears_every_thread_until_it_ends() -> None:
+    before = attribution.scope_listener
+    heard: list[tuple[str, int | None]] = []
+
+    class Listener:
+        def enter(self, name: str, layer: int | None) -> None:
+            heard.append((name, layer))
+
+        def leave(self, mark: object) -> None:
+            heard.append(("end", None))
+
+        abandon = leave
+
+    def work() -> None:
+        with operation("down", 3):
+            pass
+
+    with attribution.listening(Listener()):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        names = capture(Nodes(), nested)  # is recorded instead
+    work()
+    assert heard == [("down", 3), ("end", None)]
+    assert labels(names) == NESTED
+    assert attribution.scope_listener == before
+
+
 def test_other_threads_are_not_recorded() -> None:
     seen: list[Any] = []
 
@@ -303,7 +339,7 @@ def test_other_threads_are_not_recorded() -> None:
         thread = threading.Thread(target=lambda: seen.append(operation("elsewhere")))
         thread.start()
         thread.join()
-        assert seen == [operation.__globals__["_NOTHING"]]
+        assert seen == [NOTHING]
         source.launch("a")
 
     assert labels(capture(Nodes(), fn)) == ["other"]

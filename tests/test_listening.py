@@ -15,7 +15,7 @@ from stepgraph.runtime import Engine, SamplingParams
 
 from .listeners import Heard
 
-FUNCTIONS = ("push", "pop", "span", "step_span", "mark")
+FUNCTIONS = ("span", "step_span", "mark")
 
 
 def functions() -> list[Any]:
@@ -112,16 +112,47 @@ class ListenersComeAndGo(RuleBasedStateMachine):
 TestListenersComeAndGo = ListenersComeAndGo.TestCase
 
 
-def test_pushes_and_pops_across_the_ends_are_told_in_pairs() -> None:
-    heard = Heard()
-    ranges.push(ranges.STEP, 1)
-    with ranges.listening(heard):
-        ranges.push(ranges.PLAN, 2)
-        ranges.pop()
-        ranges.pop()  # of the step that nobody heard begin
-        ranges.push(ranges.LAUNCH, 3)
-    ranges.pop()
-    assert heard.events == [("push", "plan", 2), ("pop",), ("push", "launch", 3)]
+class Failing(Heard):
+    """Raises at one of the events, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def _note(self, *event: Any) -> None:
+        if len(self.events) == self.at:
+            raise RuntimeError("out of paper")
+        super()._note(*event)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_listener_that_fails_breaks_nothing_and_hears_no_more(
+    at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, heard = Failing(at), Heard()
+    with (
+        ranges.listening(failing),
+        ranges.listening(heard),
+        ranges.span(ranges.STEP, 1),
+        ranges.step_span(ranges.REPLAY, *range(6)),
+    ):
+        ranges.mark(ranges.FALLBACK, 2)
+    assert heard.names("push") == ["step", "replay"]
+    assert [event[0] for event in heard.events] == ["push", "push", "mark", "pop", "pop"]
+    assert failing.events == heard.events[:at]
+    (record,) = caplog.records
+    assert "hears of no more ranges" in record.message
+    assert "out of paper" in str(record.exc_info)
+
+
+def test_an_engine_goes_on_when_a_listener_fails(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("micro")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    alone = engine.generate([[1, 2]], params)
+    with ranges.listening(Failing(7)):
+        observed = engine.generate([[1, 2]], params)
+    assert observed[0].token_ids == alone[0].token_ids
+    engine.check_integrity()
 
 
 def test_a_listener_hears_every_thread() -> None:

@@ -109,8 +109,8 @@ with ranges.span(ranges.STEP, 41):
     with ranges.step_span(ranges.REPLAY, 42, 4, 4, 4, 2**62, 0):
         ranges.mark(ranges.FALLBACK, 4)
     ranges.mark(ranges.COLLECTION, 2, 1500, -1)
-    ranges.push(ranges.COPY, 9)
-    ranges.pop()
+    with ranges.span(ranges.COPY, 9):
+        pass
 """
 
 

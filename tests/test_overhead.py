@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
 from stepgraph.profiling.timeline import Timeline
+from stepgraph.runtime import Engine, launch
 from stepgraph.runtime.benchmarks.host import HostRig
 from stepgraph.runtime.benchmarks.instrumentation import (
     instrumentation_line,
     instrumentation_to_json,
+    scopes_of_a_launch,
 )
 from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, Launch
 
-from .fake_graphs import FakeEvent, FakeStream
+from .fake_graphs import FakeEvent, FakeGraphs, FakeStream, make_fake_graphs  # noqa: F401
 from .listeners import Heard
 
 WARM = 4
@@ -58,11 +62,12 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) ->
     trace = Trace(monkeypatch)
     if beside_host:
         outputs, stream = (
-            HostOutputs(5, rig.runner.max_prefill_rows, 1024, pinned=False),
+            HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu")),
             FakeStream(),
         )
         pairs = [(FakeEvent(stream), FakeEvent(stream)) for _ in range(OUTPUT_SETS)]
         outputs._events = pairs  # type: ignore[assignment]
+        monkeypatch.setattr(launch, "current_stream", lambda device: stream)
         rig.runner._outputs = outputs
     for _ in range(WARM):
         rig.loop.step()
@@ -139,6 +144,41 @@ def test_whoever_listens_is_in_the_measurement() -> None:
     assert heard.names("push").count("step") == 3 * 3  # one round warms up
 
 
+@pytest.mark.parametrize("steps_per_launch", [1, 2])
+def test_the_scopes_of_a_launch_are_counted(
+    open_engine: Callable[..., Engine], steps_per_launch: int
+) -> None:
+    """Of a decode step alone: a prefill has one more (`last_tokens`)."""
+    engine = open_engine("base", steps_per_launch=steps_per_launch)
+    layers = engine.model_config.num_layers
+    around = ["inputs", "write_index", "embed", "rotations", "final_norm", "head"]
+    of_layer = 11 + len(["layer"])
+    step = len([*around, "greedy", "feed_back"]) + layers * of_layer
+    together = int(steps_per_launch > 1)  # the scope `outputs`
+    assert scopes_of_a_launch(engine) == steps_per_launch * step + together
+    engine.check_integrity()
+
+
+def test_a_replay_has_no_scopes(
+    open_engine: Callable[..., Engine],
+    fake_graphs: FakeGraphs,
+) -> None:
+    engine = open_engine("base", mode="graph", compile=False, max_model_len=64)
+    assert scopes_of_a_launch(engine) == 0
+
+
+def test_scopes_are_in_the_measurement() -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def scope(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    measure_overhead(rounds=2, steps=3, scope=scope, scopes=5)
+    assert len(entered) == 3 * 3 * 5
+
+
 def test_the_share_is_that_of_the_fastest_step() -> None:
     overhead = Overhead(2000.0, 101, 100)
     shown = instrumentation_to_json(overhead, [3.0, 0.5, 1.0], 1)
@@ -147,7 +187,7 @@ def test_the_share_is_that_of_the_fastest_step() -> None:
     assert shared == {"ns_per_step": 500.0, "fraction": pytest.approx(0.001)}
     document = {"cases": [{"instrumentation": shown}, {"instrumentation": shared}, {}]}
     assert instrumentation_line(document) == (
-        "ranges and timeline take 2,000 ns a step, at most 0.40% of the fastest step"
+        "ranges, scopes and timeline take 2,000 ns a step, at most 0.40% of the fastest step"
     )
     assert instrumentation_line({"cases": []}) is None
     assert instrumentation_line({"cases": [{}]}) is None

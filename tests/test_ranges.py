@@ -65,17 +65,19 @@ class EmitterAgainstStack(RuleBasedStateMachine):
         self.recorder = Recorder()
         self.emitter = ranges.connect(self.recorder)
         self.stack: list[tuple[str, Any]] = []
+        self.spans: list[contextlib.AbstractContextManager[None]] = []
         self.marks: list[tuple[str, Any]] = []
 
     @rule(name=st.sampled_from(PLAIN), payload=int64)
-    def push(self, name: str, payload: int) -> None:
-        self.emitter.push(name, payload)
+    def enter(self, name: str, payload: int) -> None:
+        self.spans.append(self.emitter.span(name, payload))
+        self.spans[-1].__enter__()
         self.stack.append((name, payload))
 
     @precondition(lambda self: self.stack)
     @rule()
-    def pop(self) -> None:
-        self.emitter.pop()
+    def leave(self) -> None:
+        self.spans.pop().__exit__(None, None, None)
         self.stack.pop()
 
     @rule(name=st.sampled_from(PLAIN), payload=int64, fails=st.booleans())
@@ -180,8 +182,6 @@ EVERY_EMITTER = [ranges.connect(None), ranges.connect(Recorder()), ranges, Liste
 def test_an_unknown_name_fails_whether_or_not_anybody_listens(emitter: Any, name: str) -> None:
     unknown = r"unknown range .*the ranges are: step, plan"
     with pytest.raises(ValueError, match=unknown):
-        emitter.push(name, 1)
-    with pytest.raises(ValueError, match=unknown):
         emitter.span(name)
     with pytest.raises(ValueError, match=unknown):
         emitter.step_span(name, 1, 2, 3, 4, 5, 6)
@@ -192,9 +192,8 @@ def test_an_unknown_name_fails_whether_or_not_anybody_listens(emitter: Any, name
 @pytest.mark.parametrize("emitter", EVERY_EMITTER)
 def test_a_payload_of_the_wrong_kind_fails_whether_or_not_anybody_listens(emitter: Any) -> None:
     for name in OF_STEPS:
-        for wrong in (emitter.push, emitter.span):
-            with pytest.raises(ValueError, match=f"{name}.* is the step's numbers: use step_span"):
-                wrong(name, 1)
+        with pytest.raises(ValueError, match=f"{name}.* is the step's numbers: use step_span"):
+            emitter.span(name, 1)
     for name in PLAIN:
         with pytest.raises(ValueError, match=f"{name}.* is one integer: use span"):
             emitter.step_span(name, 1, 2, 3, 4, 5, 6)
@@ -207,9 +206,8 @@ def test_a_payload_of_the_wrong_kind_fails_whether_or_not_anybody_listens(emitte
 def test_integers_of_numpy_arrive_as_integers() -> None:
     recorder = Recorder()
     emitter = ranges.connect(recorder)
-    with emitter.span(ranges.COPY, np.int32(7)):  # type: ignore[arg-type]
-        emitter.push(ranges.COPY, True)
-        emitter.pop()
+    with emitter.span(ranges.COPY, np.int32(7)), emitter.span(ranges.COPY, True):  # type: ignore[arg-type]
+        pass
     emitter.mark(ranges.FALLBACK, np.int64(3))  # type: ignore[arg-type]
     with emitter.step_span(ranges.REPLAY, np.int64(1), 2, 3, True, 5, 6):  # type: ignore[arg-type]
         pass
@@ -259,6 +257,19 @@ def test_without_a_tool_nothing_is_emitted_and_spans_pass_exceptions_on() -> Non
         raise RuntimeError("passes")
 
 
+def test_ranges_that_nobody_hears_can_be_stacked() -> None:
+    emitter = ranges.connect(None)
+
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            assert stack.enter_context(emitter.span(ranges.WINDOW)) is None
+            stack.enter_context(emitter.span(ranges.STEP, 3))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+
+
 def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
     """Building them makes objects, so it may run the collector, which tells of itself."""
 
@@ -271,8 +282,13 @@ def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
     recorder = Collecting()
     emitter = ranges.connect(recorder)
     recorder.registered.clear()
-    thread = threading.Thread(target=lambda: emitter.push(ranges.STEP, 4), name="late")
+
+    def work() -> None:
+        with emitter.span(ranges.STEP, 4):
+            pass
+
+    thread = threading.Thread(target=work, name="late")
     thread.start()
     thread.join()
-    assert recorder.events == [("push", "step", 4)]
+    assert recorder.events == [("push", "step", 4), ("pop",)]
     assert len(recorder.registered) == len(ranges.RANGES) + len(ranges.MARKS)

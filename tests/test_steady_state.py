@@ -52,7 +52,7 @@ def arrive_elsewhere(rig: HostRig) -> None:
     """Let outputs be brought to the host, as from a device that is none."""
     assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_rows
     rows, chunks = rig.loop.scheduler.max_rows, rig.runner.max_prefill_rows
-    rig.runner._outputs = HostOutputs(rows, chunks, 1024, pinned=False)
+    rig.runner._outputs = HostOutputs(rows, chunks, 1024, device=torch.device("cpu"))
     rig.run(3)  # each set has been used
 
 
@@ -140,7 +140,7 @@ def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
-    outputs = HostOutputs(8, 2, 50, pinned=False)
+    outputs = HostOutputs(8, 2, 50, device=torch.device("cpu"))
     for number in range(6):
         parts = {}
         for phase, lanes in (("decode", 1 + number), ("prefill", 2)):
@@ -158,7 +158,7 @@ def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 5), (8, 2, 50), (300, 8, 1024), (8, 2, 50, 64)])
 def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, ...]) -> None:
-    assert HostOutputs(*sizes, pinned=False).nbytes == HostOutputs.bytes_for(*sizes)
+    assert HostOutputs(*sizes, device=torch.device("cpu")).nbytes == HostOutputs.bytes_for(*sizes)
 
 
 def test_log_probabilities_are_those_of_their_lane() -> None:

@@ -152,6 +152,26 @@ def test_scopes_of_operations_are_rows_of_an_eager_step(open_engine, tmp_path):
     assert not {row.name for row in table.ranges} & set(rows)
 
 
+def test_scopes_of_an_engine_in_another_thread_are_there(open_engine, tmp_path):
+    """As in a service: the thread that runs the engine was there before the trace."""
+    engine = open_engine("micro")
+    path, begin, ended = tmp_path / "a.json.gz", threading.Event(), threading.Event()
+
+    def serve():
+        begin.wait(30)
+        engine.generate([[1, 2]], GREEDY)
+        ended.set()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with torch_trace(path):
+        begin.set()
+        assert ended.wait(30)
+    thread.join()
+    assert len(named(path, "head")) == len(named(path, "step")) == 6
+    assert "qkv_linear" in {row.name for row in trace_operations(path).operations}
+
+
 def test_operators_of_a_compiled_step_are_there(compiled, tmp_path):
     engine = compiled("base")
     engine.generate([[1, 2, 3]], GREEDY)

@@ -7,17 +7,68 @@ from typing import Any
 
 import torch
 
+from ...profiling import attribution, ranges
 from ...profiling.overhead import Overhead, measure_overhead
 from ..engine import Engine
 from ..launch import timed_event
+from ..naming import operation
+from ..sampling_params import SamplingParams
 
-__all__ = ["instrumentation_line", "instrumentation_to_json", "measure_instrumentation"]
+__all__ = [
+    "instrumentation_line",
+    "instrumentation_to_json",
+    "measure_instrumentation",
+    "scopes_of_a_launch",
+]
+
+
+class _Scopes:
+    """Counts the scopes of operations in each launch of a decode step, as it hears of them."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._ranges: list[str] = []
+
+    def push(self, name: str, payload: ranges.Payload) -> None:
+        self._ranges.append(name)
+        if name == ranges.REPLAY:
+            self.counts.append(0)
+
+    def pop(self) -> None:
+        self._ranges.pop()
+
+    def mark(self, name: str, payload: tuple[int, ...]) -> None:
+        pass
+
+    def enter(self, name: str, layer: int | None) -> None:
+        if ranges.REPLAY in self._ranges:
+            self.counts[-1] += 1
+
+    def leave(self, mark: object) -> None:
+        pass
+
+    def abandon(self, mark: object) -> None:
+        pass
+
+
+def scopes_of_a_launch(engine: Engine) -> int:
+    """Return how often the code of a launch says which operation it launches: 0 in a replay.
+
+    Runs a request of a few tokens on the engine, which is idle.
+    """
+    heard = _Scopes()
+    steps = engine.config.user.steps_per_launch
+    params = SamplingParams(max_tokens=1 + steps, temperature=0.0, ignore_eos=True)
+    with ranges.listening(heard), attribution.listening(heard):
+        engine.generate([[0]], params)
+    return max(heard.counts)
 
 
 def measure_instrumentation(engine: Engine) -> Overhead:
-    """Measure what a launch of the engine's kind of device takes to be observed."""
+    """Measure what a launch of an engine takes to be observed. The engine is idle."""
+    scopes = scopes_of_a_launch(engine)
     if engine.config.device.type != "cuda":
-        return measure_overhead()
+        return measure_overhead(scope=operation, scopes=scopes)
     with torch.cuda.device(engine.config.device):
         # The end of a step is waited for anyway; its begin, and the time between, are for us.
         began, ended, again = timed_event(), timed_event(), timed_event()
@@ -25,7 +76,10 @@ def measure_instrumentation(engine: Engine) -> Overhead:
         ended.record()
         ended.synchronize()
         return measure_overhead(
-            begin=again.record, elapsed_ns=lambda: round(1e6 * float(began.elapsed_time(ended)))
+            scope=operation,
+            scopes=scopes,
+            begin=again.record,
+            elapsed_ns=lambda: round(1e6 * float(began.elapsed_time(ended))),
         )
 
 
@@ -45,6 +99,6 @@ def instrumentation_line(document: dict[str, Any]) -> str | None:
     nanoseconds = max(entry["ns_per_step"] for entry in shown)
     fraction = max(entry["fraction"] for entry in shown)
     return (
-        f"ranges and timeline take {nanoseconds:,.0f} ns a step,"
+        f"ranges, scopes and timeline take {nanoseconds:,.0f} ns a step,"
         f" at most {fraction:.2%} of the fastest step"
     )
