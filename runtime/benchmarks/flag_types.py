@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
+from ..config import MAX_SEED
 from ..memory_report import parse_bytes
 
 __all__ = [
     "at_least_two",
+    "file_path",
     "gigabytes_per_second",
     "memory_size",
     "milliseconds",
@@ -16,10 +19,13 @@ __all__ = [
     "number_of_steps",
     "positive_integer",
     "ratio",
+    "seed",
 ]
 
 LEAST_STEPS = 30
 """Of `--num-steps`."""
+MOST = 1_000_000_000
+"""Of what is counted: more is a slip of the keyboard, and would never end."""
 
 
 def positive_integer(text: str) -> int:
@@ -33,8 +39,13 @@ def at_least_two(text: str) -> int:
 
 
 def natural_number(text: str) -> int:
-    """Read a number of repetitions that may be none, or a seed."""
+    """Read a number of repetitions that may be none."""
     return _integer(text, 0)
+
+
+def seed(text: str) -> int:
+    """Read a seed."""
+    return _integer(text, 0, MAX_SEED)
 
 
 def number_of_steps(text: str) -> int:
@@ -83,11 +94,20 @@ def memory_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _integer(text: str, least: int) -> int:
+def file_path(text: str) -> Path:
+    """Read the name of a file, whatever is there."""
+    if not text or text.endswith(("/", "\0")):
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return Path(text)
+
+
+def _integer(text: str, least: int, most: int = MOST) -> int:
     try:
         value = int(text)
     except ValueError:
         value = least - 1
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
     return value

@@ -115,11 +115,17 @@ def check_together(
 
 
 def fill_in_defaults(options: argparse.Namespace) -> None:
-    """Give flags that were not given their default in this scenario, or in a profile."""
+    """Give flags that were not given their default in this scenario, or in a profile.
+
+    What a list has twice is one case, and measured once.
+    """
     defaults = DEFAULTS[options.scenario] if options.profile == "none" else PROFILE_DEFAULTS
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    for name, value in vars(options).items():
+        if isinstance(value, list) and name not in _COMPARE:
+            setattr(options, name, list(dict.fromkeys(value)))
 
 
 def check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

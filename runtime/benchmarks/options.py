@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..config import EngineConfig
 from .compared import COMPARED
 from .flag_types import (
     at_least_two,
+    file_path,
     gigabytes_per_second,
     memory_size,
     milliseconds,
@@ -17,6 +17,7 @@ from .flag_types import (
     number_of_steps,
     positive_integer,
     ratio,
+    seed,
 )
 from .flags_together import FLAGS_OF_SCENARIO, check_files, check_together, fill_in_defaults
 from .profile_options import add_profile_flags, check_profile
@@ -63,6 +64,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
+        allow_abbrev=False,  # an abbreviation means something else once there is another flag
     )
     parser.add_argument(
         "--model",
@@ -181,7 +183,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         nargs="+",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="OLD.json: an earlier --output-json of the same scenario; its times and those of this"
         f" run are set against each other ({', '.join(COMPARED)}). OLD.json NEW.json: compare the"
@@ -197,21 +199,19 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add_profile_flags(parser)
     parser.add_argument(
         "--output-json",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="write all results here, after each case (docs/benchmark.schema.json)",
     )
-    parser.add_argument("--output-md", type=Path, metavar="FILE", help="write the table here")
+    parser.add_argument("--output-md", type=file_path, metavar="FILE", help="write the table here")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help="draw the gaps between tokens over time, their histogram, and the roofline or where"
         " the time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
     )
-    parser.add_argument(
-        "--seed", type=natural_number, default=0, help="seed of prompts and presets"
-    )
+    parser.add_argument("--seed", type=seed, default=0, help="seed of prompts and presets")
     parser.add_argument(
         "--explain-memory",
         action="store_true",
