@@ -251,7 +251,7 @@ def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
         write_text(options.output_md, markdown_table(document) + "\n")
     stdout = Console(soft_wrap=True)
     if stdout.is_terminal:
-        stdout.print(rich_table(document))
+        stdout.print(rich_table(document, stdout.width))
         print("\n".join(remarks(document)))
     else:
         print_text(markdown_table(document))

@@ -61,7 +61,7 @@ class ScenarioRun:
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim", highlight=False, markup=False)
 
     def run(self) -> None:
         """Measure, and write the document after each entry."""

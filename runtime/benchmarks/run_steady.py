@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ...cache.memory import MemoryBudgetError
@@ -73,7 +74,7 @@ class SteadyRun:
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim", highlight=False, markup=False)
 
     def run(self) -> None:
         """Measure every case, and write the document after each."""
@@ -90,7 +91,7 @@ class SteadyRun:
                             self.document["cases"].append(case)
                             write_json(options, self.document)
                             name = " ".join((*kind, case["mode"]))
-                            progress.update(task, advance=1, description=name)
+                            progress.update(task, advance=1, description=escape(name))
 
     def check_kinds(self) -> list[Kind]:
         """Return the models and dtypes to be measured, once each, in the order of the flags.
