@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from stepgraph.runtime import Engine, EngineConfig, StepgraphError
 from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.benchmarks.steady import BenchmarkCase, CaseRun
 
 from .bench_rig import ROOT, run_bench
 
@@ -98,3 +100,14 @@ def test_who_stops_reading_misses_the_rest_and_no_file(tmp_path):
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 0
     assert "ratios of times" in (tmp_path / "a.md").read_text()
+
+
+def test_requests_that_never_decode_side_by_side_are_an_error():
+    """Where one has to wait until another ended no step decodes the whole batch, however long."""
+    config = EngineConfig(
+        mode="eager", device="cpu", prefix_cache=False, max_rows=1, max_model_len=64
+    )
+    with Engine.from_pretrained("demo", config, progress=False) as engine:
+        run = CaseRun(engine, BenchmarkCase("demo", 2, 8, 3), seed=0)
+        with pytest.raises(StepgraphError, match="2 requests ended before 2 steps decoded all of"):
+            run.warm_up()

@@ -65,7 +65,7 @@ def test_bench_on_a_terminal(tmp_path):
     model = tmp_path / "[red]demo["
     model.symlink_to(ROOT / "runtime" / "demo")
     ours, theirs = pty.openpty()
-    arguments = "--mode eager --batch-size 1 2 --input-len 8 --output-len 3 --num-iters 1"
+    arguments = "--mode eager --batch-size 1 2 --input-len 24 --output-len 6 --num-iters 1"
     process = subprocess.Popen(
         [sys.executable, "bench.py", "--model", model, *arguments.split()],
         cwd=ROOT,
