@@ -16,6 +16,9 @@ NAMES = (
 )
 """Columns that say what a row is about: where there are several tables, each begins with them."""
 
+EDGES = 3
+"""Characters of a column beside its cells: its line, and a space on either side."""
+
 
 def terminal_tables(
     title: str | None,
@@ -46,9 +49,13 @@ def terminal_tables(
     parts: list[Table | Text] = [Text(above)] if above else []
     for some in _parts(repeated, values, needed, width):
         table = Table()
+        spare = width - 1 - sum(needed[i] + EDGES for i in some)
         for i in some:
+            whole = max(len(columns[i]), needed[i])  # the head in one line, where there is room
+            wide = whole if whole - needed[i] <= spare else needed[i]
+            spare -= wide - needed[i]
             justify = "left" if i < text_columns else "right"
-            table.add_column(columns[i], justify=justify, min_width=needed[i])
+            table.add_column(columns[i], justify=justify, width=wide)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in some))  # no markup: a path may have brackets
         parts.append(table)
@@ -64,13 +71,12 @@ def _parts(
     repeated: Sequence[int], values: Sequence[int], needed: Sequence[int], width: int
 ) -> Iterator[list[int]]:
     """Yield the columns of each part: those that are repeated, and as many others as fit."""
-    edges = 3  # of a column: its line, and a space on either side
-    least = 1 + sum(needed[i] + edges for i in repeated)
+    least = 1 + sum(needed[i] + EDGES for i in repeated)
     part, taken = [*repeated], least
     for i in values:
-        if taken + needed[i] + edges > width and len(part) > len(repeated):
+        if taken + needed[i] + EDGES > width and len(part) > len(repeated):
             yield part
             part, taken = [*repeated], least
         part.append(i)
-        taken += needed[i] + edges
+        taken += needed[i] + EDGES
     yield part
