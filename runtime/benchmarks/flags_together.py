@@ -17,7 +17,12 @@ _OUTPUTS = ("output_json", "output_md", "seed")
 _COMPARE = ("compare", "fail_above")
 _ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
 
-FLAGS_OF_EXPLAIN_MEMORY = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
+FLAGS_OF_EXPLAIN_MEMORY: tuple[str, ...] = (
+    "explain_memory",
+    "device_memory",
+    *_ENGINE,
+    "batch_size",
+)
 FLAGS_OF_EXPLAIN_STEP = (
     *("explain_step", "bandwidth_gb_s", "device", "batch_size", "input_len"),
     *("model", "dtype", "weight_dtype", "kv_dtype"),

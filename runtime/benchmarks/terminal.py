@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -54,7 +55,7 @@ def terminal_tables(
             whole = max(len(columns[i]), needed[i])  # the head in one line, where there is room
             wide = whole if whole - needed[i] <= spare else needed[i]
             spare -= wide - needed[i]
-            justify = "left" if i < text_columns else "right"
+            justify: Literal["left", "right"] = "left" if i < text_columns else "right"
             table.add_column(columns[i], justify=justify, width=wide)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in some))  # no markup: a path may have brackets
