@@ -51,7 +51,7 @@ from stepgraph.runtime.benchmarks.cost_tables import cache_table, host_table
 from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.outputs import write_text
+from stepgraph.runtime.benchmarks.outputs import print_text, write_text
 from stepgraph.runtime.benchmarks.profile import ProfileRun, run_nsys
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
@@ -97,7 +97,7 @@ def run_explain_memory(options: argparse.Namespace) -> int:
             print(f"bench.py: error: {model}: {error}", file=sys.stderr)
             status = 1
         else:
-            print(separator + text, flush=True)
+            print_text(separator + text)
             separator = "\n"
     return status
 
@@ -140,7 +140,7 @@ def run_explain_step(options: argparse.Namespace) -> int:
             print(f"bench.py: error: {model}: {error}", file=sys.stderr)
             status = 1
         else:
-            print(separator + text, flush=True)
+            print_text(separator + text)
             separator = "\n"
     return status
 
@@ -169,7 +169,6 @@ def _write_costs(
     options: argparse.Namespace, table: str, name: str, costs: Sequence[OperationCost | HostCost]
 ) -> None:
     """Print the table of what runs on the host alone, and write it where it was asked for."""
-    print(table)
     if options.output_json is not None:
         device = torch.device("cpu")
         document = new_document(device, bandwidth.measure_read_bandwidth(device))
@@ -177,6 +176,7 @@ def _write_costs(
         write_json(options, document)
     if options.output_md is not None:
         write_text(options.output_md, table + "\n")
+    print_text(table)
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -193,10 +193,10 @@ def run_compare(options: argparse.Namespace) -> int:
         fail_above=options.fail_above,
     )
     text = comparison_text(document["comparison"])
-    print(text)
     write_json(options, document)
     if options.output_md is not None:
         write_text(options.output_md, text + "\n")
+    print_text(text)
     return judge(document["comparison"])
 
 
@@ -241,22 +241,22 @@ def run_profile(options: argparse.Namespace) -> int:
     run = ProfileRun(options)
     run.run()
     _tell(options, run.document)
-    print(run.report())
+    print_text(run.report())
     return 0
 
 
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Print the table and what is to be said of it, and write it where it was asked for."""
-    stdout = Console(soft_wrap=True)
-    if stdout.is_terminal:
-        stdout.print(rich_table(document))
-        print("\n".join(remarks(document)))
-    else:
-        print(markdown_table(document))
-    for warning in warnings(document):
-        print(f"bench.py: {warning}", file=sys.stderr)
+    """Write the table where it was asked for; print it, and what is to be said of it."""
     if options.output_md is not None:
         write_text(options.output_md, markdown_table(document) + "\n")
+    stdout = Console(soft_wrap=True)
+    if stdout.is_terminal:
+        stdout.print(rich_table(document, stdout.width))
+        print("\n".join(remarks(document)))
+    else:
+        print_text(markdown_table(document))
+    for warning in warnings(document):
+        print(f"bench.py: {warning}", file=sys.stderr)
 
 
 def judge(comparison: dict[str, Any]) -> int:

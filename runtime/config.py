@@ -25,6 +25,7 @@ MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
 MAX_STEPS_PER_LAUNCH = 64
+MAX_SEED = 2**63 - 1
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Of the free memory; less where the operating system and others need it too."""
@@ -121,7 +122,7 @@ class EngineConfig:
         _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _check_int("steps_per_launch", self.steps_per_launch, 1, MAX_STEPS_PER_LAUNCH)
-        _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_int("seed", self.seed, 0, MAX_SEED)
         _check_int("host_cache_bytes", self.host_cache_bytes, 0, 1 << 60)
         _check_int("encoder_cache_bytes", self.encoder_cache_bytes, 0, 1 << 60)
         for field, low, high in (

@@ -34,17 +34,22 @@ _CONTEXTS = (1024, 8192)
 """Tokens of context beside the model's own that rows are counted for."""
 
 
+_MOST_BYTES = 2**60
+"""An exbibyte, more than any address space."""
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes of `80GB` (decimal), `40GiB` (binary), `512 MB` or a plain number.
 
     Raises:
-        ValueError: it is none of these, or less than a byte.
+        ValueError: it is none of these, less than a byte, or more than an exbibyte.
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get((match[2] or "b").lower()) if match else None
-    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
-        raise ValueError(f"{text!r} is no amount of memory: write 80GB, 512MB, 40GiB or bytes")
-    return size
+    size = float(match[1]) * unit if match is not None and unit is not None else 0.0
+    if not 1 <= size <= _MOST_BYTES:
+        raise ValueError(f"{text!r:.40} is no amount of memory: write 80GB, 512MB, 40GiB or bytes")
+    return int(size)
 
 
 def explain_memory(

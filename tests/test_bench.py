@@ -421,5 +421,5 @@ def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
     assert (model, config, empty) == ("demo", {"buckets": [1]}, [])
     assert (again, [path.name for path in kept]) == (cache, ["library"])
     assert not Path(cache).exists()
-    with pytest.raises(StepgraphError, match="a start of demo failed:\noh"):
+    with pytest.raises(StepgraphError, match="a start of demo failed: oh"):
         measure_starts("demo", {}, count=1)

@@ -19,7 +19,7 @@ from stepgraph.runtime.benchmarks import host, start
 from stepgraph.runtime.benchmarks.compared import COMPARED, SCHEMA_VERSION
 from stepgraph.runtime.benchmarks.comparison import ENVIRONMENT
 from stepgraph.runtime.benchmarks.environment import describe_environment
-from stepgraph.runtime.benchmarks.options import FLAGS_OF_SCENARIO
+from stepgraph.runtime.benchmarks.flags_together import FLAGS_OF_SCENARIO
 
 from .bench_rig import ROOT, run_bench
 

@@ -249,7 +249,7 @@ def test_defaults_follow_the_scenario() -> None:
 
 def test_a_terminal_shows_all_tables(document: dict[str, Any]) -> None:
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(rich_table(document))
+    console.print(rich_table(document, console.width))
     text = console.export_text()
     for name in (*TERM_COLUMNS[6:], *FULL_COLUMNS[6:], *SCARCITY_COLUMNS[6:]):
         assert name in text, name

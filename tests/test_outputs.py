@@ -199,7 +199,7 @@ def test_where_nothing_was_measured_nothing_is_printed(monkeypatch, tmp_path, ca
 def test_a_signal_ends_a_run_in_one_line(tmp_path):
     """bench.py as a shell runs it, interrupted once it has measured something."""
     path = tmp_path / "a.json"
-    arguments = SMALL.replace("1 2", " ".join(["1"] * 400)).split()
+    arguments = [*SMALL.split(), "--input-len", *map(str, range(8, 200))]
     process = subprocess.Popen(
         [sys.executable, "bench.py", *arguments, "--output-json", path],
         cwd=ROOT,

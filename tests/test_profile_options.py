@@ -55,7 +55,7 @@ def test_default_steps_lie_within_the_run(steps):
         ("--profile nsys --graph-trace all", "invalid choice: 'all'"),
         ("--profile torch --batch-size 1 8", "one case: --batch-size has 2 values (1 8)"),
         ("--profile torch --mode eager compile", "one case: --mode has 2 values"),
-        ("--profile nsys --model demo demo", "one case: --model has 2 values"),
+        ("--profile nsys --model demo other", "one case: --model has 2 values"),
         ("--profile nsys --kv-dtype auto int8", "one case: --kv-dtype has 2 values (auto int8)"),
         ("--profile torch --num-iters 2", "a profile is of one repetition: --num-iters is 2"),
         ("--profile torch --steps-per-launch 4", "--steps-per-launch is 4, it must be 1"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 from ..errors import StepgraphError
 
-__all__ = ["OutputError", "check_output", "same_file", "write_text"]
+__all__ = ["OutputError", "check_output", "print_text", "same_file", "write_text"]
 
 
 class OutputError(StepgraphError, OSError):
@@ -54,6 +55,17 @@ def write_text(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise _error(path, error) from error
+
+
+def print_text(text: str) -> None:
+    """Print to stdout; who stops reading, as `head` does, misses the rest and ends nothing."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would fail again when Python exits.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def same_file(one: Path, other: Path) -> bool:

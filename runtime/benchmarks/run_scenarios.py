@@ -24,6 +24,7 @@ from .interference import InterferenceCase, interference_to_json, measure_interf
 from .kernels import measure_kernels
 from .plot import MeasuredSteps
 from .pool import RequestBlocks
+from .resolved import resolve_engine
 from .start import measure_starts
 from .steady import BenchmarkCase, longest_sequence
 
@@ -39,12 +40,20 @@ class ScenarioRun:
     """Interference, churn and starts: each point of the grid on an engine of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the device and choose the modes."""
+        """Check the device and the engines, and choose the modes.
+
+        Raises:
+            StepgraphError: an engine cannot be as it is asked for.
+        """
         self.options = options
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
         self.modes = options.mode or [modes_of(self.device)[-1]]
+        dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
+        self.engines = list(itertools.product(options.model, dtypes, self.modes))
+        for model, stored, mode in self.engines:  # nothing is measured unless all of them can be
+            resolve_engine(model, EngineConfig(**self._choices(stored, mode)))
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has an entry as soon as it is measured."""
@@ -52,16 +61,14 @@ class ScenarioRun:
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim", highlight=False, markup=False)
 
     def run(self) -> None:
         """Measure, and write the document after each entry."""
         options = self.options
         measure = getattr(self, options.scenario)
-        dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
-        engines = itertools.product(options.model, dtypes, self.modes)
         entries = self.document[options.scenario] = []
-        for engine in engines:
+        for engine in self.engines:
             for entry in measure(*engine):
                 entries.append(entry)
                 write_json(options, self.document)
@@ -190,9 +197,10 @@ class ScenarioRun:
 
     def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""
-        buckets = sorted(set(self.options.batch_size))
+        buckets = sorted(self.options.batch_size)
         config = self._choices(dtypes, mode)
         config |= {"max_rows": buckets[-1], "buckets": buckets}
+        EngineConfig(**{**config, "buckets": tuple(buckets)})  # refused here, not in a process
         self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
         for number, measured in enumerate(measure_starts(model, config), start=1):
             yield {"model": model, "mode": mode, "buckets": buckets, "number": number, **measured}

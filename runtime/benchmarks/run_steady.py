@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ...cache.memory import MemoryBudgetError
@@ -22,6 +23,7 @@ from .document import modes_of, new_document, write_json
 from .hf_config import import_transformers
 from .options import MODES
 from .plot import MeasuredSteps
+from .resolved import resolve_engine
 from .shares import share_memory
 from .steady import BenchmarkCase, CaseRun, Measurement, longest_sequence, to_json
 from .tables import describe_start
@@ -47,6 +49,7 @@ class SteadyRun:
 
         Raises:
             BaselineError: what is compared with is missing or too old.
+            StepgraphError: an engine cannot be as it is asked for.
         """
         self.options = options
         self.console = Console(stderr=True)
@@ -62,6 +65,7 @@ class SteadyRun:
             for input_len in options.input_len
             for batch_size in options.batch_size
         ]
+        self.kinds = self.check_kinds()
         self.say("measuring the read bandwidth of the device")
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
@@ -70,7 +74,7 @@ class SteadyRun:
 
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim", highlight=False, markup=False)
 
     def run(self) -> None:
         """Measure every case, and write the document after each."""
@@ -78,19 +82,34 @@ class SteadyRun:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            models = list(itertools.product(options.model, options.dtype))
-            stored = list(itertools.product(options.weight_dtype, options.kv_dtype))
-            engines = len(models) * len(stored) * len(self.modes)
+            engines = len(self.kinds) * len(self.modes)
             task = progress.add_task("starting", total=engines * len(self.grid))
-            for model, dtype in models:
+            for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
                 with self.baseline(model, dtype) as baseline:
-                    for weight_dtype, kv_dtype in stored:
-                        kind = (model, dtype, weight_dtype, kv_dtype)
+                    for kind in kinds:
                         for case in self.measure_kind(kind, baseline):
                             self.document["cases"].append(case)
                             write_json(options, self.document)
                             name = " ".join((*kind, case["mode"]))
-                            progress.update(task, advance=1, description=name)
+                            progress.update(task, advance=1, description=escape(name))
+
+    def check_kinds(self) -> list[Kind]:
+        """Return the models and dtypes to be measured, once each, in the order of the flags.
+
+        What `auto` comes to may be asked for by its name as well, and is the same engine.
+
+        Raises:
+            StepgraphError: one of the engines cannot be; nothing was measured yet.
+        """
+        options = self.options
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for kind in itertools.product(
+            options.model, options.dtype, options.weight_dtype, options.kv_dtype
+        ):
+            for mode in self.modes:
+                found = resolve_engine(kind[0], self.config(kind, mode, None))
+                kinds.setdefault((kind[0], found.dtype, found.weights, found.storage), kind)
+        return list(kinds.values())
 
     @contextmanager
     def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:

@@ -33,7 +33,7 @@ def measure_starts(model: str, config: Mapping[str, Any], count: int = 2) -> lis
         there), `start` as in `Engine.stats`, and the names of the dtypes.
 
     Raises:
-        StepgraphError: a start failed; with what it said.
+        StepgraphError: a start failed; with the last line of what it said.
     """
     with tempfile.TemporaryDirectory(prefix="stepgraph-start-") as cache:
         return [_start(model, config, cache) for _ in range(count)]
@@ -54,9 +54,15 @@ def _start(model: str, config: Mapping[str, Any], cache: str) -> dict[str, Any]:
         check=False,
     )
     if result.returncode != 0:
-        raise StepgraphError(f"a start of {model} failed:\n{result.stderr.strip()}")
+        raise StepgraphError(f"a start of {model} failed: {_last_line(result.stderr)}")
     measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return measured
+
+
+def _last_line(text: str) -> str:
+    """Return what a traceback ends with."""
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _main() -> None:

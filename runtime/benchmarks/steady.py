@@ -21,6 +21,7 @@ import torch
 from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
+from ..errors import StepgraphError
 from ..request import RequestOutput
 from ..sampling_params import SamplingParams
 from .decode_steps import decode_roofline
@@ -172,6 +173,9 @@ def _run(
     `before_step` is called before each of those steps with its number, from 0, and behind the last
     one with theirs; what it takes is in nobody's figures.
 
+    Raises:
+        StepgraphError: the engine did not have them decode side by side.
+
     Returns the outputs, the milliseconds of a step in each launch of those steps, and how many
     steps those launches had.
     """
@@ -187,6 +191,12 @@ def _run(
             before = time.perf_counter()
         outputs = engine.step()
         ended = time.perf_counter()
+        if not outputs and not engine.has_unfinished():
+            raise StepgraphError(
+                f"{len(ids)} requests ended before {steps} steps decoded all of them at once: the"
+                " cache has too few blocks for them side by side; choose a longer --output-len or"
+                " --input-len, or fewer rows"
+            )
         # Whole: every request got a token by this step, and had one before it.
         if len(decoding) == len(outputs) == len(ids):
             first = outputs[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ...profiling.markdown import aligned
@@ -14,6 +13,7 @@ from .caveats import warnings
 from .comparison_table import comparison_text
 from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
+from .terminal import terminal_tables
 
 __all__ = [
     "columns",
@@ -36,18 +36,19 @@ class ShownTable(NamedTuple):
     """The first ones, which are aligned to the left."""
 
 
-def rich_table(document: dict[str, Any]) -> Group:
-    """Return the tables for a terminal."""
-    return Group(*map(_rich, tables(document)), Text(caption(document), style="dim italic"))
-
-
-def _rich(shown: ShownTable) -> Table:
-    table = Table(title=shown.title, title_justify="left")
-    for index, name in enumerate(shown.columns):
-        table.add_column(name, justify="left" if index < shown.text_columns else "right")
-    for row in shown.rows:
-        table.add_row(*row)
-    return table
+def rich_table(document: dict[str, Any], width: int) -> Group:
+    """Return the tables for a terminal of so many characters."""
+    shown = [
+        terminal_tables(
+            table.title,
+            table.columns,
+            table.rows,
+            text_columns=table.text_columns,
+            width=width,
+        )
+        for table in tables(document)
+    ]
+    return Group(*shown, Text(caption(document), style="dim italic"))
 
 
 def markdown_table(document: dict[str, Any]) -> str:
