@@ -185,9 +185,10 @@ def test_the_share_is_that_of_the_fastest_step() -> None:
     assert shown == {"ns_per_step": 2000.0, "fraction": pytest.approx(0.004)}
     shared = instrumentation_to_json(overhead, [0.5], 4)
     assert shared == {"ns_per_step": 500.0, "fraction": pytest.approx(0.001)}
-    document = {"cases": [{"instrumentation": shown}, {"instrumentation": shared}, {}]}
+    slower = {"ns_per_step": 9000.0, "fraction": 0.002}
+    document = {"cases": [{"instrumentation": case} for case in (slower, shown, shared)] + [{}]}
     assert instrumentation_line(document) == (
-        "ranges, scopes and timeline take 2,000 ns a step, at most 0.40% of the fastest step"
+        "ranges, scopes and timeline take at most 0.40% of the fastest step of a case (2,000 ns)"
     )
     assert instrumentation_line({"cases": []}) is None
     assert instrumentation_line({"cases": [{}]}) is None

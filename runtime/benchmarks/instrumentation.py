@@ -96,9 +96,8 @@ def instrumentation_line(document: dict[str, Any]) -> str | None:
     shown = [case["instrumentation"] for case in document["cases"] if "instrumentation" in case]
     if not shown:
         return None
-    nanoseconds = max(entry["ns_per_step"] for entry in shown)
-    fraction = max(entry["fraction"] for entry in shown)
+    worst = max(shown, key=lambda entry: float(entry["fraction"]))
     return (
-        f"ranges, scopes and timeline take {nanoseconds:,.0f} ns a step,"
-        f" at most {fraction:.2%} of the fastest step"
+        f"ranges, scopes and timeline take at most {worst['fraction']:.2%} of the fastest step of a"
+        f" case ({worst['ns_per_step']:,.0f} ns)"
     )
