@@ -35,7 +35,9 @@ from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling import bandwidth
 from stepgraph.profiling.kernel_names import NamesFileError
 from stepgraph.profiling.nsys import inside_nsys
+from stepgraph.profiling.plot import PlotError
 from stepgraph.profiling.trace import TraceError
+from stepgraph.profiling.whole_files import WriteError, write_file
 from stepgraph.runtime import (
     EngineConfig,
     KernelBuildError,
@@ -51,7 +53,7 @@ from stepgraph.runtime.benchmarks.cost_tables import cache_table, host_table
 from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.outputs import print_text, write_text
+from stepgraph.runtime.benchmarks.outputs import print_text
 from stepgraph.runtime.benchmarks.profile import ProfileRun, run_nsys
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
@@ -64,7 +66,7 @@ INTERRUPTED = 130
 """The exit status of what SIGINT ended: 128 + 2, as of a shell."""
 ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError),
-    *(NamesFileError, TraceError),
+    *(NamesFileError, PlotError, TraceError, WriteError),
 )
 
 
@@ -175,7 +177,7 @@ def _write_costs(
         document[name] = [dataclasses.asdict(cost) for cost in costs]
         write_json(options, document)
     if options.output_md is not None:
-        write_text(options.output_md, table + "\n")
+        write_file(options.output_md, table + "\n")
     print_text(table)
 
 
@@ -195,7 +197,7 @@ def run_compare(options: argparse.Namespace) -> int:
     text = comparison_text(document["comparison"])
     write_json(options, document)
     if options.output_md is not None:
-        write_text(options.output_md, text + "\n")
+        write_file(options.output_md, text + "\n")
     print_text(text)
     return judge(document["comparison"])
 
@@ -248,7 +250,7 @@ def run_profile(options: argparse.Namespace) -> int:
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the table where it was asked for; print it, and what is to be said of it."""
     if options.output_md is not None:
-        write_text(options.output_md, markdown_table(document) + "\n")
+        write_file(options.output_md, markdown_table(document) + "\n")
     stdout = Console(soft_wrap=True)
     if stdout.is_terminal:
         stdout.print(rich_table(document, stdout.width))

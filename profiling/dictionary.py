@@ -5,13 +5,14 @@ documentation are made of it: `python -m stepgraph.profiling.dictionary` prints 
 path of a page brings that page up to date.
 """
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
+
+from .whole_files import write_file
 
 __all__ = [
     "COUNTERS",
@@ -265,9 +266,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         (path,) = map(Path, arguments)
         page = replace_tables(path.read_text(encoding="utf-8"))
-        beside = path.with_name(f"{path.name}.new")
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, path)
+        write_file(path, page)
     except (OSError, ValueError) as error:
         print(f"stepgraph.profiling.dictionary: error: {error}", file=sys.stderr)
         return 1

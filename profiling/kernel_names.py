@@ -12,12 +12,12 @@ Standard library only: a trace is read where there is neither torch nor a device
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast, get_args
+
+from .whole_files import WriteError, write_file
 
 __all__ = [
     "OTHER",
@@ -153,16 +153,10 @@ class KernelNames:
             {"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False, indent=1
         )
         try:
-            # A folder of one's own: what is made in it has the permissions of any other file.
-            with tempfile.TemporaryDirectory(
-                prefix=f".{target.name}.", dir=target.parent
-            ) as folder:
-                finished = Path(folder, "names.json")
-                finished.write_text(text + "\n", encoding="utf-8")
-                os.replace(finished, target)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise NamesFileError(f"{target}: the kernel names cannot be written: {why}") from error
+            write_file(target, text + "\n")
+        except WriteError as error:
+            why = f"{target}: the kernel names cannot be written: {error.reason}"
+            raise NamesFileError(why) from error
 
 
 def load(path: str | Path) -> KernelNames:

@@ -12,7 +12,6 @@ import contextlib
 import gzip
 import itertools
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from . import attribution, ranges
 from .kernel_names import Node
 from .trace_events import Annotation, TraceError, annotate, annotation
 from .trace_table import SCHEMA_VERSION, read_trace, trace_operations
+from .whole_files import WriteError, check_writable, write_file
 
 if TYPE_CHECKING:
     from .kernel_names import KernelNames
@@ -32,24 +32,6 @@ __all__ = ["SUFFIX", "TraceError", "read_trace", "torch_trace", "trace_operation
 
 SUFFIX = ".json.gz"
 """What the name of a trace ends in: viewers go by it."""
-
-
-def _check_writable(path: Path | str) -> None:
-    """Look whether a file can be written, before anything runs that it is written after.
-
-    Raises:
-        TraceError: its folder is none or takes no file, or a folder has its name.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise TraceError(f"cannot write {path}: {path.parent} is not a directory")
-    if path.is_dir():
-        raise TraceError(f"cannot write {path}: it is a directory")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
@@ -72,7 +54,10 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise TraceError(f"cannot write {path}: the name of a trace ends in {SUFFIX}")
-    _check_writable(path)
+    try:
+        check_writable(path)
+    except WriteError as error:
+        raise TraceError(str(error)) from error
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -167,20 +152,23 @@ class _Open(threading.local):
 
 
 def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames | None") -> None:
-    """Put the names into what torch recorded, and let it take its place."""
+    """Put the names into what torch recorded, and write it."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            exported, finished = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
+        with tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(exported))
             document = json.loads(exported.read_bytes())
-            annotate(document, recorder.log, names)
-            document["traceName"] = path.name  # not that of the folder it was exported to
-            document["stepgraph"] = _said(names)
-            with gzip.open(finished, "wt", encoding="utf-8") as file:
-                json.dump(document, file, separators=(",", ":"))
-            os.replace(finished, path)
+        annotate(document, recorder.log, names)
+        document["traceName"] = path.name  # not that of the folder it was exported to
+        document["stepgraph"] = _said(names)
+        text = json.dumps(document, separators=(",", ":"))
+        write_file(path, gzip.compress(text.encode()))
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise TraceError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    return error.reason if isinstance(error, WriteError) else error.strerror or str(error)
 
 
 def _said(names: "KernelNames | None") -> dict[str, Any]:

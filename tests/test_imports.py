@@ -94,6 +94,7 @@ WITHOUT_TORCH = (
     "profiling/ranges.py",
     "profiling/collector.py",
     "profiling/overhead.py",
+    "profiling/whole_files.py",
 )
 """Readable without knowing a GPU, testable in microseconds."""
 

@@ -289,9 +289,10 @@ def test_fields_of_other_types_and_places() -> None:
 @pytest.mark.parametrize("option", ["--json", "--csv"])
 def test_outputs_that_cannot_be_written(trace: Path, capsys, option: str) -> None:
     nowhere = trace.parent / "nowhere" / "out"
-    assert f"cannot write {nowhere}: No such" in error_of(trace, option, nowhere, capsys=capsys)
+    message = error_of(trace, option, nowhere, capsys=capsys)
+    assert f"cannot write {nowhere}: {nowhere.parent} is not a directory" in message
     message = error_of(trace, option, trace.parent, capsys=capsys)
-    assert f"cannot write {trace.parent}: it is no regular file" in message
+    assert f"cannot write {trace.parent}: it is a directory" in message
     assert "it is what is read" in error_of(trace, option, trace, capsys=capsys)
     assert error_of(trace, option, os.devnull, capsys=capsys).endswith("no regular file\n")
     assert os.listdir(trace.parent) == [trace.name]

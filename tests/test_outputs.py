@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from stepgraph.profiling import whole_files
+from stepgraph.profiling.whole_files import WriteError, check_writable, write_file
 from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.benchmarks import outputs, run_steady, steady
+from stepgraph.runtime.benchmarks import run_steady, steady
 from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.outputs import OutputError, check_output, same_file, write_text
+from stepgraph.runtime.benchmarks.outputs import same_file
 
 from .bench_rig import ROOT, run_bench
 
@@ -27,14 +29,14 @@ def files(folder: Path) -> list[str]:
 
 def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path):
     path = tmp_path / "a.json"
-    check_output(path)
+    check_writable(path)
     assert files(tmp_path) == []
-    write_text(path, "one µ\n")
+    write_file(path, "one µ\n")
     assert path.read_text(encoding="utf-8") == "one µ\n"
     path.chmod(0o640)
-    check_output(path)
+    check_writable(path)
     assert path.read_text(encoding="utf-8") == "one µ\n"
-    write_text(path, "two\n")
+    write_file(path, "two\n")
     assert path.read_text() == "two\n"
     assert path.stat().st_mode & 0o777 == 0o640
     assert files(tmp_path) == ["a.json"]
@@ -49,11 +51,11 @@ def test_what_was_there_before_survives_a_failure(tmp_path, monkeypatch, stage):
         raise OSError(28, "No space left on device")
 
     if stage == "replace":
-        monkeypatch.setattr(outputs.os, "replace", fail)
+        monkeypatch.setattr(whole_files.os, "replace", fail)
     else:
-        monkeypatch.setattr(outputs.shutil, "copymode", fail)
-    with pytest.raises(OutputError, match=r"cannot write .*a\.json: No space left on device"):
-        write_text(path, "after")
+        monkeypatch.setattr(whole_files.shutil, "copymode", fail)
+    with pytest.raises(WriteError, match=r"cannot write .*a\.json: No space left on device"):
+        write_file(path, "after")
     assert path.read_text() == "before"
     assert files(tmp_path) == ["a.json"]
 
@@ -62,9 +64,9 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outputs.os, "replace", interrupt)
+    monkeypatch.setattr(whole_files.os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "a.json", "after")
+        write_file(tmp_path / "a.json", "after")
     assert files(tmp_path) == []
 
 
@@ -72,7 +74,7 @@ def test_a_link_stays_one(tmp_path):
     (tmp_path / "results").mkdir()
     link = tmp_path / "latest.json"
     link.symlink_to("results/a.json")
-    write_text(link, "one")
+    write_file(link, "one")
     assert link.is_symlink()
     assert (tmp_path / "results" / "a.json").read_text() == "one"
     assert files(tmp_path / "results") == ["a.json"]
@@ -155,9 +157,9 @@ def test_outputs_must_not_meet(tmp_path, capsys):
 
 def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
     def write(path: Path, text: str) -> None:
-        raise OutputError(f"cannot write {path}: No space left on device")
+        raise WriteError(path, "No space left on device")
 
-    monkeypatch.setattr("stepgraph.runtime.benchmarks.document.write_text", write)
+    monkeypatch.setattr("stepgraph.runtime.benchmarks.document.write_file", write)
     assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")

@@ -335,8 +335,11 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, name: str, message: str)
 def test_a_folder_that_takes_no_files_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(PlotError, match="is not writable"):
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PlotError, match=r"cannot write .*a\.png: Permission denied"):
         plot_steps(MIXED, tmp_path / "a.png", title="demo")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..timeline import StepRecord
+from ..whole_files import WriteError, check_writable, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +54,10 @@ def check_plot(path: str | os.PathLike[str]) -> Path:
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         known = ", ".join(f".{name}" for name in FORMATS)
         raise PlotError(f"cannot write {path}: its suffix must be one of {known}")
-    if not path.parent.is_dir():
-        raise PlotError(f"cannot write {path}: {path.parent} is not a directory")
-    if path.is_dir():
-        raise PlotError(f"cannot write {path}: it is a directory")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PlotError(f"cannot write {path}: {path.parent} is not writable")
+    try:
+        check_writable(path)
+    except WriteError as error:
+        raise PlotError(str(error)) from error
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError(
             'plots need matplotlib, which is not installed: pip install "stepgraph[plot]"'
@@ -95,15 +94,10 @@ def plot_steps(
     path = check_plot(path)
     figure = draw_steps(records, title=title, cases=cases, max_itl_ms=max_itl_ms, command=command)
     rendered = _render(figure, path.suffix.lower())
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_bytes(rendered)
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        write_file(path, rendered)
+    except WriteError as error:
+        raise PlotError(str(error)) from error
 
 
 def draw_steps(

@@ -6,9 +6,7 @@ python -m stepgraph.profiling.report NEW.sqlite --diff OLD.sqlite
 """
 
 import argparse
-import contextlib
 import csv
-import errno
 import io
 import json
 import os
@@ -18,6 +16,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from ..kernel_names import NamesFileError
+from ..whole_files import WriteError, write_files
 from .comparison import compare
 from .document import STEP_COLUMNS, Report, read_report
 from .export import ExportError
@@ -50,11 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outputs.append((options.json, json.dumps(document, indent=1, allow_nan=False) + "\n"))
         if options.csv is not None:
             outputs.append((options.csv, _csv(report)))
-        _write(outputs)
-    except (ExportError, NamesFileError) as error:
+        write_files(outputs)
+    except (ExportError, NamesFileError, WriteError) as error:
         return _fail(str(error))
-    except OSError as error:
-        return _fail(f"cannot write {error.filename}: {error.strerror}")
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may have no µ, and a path any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -94,40 +91,15 @@ def _csv(report: Report) -> str:
     return text.getvalue()
 
 
-def _write(outputs: Sequence[tuple[Path, str]]) -> None:
-    """Write all files, or none: each beside its place first, and all moved there then.
-
-    Raises:
-        OSError: one cannot be written; its `filename` is that of the output.
-    """
-    with contextlib.ExitStack() as stack:
-        moves: list[tuple[Path, Path]] = []
-        for path, text in outputs:
-            target = path.resolve()
-            beside = target.with_name(f".{target.name}.{os.getpid()}")
-            try:
-                if target.exists() and not target.is_file():
-                    raise OSError(errno.EINVAL, "it is no regular file")
-                with open(beside, "x", encoding="utf-8", newline="") as stream:
-                    stack.callback(beside.unlink, missing_ok=True)
-                    stream.write(text)
-            except OSError as error:
-                error.filename = str(path)
-                raise
-            moves.append((beside, target))
-        for beside, target in moves:
-            os.replace(beside, target)
-
-
 def _require_distinct(options: argparse.Namespace) -> None:
-    """Raise OSError where an output would replace an input or the other output."""
+    """Raise WriteError where an output would replace an input or the other output."""
     inputs = {path.resolve() for path in (options.trace, options.names, options.diff) if path}
     outputs = [path for path in (options.json, options.csv) if path is not None]
     for path in outputs:
         if path.resolve() in inputs:
-            raise OSError(errno.EEXIST, "it is what is read", str(path))
+            raise WriteError(path, "it is what is read")
     if len(outputs) == 2 and outputs[0].resolve() == outputs[1].resolve():
-        raise OSError(errno.EEXIST, "it would hold both --json and --csv", str(outputs[0]))
+        raise WriteError(outputs[0], "it would hold both --json and --csv")
 
 
 def _fail(message: str) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ...profiling.whole_files import write_file
 from ..kernels import have_compiler
 from .compared import SCHEMA_VERSION
 from .environment import describe_environment
 from .options import MODES
-from .outputs import write_text
 
 __all__ = ["modes_of", "new_document", "write_json"]
 
@@ -37,7 +37,7 @@ def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write what there is so far where it was asked for.
 
     Raises:
-        OutputError: it cannot be written.
+        WriteError: it cannot be written.
     """
     if options.output_json is not None:
-        write_text(options.output_json, json.dumps(document, indent=1) + "\n")
+        write_file(options.output_json, json.dumps(document, indent=1) + "\n")

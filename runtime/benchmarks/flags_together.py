@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...profiling.plot import PlotError, check_plot
-from .outputs import OutputError, check_output, same_file
+from ...profiling.whole_files import WriteError, check_writable
+from .outputs import same_file
 from .profile_options import PROFILE_DEFAULTS, PROFILE_FLAGS
 
 __all__ = ["FLAGS_OF_SCENARIO", "check_files", "check_together", "fill_in_defaults"]
@@ -153,8 +154,8 @@ def check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if any(same_file(path, other) for other in compare):
             parser.error(f"{flag} {path} is what --compare reads: write to another file")
         try:
-            check_output(path)
-        except OutputError as error:
+            check_writable(path)
+        except WriteError as error:
             parser.error(str(error))
     for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
         if same_file(path, its_path):

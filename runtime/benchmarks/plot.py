@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...profiling.plot import PlotError, plot_steps
+from ...profiling.plot import plot_steps
 from ...profiling.timeline import StepRecord
-from .outputs import OutputError
 
 __all__ = ["MeasuredSteps"]
 
@@ -41,22 +40,19 @@ class MeasuredSteps:
         """Draw and write the picture, if one is asked for and something was measured.
 
         Raises:
-            OutputError: it cannot be written.
+            PlotError: it cannot be written.
         """
         if self._drawn is None:
             return
         entry, records = self._drawn
-        try:
-            plot_steps(
-                records,
-                self._options.plot,
-                title=self._title(entry, document["environment"]["device"]),
-                cases=document["cases"],
-                max_itl_ms=entry.get("max_itl_ms"),
-                command=document["environment"]["command"],
-            )
-        except PlotError as error:
-            raise OutputError(str(error)) from error
+        plot_steps(
+            records,
+            self._options.plot,
+            title=self._title(entry, document["environment"]["device"]),
+            cases=document["cases"],
+            max_itl_ms=entry.get("max_itl_ms"),
+            command=document["environment"]["command"],
+        )
 
     def _title(self, entry: Entry, device: str) -> str:
         scenario = self._options.scenario

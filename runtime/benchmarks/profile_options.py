@@ -10,7 +10,7 @@ from typing import Any
 
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
-from .outputs import OutputError, check_output
+from ...profiling.whole_files import WriteError, check_writable
 
 __all__ = [
     "PROFILE_DEFAULTS",
@@ -144,8 +144,8 @@ def check_profile(
     )
     try:
         for path in outputs:
-            check_output(path)
-    except OutputError as error:
+            check_writable(path)
+    except WriteError as error:
         parser.error(str(error))
 
 
