@@ -7,7 +7,6 @@ that of telling them. A tool is told of these in a domain of their own, or the t
 that nobody ran would stand in its trace beside those of an engine.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ __all__ = ["Overhead", "instrument_steps", "measure_overhead"]
 DOMAIN = f"{ranges.DOMAIN}.overhead"
 """The NVTX domain of the steps that are timed here."""
 
-# Rounds far shorter than the time that a busy system gives a process at once: most are undisturbed.
+# Rounds far shorter than the time that a busy system gives a process at once: some are undisturbed.
 ROUNDS = 101
 STEPS_PER_ROUND = 100
 _ROWS = 8
@@ -36,7 +35,8 @@ class Overhead:
     """What the observation of one launch of a steady decode step takes.
 
     Attributes:
-        ns_per_launch: nanoseconds, the median over the rounds.
+        ns_per_launch: nanoseconds, of the fastest round: it is set against the fastest step, and
+            what makes either slower are others on the machine.
         rounds: how often it was timed.
         launches_per_round: launches of each round, timed together.
     """
@@ -146,4 +146,4 @@ def measure_overhead(
             times.append((time.perf_counter_ns() - started) / steps)
     finally:
         collector.close()
-    return Overhead(statistics.median(times[1:]), rounds, steps)
+    return Overhead(min(times[1:]), rounds, steps)
