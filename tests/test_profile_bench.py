@@ -310,6 +310,8 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     assert (names.model, names.bandwidth_gb_s, names.unattributed) == ("demo", 30.0, 0)
     (decode,) = [s for s in names.steps if s.phase == "decode" and not s.full_sampler]
     assert {node.layer for node in decode.nodes} == {None, 0, 1, 2, 3, 4, 5}
+    beside = attribution.load(tmp_path / "stepgraph-profile.kernels.json")
+    assert [step.nodes for step in beside.steps] == [step.nodes for step in names.steps]
     said = read_trace(tmp_path / "stepgraph-profile.trace.json.gz")["stepgraph"]
     assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
 

@@ -136,7 +136,7 @@ class ProfileRun(SteadyRun):
         """
         with self._windows:
             super().run()
-        if self.options.profile == "nsys":
+        if self.options.profile == "nsys" or self.names.steps:
             self.names.save(kernels_path(self.options))
 
     def start(self, model: str, config: EngineConfig) -> Engine:
@@ -172,8 +172,10 @@ class ProfileRun(SteadyRun):
         found = trace_operations(path)
         if self.device.type == "cuda" and not found.device:
             self.say("torch recorded no work of the device: is another profiler attached to it?")
-        tables = found.markdown()
-        return f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)\n\n{tables}"
+        text = f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)"
+        if self.names.steps:
+            text += f"; names of kernels: {kernels_path(self.options)}"
+        return f"{text}\n\n{found.markdown()}"
 
     def _open_window(self) -> contextlib.AbstractContextManager[None]:
         if self.options.profile == "nsys":

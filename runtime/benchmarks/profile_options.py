@@ -137,13 +137,11 @@ def check_profile(
     if not name or name.endswith(("/", ".")):
         parser.error(f"--profile-output {name!r} names no file: the profile is NAME.trace.json.gz")
     options.profile_output = Path(name)
-    outputs = (
-        [trace_path(options)]
-        if options.profile == "torch"
-        else [kernels_path(options), *(Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite"))]
-    )
+    traces = [trace_path(options)]
+    if options.profile == "nsys":
+        traces = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
     try:
-        for path in outputs:
+        for path in (kernels_path(options), *traces):
             check_writable(path)
     except WriteError as error:
         parser.error(str(error))
@@ -155,7 +153,7 @@ def trace_path(options: argparse.Namespace) -> Path:
 
 
 def kernels_path(options: argparse.Namespace) -> Path:
-    """Return where the names of kernels go, beside what nsys writes."""
+    """Return where the names of kernels go, beside the trace."""
     return Path(f"{options.profile_output}{KERNELS_SUFFIX}")
 
 
