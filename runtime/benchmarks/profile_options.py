@@ -141,7 +141,7 @@ def check_profile(
     if options.profile == "nsys":
         traces = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
     try:
-        for path in (kernels_path(options), *traces):
+        for path in (*traces, kernels_path(options)):
             check_writable(path)
     except WriteError as error:
         parser.error(str(error))
