@@ -317,7 +317,8 @@ class Decoder(nn.Module):
                 rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
             cos_KTE, sin_KTE = rotations_KTE
         if self.stack is not None:
-            return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
+            with operation("layers"):
+                return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
         for index, (layer, kind) in enumerate(zip(self.layers, self.rope_kinds, strict=True)):
             with operation("layer", index):
                 x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
