@@ -219,9 +219,12 @@ class StepFunctions:
         `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
         """
         block_tables = self.state.block_tables
-        with operation("write_index"):
+        with operation("begin"):
             blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
             slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
+            x_TD = self.model.embed(token_ids_T)
+            if embeds_TD is not None and embed_mask_T is not None:
+                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
         inputs = AttentionInputs(
             positions=positions_T,
             slots=slots_GT,
@@ -231,10 +234,6 @@ class StepFunctions:
             read_blocks=read_blocks,
             block_size=self.block_size,
         )
-        x_TD = self.model.embed(token_ids_T)
-        if embeds_TD is not None and embed_mask_T is not None:
-            with operation("embed"):
-                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
         return self.model.decode(x_TD, self.arena, inputs)
 
     def _sample(
@@ -275,10 +274,9 @@ class StepFunctions:
     ) -> None:
         """Make the sampled tokens the rows' newest. The null row stays at position 0 for ever."""
         state = self.state
-        with operation("feed_back"):
-            positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
-            state.token_ids.index_put_((rows_B,), tokens_B)
-            state.positions.index_put_((rows_B,), positions_B)
+        positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
+        state.token_ids.index_put_((rows_B,), tokens_B)
+        state.positions.index_put_((rows_B,), positions_B)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -44,7 +44,7 @@ LAYERS = {
         *(*MLP, "residual"),
     ],
 }
-BEGIN = ["inputs", "write_index", "embed", "rotations"]
+BEGIN = ["inputs", "begin", "rotations"]
 FUSED_LAYER = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
 
 
@@ -60,7 +60,7 @@ def expected(step: StepNodes, layers: int, of_layer: list[str]) -> list[str]:
         "final_norm",
         *(["last_tokens"] if step.phase == "prefill" else []),
         "head",
-        *("sample" if step.full_sampler else "greedy", "feed_back"),
+        "sample" if step.full_sampler else "greedy",
     ]
 
 

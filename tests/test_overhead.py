@@ -151,9 +151,9 @@ def test_the_scopes_of_a_launch_are_counted(
     """Of a decode step alone: a prefill has one more (`last_tokens`)."""
     engine = open_engine("base", steps_per_launch=steps_per_launch)
     layers = engine.model_config.num_layers
-    around = ["inputs", "write_index", "embed", "rotations", "final_norm", "head"]
+    around = ["inputs", "begin", "rotations", "final_norm", "head", "greedy"]
     of_layer = 11 + len(["layer"])
-    step = len([*around, "greedy", "feed_back"]) + layers * of_layer
+    step = len(around) + layers * of_layer
     together = int(steps_per_launch > 1)  # the scope `outputs`
     assert scopes_of_a_launch(engine) == steps_per_launch * step + together
     engine.check_integrity()

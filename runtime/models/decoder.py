@@ -296,9 +296,8 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
-        with operation("embed"):
-            x_TD = self.embed_tokens.rows(token_ids_T)
-            return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
+        x_TD = self.embed_tokens.rows(token_ids_T)
+        return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
 
     def forward(
         self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
