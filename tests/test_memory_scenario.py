@@ -12,13 +12,13 @@ from jsonschema import Draft202012Validator
 from rich.console import Console
 from stepgraph.cache.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.benchmarks import memory, run_scenarios
+from stepgraph.runtime.benchmarks import memory
 from stepgraph.runtime.benchmarks.memory import MemoryCase
 from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table, tables
 
-from .bench_rig import BANDWIDTH_GB_S, ROOT, run_bench
+from .bench_rig import BANDWIDTH_GB_S, ROOT, refusal, run_bench
 
 CASE = MemoryCase("base", batch_size=4, input_lens=(16, 60), output_len=64, num_steps=30)
 CHUNK = 40
@@ -190,19 +190,8 @@ def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Any,
 ) -> None:
-    def start(self: Any, *_: Any) -> Engine:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(run_scenarios.ScenarioRun, "_start", start)
-    path = tmp_path / "a.json"
-    command = f"--scenario memory --mode eager {arguments} --output-json {path}"
-    assert run_bench(monkeypatch, command) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("bench.py: error: ")
-    assert message in line
-    assert not path.exists()
+    arguments = f"--scenario memory --mode eager {arguments}"
+    assert message in refusal(monkeypatch, capsys, tmp_path, arguments)
 
 
 def test_rows_that_the_memory_cannot_hold_are_one_clear_line(

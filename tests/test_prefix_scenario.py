@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.benchmarks import prefix, run_scenarios
+from stepgraph.runtime.benchmarks import prefix
 from stepgraph.runtime.benchmarks.pool import RequestBlocks
 from stepgraph.runtime.benchmarks.prefix import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
 from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
 from stepgraph.runtime.benchmarks.steady import BenchmarkCase, longest_sequence
 from stepgraph.runtime.benchmarks.tables import columns, rows
 
-from .bench_rig import BANDWIDTH_GB_S, ROOT, run_bench
+from .bench_rig import BANDWIDTH_GB_S, ROOT, refusal, run_bench
 
 CASE = BenchmarkCase("base", batch_size=3, input_len=72, output_len=6)
 SMALL = "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4 --num-iters 2"
@@ -190,16 +190,5 @@ def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Any,
 ) -> None:
-    def start(self: Any, *_: Sequence[Any]) -> Engine:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(run_scenarios.ScenarioRun, "_start", start)
-    path = tmp_path / "a.json"
-    command = f"--scenario prefix --mode eager {arguments} --output-json {path}"
-    assert run_bench(monkeypatch, command) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("bench.py: error: ")
-    assert message in line
-    assert not path.exists()
+    arguments = f"--scenario prefix --mode eager {arguments}"
+    assert message in refusal(monkeypatch, capsys, tmp_path, arguments)
