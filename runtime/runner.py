@@ -109,8 +109,7 @@ class Runner:
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
         )
-        compiled = config.mode == "compile" or (config.mode == "graph" and user.compile)
-        self._functions = bind(compiled=compiled)
+        self._functions = bind(compiled=config.compiled)
         self.library = _library(config, self._functions, bind(compiled=False), self.sizes.keys())
 
     @property

@@ -147,7 +147,9 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     resolved = ResolvedConfig.resolve(config, found.config)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
-        kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
+        kernels = select_kernels(
+            resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+        )
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())

@@ -33,7 +33,7 @@ class Compared(NamedTuple):
     """Distributions in milliseconds, and which of their values."""
 
 
-_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "device")
+_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
 _GAPS = (("itl_ms", "p50"), ("itl_ms", "p99"))
 
 COMPARED = {

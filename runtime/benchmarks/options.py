@@ -102,6 +102,14 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " scenarios the fastest)",
     )
     parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "native", "torch"),
+        help="native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around"
+        " the paged attention operation; auto: native, but torch with --mode eager (default: auto)",
+    )
+    parser.add_argument(
         "--prefill-chunk",
         type=positive_integer,
         default=EngineConfig().prefill_chunk,

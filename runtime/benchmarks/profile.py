@@ -23,7 +23,7 @@ from ...profiling.trace import torch_trace, trace_operations
 from ..config import EngineConfig
 from ..engine import Engine
 from ..step_report import decode_operation_costs
-from .document import modes_of
+from .document import modes_of, ways_of
 from .profile_options import StepRange, kernels_path, trace_path
 from .run_steady import SteadyRun
 from .steady import BenchmarkCase, CaseRun
@@ -123,7 +123,7 @@ class ProfileRun(SteadyRun):
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the device and measure its bandwidth; the fastest mode unless told otherwise."""
         super().__init__(options)
-        self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.ways = ways_of(options, options.mode or [modes_of(self.device)[-1]])
         self.names = KernelNames()
         self._windows = contextlib.ExitStack()
 

@@ -34,6 +34,7 @@ __all__ = [
     "BenchmarkCase",
     "CaseRun",
     "Measurement",
+    "is_reference",
     "longest_sequence",
     "to_json",
 ]
@@ -249,6 +250,7 @@ def to_json(
         "model": case.model,
         **dtype_names(engine),
         "mode": engine.config.mode,
+        "kernels": engine.config.kernels,
         "device": str(engine.config.device),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
@@ -280,6 +282,11 @@ def to_json(
         "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
     }
+
+
+def is_reference(engine: Engine) -> bool:
+    """Return whether an engine runs plain PyTorch, eagerly: what others are compared with."""
+    return (engine.config.mode, engine.config.kernels) == ("eager", "torch")
 
 
 def _correctness(measured: Measurement, eager: Measurement | None) -> dict[str, float | None]:

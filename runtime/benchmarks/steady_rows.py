@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cells import percentiles
+from .cells import engine_cells, percentiles
 
 __all__ = ["COLUMNS", "baseline_columns", "columns", "rows"]
 
@@ -79,11 +79,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     correct = case["correct"]
     equal, error = correct["tokens_equal_eager"], correct["max_abs_logit_error"]
     return (
-        case["model"],
-        case["dtype"],
-        case["weight_dtype"],
-        case["kv_dtype"],
-        case["mode"],
+        *engine_cells(case),
         str(case["batch_size"]),
         str(case["input_len"]),
         str(case["output_len"]),

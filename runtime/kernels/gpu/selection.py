@@ -5,7 +5,7 @@ Triton is imported when a model is made, not before: a plan of memory needs none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,13 +24,9 @@ def gpu_kernels(weights: WeightStorage) -> Kernels:
 
     Latent attention has no stack: its layers are compiled around the attention of this package.
     """
-    if torch.cuda.is_available():
-        from .paged_attention import register
-
-        register()
     return Kernels(
         name="triton",
-        attention=paged_attention,
+        attention=_attention(),
         linear=_linear,
         pack=None,
         bounded_by_length=True,
@@ -39,6 +35,15 @@ def gpu_kernels(weights: WeightStorage) -> Kernels:
         make_stack=_make_stack,
         make_decode_step=_make_decode_step,
     )
+
+
+def _attention() -> Callable[..., Tensor]:
+    """The attention kernels; without a device nothing calls them, and Triton need not be there."""
+    if not torch.cuda.is_available():
+        return paged_attention
+    from .paged_attention import paged_attention_on_gpu
+
+    return paged_attention_on_gpu
 
 
 def _make_stack(shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> Stack:
