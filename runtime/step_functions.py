@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Literal, cast
@@ -148,9 +148,8 @@ class StepFunctions:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
         rows_B = self.inputs.decode_rows[: key.size]
-        with operation("inputs"):
-            copies = (rows_B.clone(), rows_B.clone())
-        return self._call(self._decode_parts, *copies, key.read_blocks, key.full_sampler)
+        tensors = self._copied(self._decode_parts, rows_B, rows_B)
+        return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
 
     def _decode_parts(
         self,
@@ -188,17 +187,18 @@ class StepFunctions:
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
-        with operation("inputs"):
-            copies = (
-                inputs.token_ids[:size].clone(),
-                inputs.positions[:size].clone(),
-                inputs.token_rows[:size].clone(),
-                inputs.prefill_rows.clone(),
-                inputs.sample_index.clone(),
-                inputs.sample_rows.clone(),
-            )
-            embeds = self._embeds(size)
-        return self._call(self._prefill_parts, *copies, key.read_blocks, key.full_sampler, *embeds)
+        tensors = self._copied(
+            self._prefill_parts,
+            inputs.token_ids[:size],
+            inputs.positions[:size],
+            inputs.token_rows[:size],
+            inputs.prefill_rows,
+            inputs.sample_index,
+            inputs.sample_rows,
+        )
+        embeds = self._copied(self._prefill_parts, *self._embeds(size))
+        sizes = key.read_blocks, key.full_sampler
+        return self._call(self._prefill_parts, *tensors, *sizes, *embeds)
 
     def _prefill_parts(
         self,
@@ -225,7 +225,16 @@ class StepFunctions:
         """Return embeddings and mask of a prefill step, or nothing where there are never any."""
         if self.embeds is None:
             return ()
-        return self.embeds.embeds[:size].clone(), self.embeds.mask[:size].clone()
+        return self.embeds.embeds[:size], self.embeds.mask[:size]
+
+    def _copied(
+        self, part: Callable[..., StepOutput], *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the inputs of a part: copies if it is compiled, see the top of this file."""
+        if part.__name__ not in self._compiled:
+            return tensors
+        with operation("inputs"):
+            return [tensor.clone() for tensor in tensors]
 
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
         """Run a part of a step, or what it was compiled to, which has no scopes of its own."""

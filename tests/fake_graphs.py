@@ -348,8 +348,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         plain = allocate(StaticBuffers, layout, specs, device)
         return MirroredBuffers.beside(plain, layout, graphs)
 
-    def chosen_kernels(device: Any, mode: Any, *rest: Any) -> Kernels:
-        return select_kernels(device, graphs.kernels, *rest)
+    def chosen_kernels(device: Any, mode: Any, dtype: Any, weights: Any, kernels: Any) -> Kernels:
+        return select_kernels(device, graphs.kernels, dtype, weights)
 
     def queued(owner: Any, name: str) -> None:
         """Let a method of something on the device take effect in the order of the stream."""

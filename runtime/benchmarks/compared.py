@@ -68,7 +68,7 @@ COMPARED = {
 
 _ABSENT_MEANS_DTYPE = "weight_dtype"
 """Written since weights can be stored in another dtype than that of the activations."""
-_MAY_BE_ABSENT = ("prefill_chunk", "steps_per_launch")
+_MAY_BE_ABSENT = ("kernels", "prefill_chunk", "steps_per_launch")
 """Written since some version; what an earlier run had in their place is not known."""
 
 _LEAST_MS, _MOST_MS = 1e-9, 1e12

@@ -34,7 +34,7 @@ class Way(NamedTuple):
     kernels: str
 
     def __str__(self) -> str:
-        return self.mode if self.kernels == "auto" else f"{self.mode}, kernels {self.kernels}"
+        return self.mode if self.kernels == "auto" else f"{self.mode} with {self.kernels} kernels"
 
 
 def ways_of(options: argparse.Namespace, modes: Iterable[str]) -> list[Way]:

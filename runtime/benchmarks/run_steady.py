@@ -168,7 +168,7 @@ class SteadyRun:
         except MemoryBudgetError as error:
             stack.close()
             reason, *_ = str(error).splitlines()
-            ways = "; ".join(map(str, self.ways))
+            ways = ", ".join(map(str, self.ways))
             self.say(f"{model}: {ways} run one after the other, without turns: {reason}")
             return []
 

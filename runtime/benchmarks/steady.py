@@ -286,7 +286,7 @@ def to_json(
 
 def is_reference(engine: Engine) -> bool:
     """Return whether an engine runs plain PyTorch, eagerly: what others are compared with."""
-    return (engine.config.mode, engine.config.kernels) == ("eager", "torch")
+    return engine.config.mode == "eager" and engine.config.kernels != "native"
 
 
 def _correctness(measured: Measurement, eager: Measurement | None) -> dict[str, float | None]:
