@@ -74,6 +74,9 @@ class EngineConfig:
     compile: bool = True
     """With `mode="graph"` and steps that are not native: capture them as compiled by
     `torch.compile`, or (False) as they are."""
+    dependent_launch: bool = True
+    """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
+    launch, compute capability 9.0). A captured step in which it changes a result has none."""
     block_size: int = 16
     """Tokens a block holds."""
     num_blocks: int | None = None
@@ -150,7 +153,7 @@ class EngineConfig:
         ):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("compile", "prefix_cache", "prompt_embeds", "freeze_gc"):
+        for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
         if self.preemption == "swap" and not self.host_cache_bytes:

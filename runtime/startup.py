@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
+from .kernels.self_test import Fallback
 from .loading import Source, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
 from .runner import Runner
+from .self_test import check_kernels
 from .step_functions import StepKey
 from .tokenizer import TextTokenizer, load_tokenizer
 
@@ -147,9 +150,7 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     resolved = ResolvedConfig.resolve(config, found.config)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
-        kernels = select_kernels(
-            resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
-        )
+        kernels = _checked_kernels(found.config, resolved)
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())
@@ -196,6 +197,26 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
+
+
+def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
+    """Return the kernels of an engine: those that exist for its model and pass their self-test."""
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels
+    )
+    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
+    kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
+    if config.kernels == "torch" or config.native_obstacle is None:
+        return kernels
+    dtype = str(config.dtype).removeprefix("torch.")
+    fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
+    message = (
+        f"no native decoder layers for {fallback.shape}: {fallback.error}."
+        " Plain PyTorch takes their place, which is slower"
+    )
+    logger.warning("%s", message)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
 
 
 def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
