@@ -29,10 +29,11 @@ import torch
 
 from .batch import EmbedInputs, StepInputs
 from .kernels import DecodeStep
+from .kernels.feedback import Feedback
 from .models.decoder import AttentionInputs, Decoder
 from .naming import operation
 from .rows import RowState
-from .sampling import SampleOutput, fused_sampler, torch_sampler
+from .sampling import SAMPLERS, SampleOutput
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,12 +96,11 @@ class StepFunctions:
         self.state = state
         self.inputs = inputs
         self.embeds = embeds
-        fused_sampling = model.kernels.fused_sampling
-        self._sampler = fused_sampler if fused_sampling else torch_sampler
+        self._sampler = SAMPLERS[model.kernels.sampler]
         self._compiled: dict[str, Callable[..., Any]] = {}
         if compiled and model.stack is None:
             self._compile(self._forward_pass)
-        if compiled and not fused_sampling:
+        if compiled and model.kernels.sampler == "torch":
             self._compile(self._greedy)
             self._compile(self._full)
 
@@ -169,8 +169,9 @@ class StepFunctions:
             self.block_size,
         )
         if key.full_sampler:
-            with operation("inputs"):
-                rows_B = rows_B.clone()
+            if self._sampler.full_step is None:
+                with operation("inputs"):
+                    rows_B = rows_B.clone()
             return self._sample(key, result.logits, rows_B, result.positions)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
@@ -245,7 +246,11 @@ class StepFunctions:
     ) -> StepOutput:
         sampler = self._part(self._full if key.full_sampler else self._greedy)
         with operation("sample" if key.full_sampler else "greedy"):
-            return sampler(logits_BV, rows_B, positions_B)
+            output = sampler(logits_BV, rows_B, positions_B)
+        if output.details is None or not logits_BV.is_cuda:
+            return output
+        details = output.details.in_one_piece()  # which one copy brings to the host
+        return StepOutput(details.tokens, output.logits, details)
 
     def _part(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return a part of a step, compiled if there is a compiled one."""
@@ -258,6 +263,9 @@ class StepFunctions:
     def _greedy(
         self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
+        if self._sampler.greedy_step is not None:
+            tokens = self._sampler.greedy_step(logits_BV, self._feedback(rows_B, positions_B))
+            return StepOutput(tokens, logits_BV, None)
         tokens = self._sampler.greedy(logits_BV)
         self._feed_back(tokens, rows_B, positions_B + 1)
         return StepOutput(tokens, logits_BV, None)
@@ -265,9 +273,16 @@ class StepFunctions:
     def _full(
         self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
     ) -> StepOutput:
+        if self._sampler.full_step is not None:
+            feedback = self._feedback(rows_B, positions_B)
+            details = self._sampler.full_step(logits_BV, self.state.sampling, feedback)
+            return StepOutput(details.tokens, logits_BV, details)
         details = self._sampler.full(logits_BV, self.state.sampling, rows_B, positions_B + 1)
         self._feed_back(details.tokens, rows_B, positions_B + 1)
         return StepOutput(details.tokens, logits_BV, details)
+
+    def _feedback(self, rows_B: torch.Tensor, positions_B: torch.Tensor) -> Feedback:
+        return Feedback(rows_B, positions_B, self.state.token_ids, self.state.positions)
 
     def _feed_back(
         self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor

@@ -80,7 +80,7 @@ def select_kernels(
             bounded_by_length=True,
             masks=0,
             weights=weights,
-            fused_sampling=True,
+            sampler="cpu",
             library=library,
             make_stack=DecoderStack if packs else None,
         )

@@ -36,6 +36,7 @@ def gpu_kernels(weights: WeightStorage) -> Kernels:
         bounded_by_length=True,
         masks=0,
         weights=weights,
+        sampler="triton",
         make_stack=_make_stack,
         make_decode_step=_make_decode_step,
     )
