@@ -226,8 +226,18 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
-        arrived = self._outputs.depart(number)
+        arrived = self._outputs.depart(number, began)
         return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
+
+    @property
+    def times_device(self) -> bool:
+        """Whether events take the time that another processor works on a step."""
+        return self._outputs is not None and self._outputs.timed
+
+    @times_device.setter
+    def times_device(self, wanted: bool) -> None:
+        if self._outputs is not None:
+            self._outputs.timed = wanted
 
     def read(self, launch: Launch) -> Iterable[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""

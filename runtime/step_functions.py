@@ -28,11 +28,12 @@ import torch
 
 from .batch import EmbedInputs, StepInputs
 from .kernels import DecodeStep
+from .kernels.feedback import Feedback
 from .kernels.gpu.dependent import dependent_launch
 from .models.decoder import AttentionInputs, Decoder
 from .naming import operation
 from .rows import RowState
-from .sampling import SampleOutput, fused_sampler, torch_sampler
+from .sampling import SAMPLERS, SampleOutput
 
 _serial = itertools.count()
 
@@ -92,15 +93,14 @@ class StepFunctions:
         self.state = state
         self.inputs = inputs
         self.embeds = embeds
-        fused_sampling = model.kernels.fused_sampling
-        self._sampler = fused_sampler if fused_sampling else torch_sampler
+        self._sampler = SAMPLERS[model.kernels.sampler]
         self._compiled: dict[str, Callable[..., Any]] = {}
-        if not compiled:
-            return
-        if model.stack is None:
+        if compiled and model.stack is None:
+            if model.kernels.sampler == "triton":  # whose launches torch.compile cannot trace
+                self._sampler = SAMPLERS["torch"]
             self._compile(self._decode_parts)
             self._compile(self._prefill_parts)
-        elif not fused_sampling:
+        elif compiled and model.kernels.sampler == "torch":
             self._compile(self._sampled)
 
     @property
@@ -184,8 +184,7 @@ class StepFunctions:
             self.block_size,
         )
         if key.full_sampler:
-            with operation("inputs"):
-                rows_B = rows_B.clone()
+            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
             return self._call(self._sampled, result.logits, rows_B, result.positions, True)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
@@ -246,10 +245,14 @@ class StepFunctions:
         """Run a part of a step, or what it was compiled to, which has no scopes of its own."""
         compiled = self._compiled.get(part.__name__)
         if compiled is None:
-            return part(*arguments)
-        with operation("compiled"):
-            output: StepOutput = compiled(*arguments)
+            output = part(*arguments)
+        else:
+            with operation("compiled"):
+                output = compiled(*arguments)
+        if output.details is None or not output.logits.is_cuda:
             return output
+        details = output.details.in_one_piece()  # which one copy brings to the host
+        return StepOutput(details.tokens, output.logits, details)
 
     def _forward_pass(
         self,
@@ -292,15 +295,22 @@ class StepFunctions:
         full_sampler: bool,
     ) -> StepOutput:
         """Sample the token that follows each position, and make it the row's newest."""
+        sampler, state = self._sampler, self.state
+        feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
             with operation("greedy"):
-                tokens_B = self._sampler.greedy(logits_BV)
+                if sampler.greedy_step is not None:
+                    return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
+                tokens_B = sampler.greedy(logits_BV)
                 self._feed_back(tokens_B, rows_B, positions_B + 1)
-            return StepOutput(tokens_B, logits_BV, None)
+                return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
-            details = self._sampler.full(logits_BV, self.state.sampling, rows_B, positions_B + 1)
-            self._feed_back(details.tokens, rows_B, positions_B + 1)
-        return StepOutput(details.tokens, logits_BV, details)
+            if sampler.full_step is not None:
+                details = sampler.full_step(logits_BV, state.sampling, feedback)
+            else:
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
+                self._feed_back(details.tokens, rows_B, positions_B + 1)
+            return StepOutput(details.tokens, logits_BV, details)
 
     def close(self) -> None:
         """Let go of compiled code, which refers back to this object."""

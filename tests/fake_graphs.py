@@ -31,7 +31,7 @@ from stepgraph.profiling import attribution
 from stepgraph.runtime import config, launch, runner, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels, select_kernels
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.rows import RowState
 from stepgraph.runtime.runner import Runner
 from stepgraph.runtime.sampling import SamplingState
@@ -201,10 +201,12 @@ class FakeStream:
 
 
 class FakeEvent:
-    """In the place of `torch.cuda.Event` with timing."""
+    """In the place of `torch.cuda.Event`."""
 
-    def __init__(self, stream: FakeStream) -> None:
+    def __init__(self, stream: FakeStream, *, timed: bool = True) -> None:
         self.stream = stream
+        self.timed = timed
+        self.records = 0
         self.ticket = 0
         self.at_ns = 0
 
@@ -212,6 +214,7 @@ class FakeEvent:
         def note() -> None:
             self.at_ns = stream.now_ns
 
+        self.records += 1
         self.ticket = stream.put(note)
 
     def synchronize(self) -> None:
@@ -220,9 +223,18 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         """Milliseconds; an error where it would be one, and no wait."""
         for event in (self, end):
+            assert event.timed, "both events need timing"
             if event.ticket == 0 or event.stream.done < event.ticket:
                 raise RuntimeError("device not ready")
         return (end.at_ns - self.at_ns) / 1e6
+
+
+def fake_events(stream: FakeStream) -> list[Any]:
+    """The events of all sets of outputs."""
+    return [
+        OutputEvents(*(FakeEvent(stream, timed=timed) for timed in (True, True, False)))  # type: ignore[arg-type]
+        for _ in range(OUTPUT_SETS)
+    ]
 
 
 @dataclass
@@ -383,8 +395,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
     def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
         make_outputs(self, *args, **kwargs)
-        events = [(FakeEvent(graphs.stream), FakeEvent(graphs.stream)) for _ in range(OUTPUT_SETS)]
-        self._events = events  # type: ignore[assignment]
+        self._events = fake_events(graphs.stream)
 
     def logged_read(self: Runner, launch: Any) -> Any:
         graphs.log.append(("read", launch.number))

@@ -89,7 +89,8 @@ class ScenarioRun:
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
                     read_again = watch(self.monitor)
-                    measured = measure_interference(e, case, seed=options.seed)
+                    with self.steps.timed(e):
+                        measured = measure_interference(e, case, seed=options.seed)
                     state, reads = read_again(), self.bandwidth
                     entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
@@ -113,7 +114,8 @@ class ScenarioRun:
                 )
                 with self._engine(case, config) as engine:
                     read_again = watch(self.monitor)
-                    measured = measure_churn(engine, case, seed=options.seed)
+                    with self.steps.timed(engine):
+                        measured = measure_churn(engine, case, seed=options.seed)
                     state, reads = read_again(), self.bandwidth
                     entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=reads)
                 self.steps.add(entry, measured.records)

@@ -211,7 +211,8 @@ class SteadyRun:
                 for _ in range(options.num_warmup):
                     run.warm_up()
             read_again = watch(self.monitor)
-            take_turns(sides, options.num_iters)
+            with self.steps.timed(*engines):
+                take_turns(sides, options.num_iters)
             state = read_again()
             for run in runs:
                 measured = run.result()

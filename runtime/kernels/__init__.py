@@ -113,7 +113,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
         bounded_by_length=True,
         masks=0,
         weights=weights,
-        fused_sampling=True,
+        sampler="cpu",
         library=library,
         make_stack=DecoderStack if packs else None,
     )

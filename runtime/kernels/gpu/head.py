@@ -19,7 +19,7 @@ from .norm import norm_rows
 from .norm_linear import reference_norm_linear
 from .tuning import is_tight
 
-__all__ = ["head", "reference_head"]
+__all__ = ["best_of_chunks", "head", "reference_head"]
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
@@ -74,12 +74,22 @@ def _many_rows(
     x_TD: Tensor, norm: Norm, linear: GpuLinear, softcap: float, pending: Pending | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
-    chunks = triton.cdiv(vocab_size, CHUNK)
     normed_TD = torch.empty_like(x_TD)
     norm_rows(x_TD, norm, normed_TD, pending)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
     library_linear(normed_TD, linear, logits_TV)
-    maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
+    return logits_TV, *best_of_chunks(logits_TV, softcap)
+
+
+def best_of_chunks(logits_TV: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each chunk of 1024 and its token, as `head` does.
+
+    With `softcap` contiguous logits are capped in place first.
+    """
+    tokens, vocab_size = logits_TV.shape
+    assert logits_TV.is_contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    maxima_TC, ids_TC = _best(tokens, chunks, logits_TV.device)
     launch(
         _best_of_chunks,
         (tokens, chunks),
@@ -90,7 +100,7 @@ def _many_rows(
         CHUNK=CHUNK,
         SOFTCAP=softcap,
     )
-    return logits_TV, maxima_TC, ids_TC
+    return maxima_TC, ids_TC
 
 
 def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:

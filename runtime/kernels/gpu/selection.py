@@ -74,6 +74,7 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
         bounded_by_length=True,
         masks=0,
         weights=weights,
+        sampler="triton",
         make_stack=make_stack,
         make_decode_step=make_decode_step,
     )
