@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, recorded_steps, startup
-from stepgraph.runtime.kernels import Kernels, WeightStorage
+from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def gpu_engine(
 ) -> Callable[..., Engine]:
     """Open an engine whose steps are eager calls of the kernels."""
 
-    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+    def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
         kernels = gpu_kernels(weights)
         # The operator around it is for CUDA's tensors.
         return dataclasses.replace(kernels, attention=triton_paged_attention)

@@ -13,13 +13,13 @@ from stepgraph.runtime import (
     EngineConfig,
     KernelSelfTestError,
     SamplingParams,
-    self_test,
 )
 from stepgraph.runtime import config as config_module
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.self_test import disagreement
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.sampling import SAMPLERS
 from stepgraph.runtime.self_test import check_kernels
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
@@ -132,9 +132,9 @@ def test_attention_that_is_wrong_too_is_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = self_test.fused_sampler
+    right = SAMPLERS["cpu"]
     shifted = dataclasses.replace(right, greedy=lambda logits: right.greedy(logits) + 1)
-    monkeypatch.setattr(self_test, "fused_sampler", shifted)
+    monkeypatch.setitem(SAMPLERS, "cpu", shifted)
     with pytest.warns(RuntimeWarning, match=r"C\+\+ sampler"):
         checked = check_kernels(*chosen(), required=False)
     assert checked.sampler == "torch"
