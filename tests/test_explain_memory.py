@@ -100,6 +100,43 @@ def test_this_machine() -> None:
     assert answer(text, "longest context of 1 row") == 2048
 
 
+ROWS = 4
+USED_BY_ROWS = ROWS * 2048 // 16 + 1
+"""Blocks that four rows of the demo model's 2,048 positions use, and the null block."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("budget", [{}, {"memory_fraction": 0.7}], ids=str)
+def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
+    device: str, budget: dict[str, float]
+) -> None:
+    text = explain("demo", "80GB", device=device, mode="eager", max_rows=ROWS, **budget)
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: 8,192 " in text
+
+
+@pytest.mark.parametrize(
+    ("budget", "blocks"),
+    [
+        ({"num_blocks": 5000}, range(5000, 5001)),
+        ({"memory_tokens": 100_000}, range(6250, 6260)),
+        # A token of the demo model takes less than 4 KiB, a block less than 64.
+        ({"memory_bytes": 8 << 30}, range((7 << 30) >> 16, 1 << 30)),
+        ({"num_blocks": 5000, "memory_fraction": 0.5}, range(5000, 5001)),
+    ],
+    ids=str,
+)
+def test_a_larger_prefix_cache_can_be_asked_for(budget: dict[str, float], blocks: range) -> None:
+    text = explain("demo", "80GB", mode="graph", max_rows=ROWS, **budget)
+    found = re.search(r"^([\d,]+) blocks of 16 slots: ", text, re.MULTILINE)
+    assert found is not None, text
+    assert int(found[1].replace(",", "")) in blocks
+
+
+def test_bytes_of_the_operating_system_are_a_limit() -> None:
+    text = explain("demo", "80GB", device="cpu", mode="eager", max_rows=ROWS, memory_bytes=8 << 30)
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: " in text
+
+
 def test_a_card_too_small() -> None:
     with pytest.raises(MemoryBudgetError, match=r"memory budget of .* is too small: .* weights"):
         explain("preset:llama-3.1-8b", "8GB")
