@@ -35,6 +35,7 @@ from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling import bandwidth
 from stepgraph.profiling.kernel_names import NamesFileError
 from stepgraph.profiling.nsys import inside_nsys
+from stepgraph.profiling.nvtx_tool import NvtxMissingError
 from stepgraph.profiling.plot import PlotError
 from stepgraph.profiling.trace import TraceError
 from stepgraph.profiling.whole_files import WriteError, write_file
@@ -66,7 +67,7 @@ INTERRUPTED = 130
 """The exit status of what SIGINT ended: 128 + 2, as of a shell."""
 ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError),
-    *(NamesFileError, PlotError, TraceError, WriteError),
+    *(NamesFileError, NvtxMissingError, PlotError, TraceError, WriteError),
 )
 
 

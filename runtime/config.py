@@ -83,9 +83,11 @@ class EngineConfig:
     """Blocks of the cache, the null block included. Beside one of the `memory_*` fields the batch
     tokens are what the budget leaves."""
     memory_fraction: float | None = None
-    """Share of the free memory that the engine may use."""
+    """Share of the free memory that the engine may use: 0.9 on CUDA and 0.5 on a CPU where no
+    budget is given. The cache takes no more of it than `max_rows` requests of `max_model_len`
+    tokens can use; `num_blocks`, `memory_tokens` or `memory_bytes` keep more as prefix cache."""
     memory_bytes: int | None = None
-    """Bytes that the engine may use."""
+    """Bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is."""
     memory_tokens: int | None = None
     """Tokens of context that the cache must hold."""
     max_batch_tokens: int | None = None

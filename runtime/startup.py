@@ -233,12 +233,18 @@ def plan_engine(
 ) -> MemoryPlan:
     """Size the cache; no weight is read for it, and no device is asked but `memory`.
 
+    A cache sized by a share of the free memory has no more blocks than `max_rows` requests of
+    `max_model_len` tokens use. `num_blocks` and `memory_tokens`, and `memory_bytes` where the
+    memory is not that of the operating system, may ask for more.
+
     Raises:
         MemoryBudgetError: the budget has no room for the smallest cache, or the host none for
             what lies there.
         ConfigError: `max_model_len` was asked for, and the cache cannot hold one such sequence.
     """
     user = config.user
+    # A share of the free memory is a limit; on a device of its own memory_bytes is an amount.
+    capped = memory.shared_with_os or user.memory_bytes is None
     footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
     plan = plan_memory(
         footprint,
@@ -248,7 +254,7 @@ def plan_engine(
         max_batch_tokens=user.max_batch_tokens,
         # As many batch tokens as slots, but no more than a step can use.
         batch_tokens_per_block=user.block_size,
-        cap_blocks=footprint.most_blocks if memory.shared_with_os else None,
+        cap_blocks=footprint.most_blocks if capped else None,
         reserve_bytes=RESERVE_BYTES[config.device.type],
     )
     if not plan.host_shared and plan.host_total > memory.host_available:

@@ -61,6 +61,7 @@ def gpu_engine(
             "max_rows": 3,
             "block_size": 4,
             "max_model_len": 64,
+            "num_blocks": 512,
             "prefill_chunk": 8,
         } | config
         return Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings))

@@ -40,7 +40,9 @@ def open_with(
     def make(operations: Operations, variant: str, **settings: Any) -> Engine:
         def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
             chosen = gpu_kernels(weights, operations)
-            return dataclasses.replace(chosen, attention=operations.paged_attention)
+            return dataclasses.replace(
+                chosen, attention=operations.paged_attention, sampler="torch"
+            )
 
         monkeypatch.setattr(startup, "select_kernels", select)
         monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
