@@ -6,7 +6,9 @@ everything that Triton does for a launch on a real device but run the machine co
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -15,9 +17,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from stepgraph.runtime import EngineConfig, startup
 from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu.launch import launch, wait_for_inputs
+from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.gpu.precompile import ZeroedMemory, compile_kernels
+from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+from stepgraph.runtime.memory_measurement import StepMemory
 from triton.backends.compiler import GPUTarget
 
 compiled: list[tuple[str, str]] = []
@@ -115,11 +121,8 @@ def lost() -> None:
     raise MemoryError("no room for 7 bytes")
 
 
-def main() -> None:
-    """Print the JSON."""
-    triton.runtime.driver.set_active(MadeUpDriver())
-    triton.knobs.compilation.listener = count
-    launching._can_depend = lambda: True
+def small_kernels() -> dict[str, Any]:
+    """Compile ahead what `steps` and two failing steps launch; then launch it."""
     named = steps()
     failing = {"wide": wide, "lost": lost}
     report = compile_kernels([*failing.items(), *named.items()], threads=2)
@@ -133,7 +136,7 @@ def main() -> None:
     except triton.CompilationError as error:
         refused = str(error)
     again = compile_kernels(named.items())
-    document = {
+    return {
         "kernels": report.kernels,
         "threads": report.threads,
         "failures": report.failures,
@@ -144,7 +147,46 @@ def main() -> None:
         "refused": refused,
         "again": [again.kernels, list(again.failures)],
     }
-    print(json.dumps(document))
+
+
+def engine_kernels() -> dict[str, Any]:
+    """Compile ahead what the steps of an engine launch; then run all of its steps."""
+    startup.select_kernels = lambda device, mode, dtype, weights: dataclasses.replace(  # type: ignore[assignment]
+        gpu_kernels(weights), attention=triton_paged_attention
+    )
+    startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
+    config = EngineConfig(
+        device="cpu",
+        mode="eager",
+        dtype="bfloat16",
+        max_rows=1,
+        steps_per_launch=2,
+        prefill_chunk=16,
+        max_model_len=128,
+        num_blocks=64,
+    )
+    runner = startup.start("demo", config, progress=False).runner
+    report = runner.compile_kernels()
+    ahead = [*compiled]
+    with ZeroedMemory():
+        for report_of_step in runner.library.reports():
+            runner.library.launch(report_of_step.key)
+    return {
+        "kernels": report.kernels,
+        "failures": report.failures,
+        "compiled": ahead,
+        "compiled_later": compiled[len(ahead) :],
+        "launched": launched,
+    }
+
+
+def main() -> None:
+    """Print the JSON of the part that is asked for."""
+    triton.runtime.driver.set_active(MadeUpDriver())
+    triton.knobs.compilation.listener = count
+    launching._can_depend = lambda: True
+    parts = {"small": small_kernels, "engine": engine_kernels}
+    print(json.dumps(parts[sys.argv[1]]()))
 
 
 if __name__ == "__main__":

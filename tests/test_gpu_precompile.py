@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("triton")
 
 
-def run(script: str, cache: Path) -> dict[str, Any]:
-    """Run a script of this folder where kernels are compiled; return what it prints."""
+def run(part: str, cache: Path) -> dict[str, Any]:
+    """Return what a part of `precompile_kernels.py` prints."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script)],
+        [sys.executable, str(Path(__file__).parent / "precompile_kernels.py"), part],
         env=environment,
         capture_output=True,
         text=True,
@@ -32,8 +32,8 @@ def run(script: str, cache: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `precompile_kernels.py` prints."""
-    return run("precompile_kernels.py", tmp_path_factory.mktemp("triton"))
+    """What is said of small kernels."""
+    return run("small", tmp_path_factory.mktemp("triton"))
 
 
 def test_each_specialisation_is_compiled_once_in_a_thread(told: dict[str, Any]) -> None:
@@ -59,3 +59,12 @@ def test_what_fails_names_itself_and_fails_again_when_it_is_launched(told: dict[
     assert kernel.startswith("kernel too_wide (num_warps=4 num_stages=1 BLOCK=128): Compil")
     assert "a block of at most 64" in kernel
     assert "a block of at most 64" in told["refused"]
+
+
+@pytest.mark.slow
+def test_an_engine_launches_nothing_that_was_not_compiled_ahead(tmp_path: Path) -> None:
+    told = run("engine", tmp_path)
+    assert told["failures"] == []
+    assert len(told["compiled"]) == told["kernels"] >= 10
+    assert set(told["launched"]) == {name for name, _ in told["compiled"]}
+    assert told["compiled_later"] == []
