@@ -87,13 +87,13 @@ def _watching() -> Iterator[_Compilations]:
 
 def _install_hooks() -> None:
     """Add both hooks to torch's, once in a process; they do nothing where nobody watches."""
-    from torch._dynamo import convert_frame, register_hook_for_recompile_user_context, utils
+    from torch._dynamo import convert_frame, utils
 
     # The lock that torch holds while it compiles: it must not find the hooks changed meanwhile.
     with convert_frame.compile_lock:
         _install_code_hook()
         if _begin not in (utils.get_hook_for_recompile_user_context() or ()):
-            register_hook_for_recompile_user_context(_begin)
+            utils.register_hook_for_recompile_user_context(_begin)
 
 
 @functools.cache
@@ -112,12 +112,13 @@ def _begin() -> str:
     return "preparation of a step"
 
 
-def _end(code: CodeType, compiled: CodeType) -> None:
-    """Note a frame that was compiled."""
+def _end(code: CodeType, new_code: CodeType) -> CodeType | None:
+    """Note a frame that was compiled; None: its code stays as torch made it."""
     compilations = _watched.get()
     if compilations is not None:
         place = f"{code.co_filename}:{code.co_firstlineno}"
         compilations.compiled.append(f"{code.co_name} ({place})")
+    return None
 
 
 def _recompile_limit() -> int:

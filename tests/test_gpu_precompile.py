@@ -31,9 +31,14 @@ def run(part: str, cache: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What is said of small kernels."""
-    return run("small", tmp_path_factory.mktemp("triton"))
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def told(triton_cache: Path) -> dict[str, Any]:
+    """What is said of small kernels at a first start."""
+    return run("small", triton_cache)
 
 
 def test_each_specialisation_is_compiled_once_in_a_thread(told: dict[str, Any]) -> None:
@@ -41,6 +46,14 @@ def test_each_specialisation_is_compiled_once_in_a_thread(told: dict[str, Any]) 
     assert all(thread.startswith("stepgraph-compile") for _, thread in told["compiled"])
     assert told["threads"] == 2
     assert told["kernels"] == 7, "with the one that does not compile"
+    assert not told["imports_dynamo"]
+
+
+def test_another_start_finds_them_on_disk(told: dict[str, Any], triton_cache: Path) -> None:
+    assert told["found"] == []
+    again = run("small", triton_cache)
+    assert sorted(again["found"]) == sorted(name for name, _ in told["compiled"])
+    assert again["compiled_later"] == []
 
 
 def test_launches_find_what_was_compiled(told: dict[str, Any]) -> None:

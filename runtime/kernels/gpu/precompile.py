@@ -147,6 +147,14 @@ class _WithLauncher:
 class ZeroedMemory(TorchDispatchMode):
     """Fill memory that torch leaves as it finds it: the kernels that would write it do not run."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled: torch would import its compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
