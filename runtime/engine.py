@@ -380,13 +380,14 @@ class Engine:
 
         `memory` holds planned and measured bytes of each term (measured None has a note that says
         why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `start`
-        has the seconds of each phase, and whether the kernels and compiled code were found in a
-        cache. `blocks` and `cache` tell what is free, cached, found at admission, copied and
-        swapped; `fallbacks` how often a launch found no prepared step. `steps` counts launches,
-        `multi_step_launches` those that decoded several tokens of each row. `collector` tells how
-        often Python's garbage collector ran since the engine was made, and its seconds.
-        `step_budget` (None without `max_itl_ms`) sets what steps with prefill took beside rows that
-        decode against what was predicted.
+        has the seconds of each phase, whether the kernels and compiled code were found in a cache,
+        and how many Triton kernels were compiled ahead of the steps, in how many threads. `blocks`
+        and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
+        how often a launch found no prepared step. `steps` counts launches, `multi_step_launches`
+        those that decoded several tokens of each row. `collector` tells how often Python's garbage
+        collector ran since the engine was made, and its seconds. `step_budget` (None without
+        `max_itl_ms`) sets what steps with prefill took beside rows that decode against what was
+        predicted.
         """
         return engine_stats(
             self._open_parts(),

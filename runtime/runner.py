@@ -5,18 +5,27 @@ Nothing here waits for the device except `read`, and that waits for the tokens o
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..cache.arena import Arena, HostArena
 from ..cache.spec import LayerGroup
 from ..graphs.buffers import StaticBuffers
-from ..graphs.library import StepLibrary
-from ..graphs.steps import CapturedStep, CompiledStep, CudaGraphCapturer, EagerStep, Step
+from ..graphs.library import PreparationWatcher, StepLibrary
+from ..graphs.steps import (
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    GraphCapturer,
+    Step,
+)
 from ..profiling import ranges
 from .batch import (
     EmbedInputs,
@@ -35,6 +44,9 @@ from .request import Request
 from .rows import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
+
+if TYPE_CHECKING:
+    from .kernels.gpu.precompile import CompiledKernels
 
 __all__ = ["Runner"]
 
@@ -109,8 +121,11 @@ class Runner:
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
         )
-        self._functions = bind(compiled=config.compiled)
-        self.library = _library(config, self._functions, bind(compiled=False), self.sizes.keys())
+        self._functions, self._eager = bind(compiled=config.compiled), bind(compiled=False)
+        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
+        self.library = _library(
+            config, self._functions, self._eager, self._capturer, self.sizes.keys()
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -151,9 +166,28 @@ class Runner:
         assert int(self.state.positions[self.null_row]) == 0
         assert not self.state.block_tables[:, self.null_row].any()
 
-    def prepare(self, progress: Callable[[int, int, StepKey], None] | None = None) -> None:
-        """Compile and capture every step before there is a request."""
-        self.library.prepare(progress)
+    def compile_kernels(self) -> CompiledKernels:
+        """Compile the Triton kernels of all steps in parallel, which `prepare` would one by one."""
+        from .kernels.gpu.precompile import compile_kernels  # needs triton, as CUDA's kernels do
+
+        # Several steps of a launch run the kernels of one.
+        keys = self.sizes.keys()
+        keys = list(dict.fromkeys(dataclasses.replace(key, steps=1) for key in keys))
+        steps = [(str(key), self._eager.bind(key)) for key in keys]
+        if self._capturer is None:
+            return compile_kernels(steps)
+        # Libraries keep a workspace for each stream: it is the one that captures need anyway.
+        compiled: list[CompiledKernels] = []
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
+        return compiled[0]
+
+    def prepare(
+        self,
+        progress: Callable[[int, int, StepKey], None] | None = None,
+        watcher: PreparationWatcher[StepKey] | None = None,
+    ) -> None:
+        """Compile and capture every step before there is a request; see `StepLibrary.prepare`."""
+        self.library.prepare(progress, watcher)
 
     def close(self) -> None:
         """Let go of all steps and of what was compiled for them."""
@@ -345,16 +379,16 @@ def _library(
     config: ResolvedConfig,
     functions: StepFunctions,
     eager: StepFunctions,
+    capturer: GraphCapturer | None,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
     """Return the unprepared library of the mode. A key it lacks runs as plain PyTorch code."""
-    capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         if config.mode == "eager":
             return EagerStep(eager.bind(key), str(key))
         if capturer is None:
-            return CompiledStep(functions.bind(key), str(key), compiles=functions.compiles)
+            return CompiledStep(functions.bind(key), str(key))
         return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
 
     def make_fallback(key: StepKey) -> Step[StepOutput]:

@@ -110,6 +110,8 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         tokens=config.user.prefill_chunk,
         longest=_GPU_LONGEST,
     )
+    if config.device.type == "cuda":
+        _compile_ahead(SampleSteps(cut, config, kernels, cases, seed), cases)
     steps = SampleSteps(cut, config, both, cases, seed)
     for case in cases:
         checks.read_blocks, checks.tokens = case.read_blocks(size), case.tokens
@@ -138,6 +140,14 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
             failed = (*failed, unequal)
             mixed = dataclasses.replace(mixed, dependent_launch=False)
     return dataclasses.replace(mixed, fallbacks=failed) if failed else kernels
+
+
+def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
+    """Compile what the checks will launch, in parallel; what fails does so again in its check."""
+    from .kernels.gpu.precompile import compile_kernels
+
+    compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
+    steps.close()
 
 
 def _can_depend(device: torch.device) -> bool:

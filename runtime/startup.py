@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..cache.arena import Arena, HostArena
 from ..cache.device_memory import DeviceMemory
@@ -36,6 +38,9 @@ from .runner import Runner
 from .self_test import check_kernels
 from .step_functions import StepKey
 from .tokenizer import TextTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from .kernels.gpu.precompile import CompiledKernels
 
 __all__ = ["RESERVE_BYTES", "EngineParts", "layer_groups", "plan_engine", "start"]
 
@@ -82,10 +87,12 @@ class EngineParts:
     """What steps hold while they run."""
     phases: tuple[Phase, ...]
     """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
-    is one, "static_buffers", "prepare", "measure"."""
+    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
     start_seconds: float
     """The phases and what lies between them; the calibration of a time budget comes on top."""
     code_cache: CodeCache
+    compiled_kernels: CompiledKernels | None = None
+    """Triton kernels that were compiled ahead of the steps; None where there are none."""
 
     @property
     def load_seconds(self) -> float:
@@ -174,10 +181,14 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     with log.phase("static_buffers"):
         prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
         runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
+    compiled_kernels = None
+    if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
+        with log.phase("compile_kernels"):
+            compiled_kernels = runner.compile_kernels()
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         with _preparation_bar(shown=progress) as report:
-            runner.prepare(report if captured is None else _both(report, captured))
+            runner.prepare(report, captured)
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
@@ -194,6 +205,7 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         tuple(log.phases),
         time.perf_counter() - began,
         CodeCache.now().since(code_before),
+        compiled_kernels,
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
@@ -287,18 +299,6 @@ def _load(
         with CheckpointReader(source.directory) as reader:
             model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()
-
-
-def _both(
-    report: Callable[[int, int, StepKey], None], captured: CapturePeaks
-) -> Callable[[int, int, StepKey], None]:
-    """Return a progress callback that also takes the peak of the step that was prepared."""
-
-    def progress(done: int, total: int, key: StepKey) -> None:
-        captured(key)
-        report(done, total, key)
-
-    return progress
 
 
 @contextmanager

@@ -103,11 +103,6 @@ class StepFunctions:
         elif compiled and model.kernels.sampler == "torch":
             self._compile(self._sampled)
 
-    @property
-    def compiles(self) -> bool:
-        """Whether parts of the steps are compiled; until `close`."""
-        return bool(self._compiled)
-
     def _compile(self, part: Callable[..., Any]) -> None:
         for tensor in (self.arena, *self.state.tensors().values()):
             torch._dynamo.mark_static_address(tensor)

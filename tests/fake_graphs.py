@@ -241,7 +241,8 @@ def fake_events(stream: FakeStream) -> list[Any]:
 class FakeGraphs:
     """What happened, in order, over all capturers and buffers of a test.
 
-    Events: ("capturer", device), ("warm up",), ("capture", index), ("replay", index),
+    Events: ("capturer", device), ("warm up",), ("begin captures",), ("capture", index),
+    ("end captures",), ("replay", index),
     ("copy", name of the buffers), ("bring", phase), ("read", number of the step).
     """
 
@@ -335,15 +336,24 @@ class MirroredBuffers(StaticBuffers[Any]):
 
 
 class FakePeaks:
-    """In the place of `CapturePeaks`: a kilobyte for each row or token."""
+    """In the place of `CapturePeaks`: a kilobyte for each row or token, and a pool of one more."""
 
     pool_bytes = 1024
 
-    def __init__(self, device: object) -> None:
+    def __init__(self, graphs: FakeGraphs, device: object) -> None:
         self.peaks: dict[StepKey, int] = {}
+        self.captured_bytes = 0
+        self._graphs = graphs
 
-    def __call__(self, key: StepKey) -> None:
+    def warmed_up(self, key: StepKey) -> None:
         self.peaks[key] = 1024 * key.size
+
+    def begin_captures(self) -> None:
+        self._graphs.log.append(("begin captures",))
+
+    def end_captures(self) -> None:
+        self._graphs.log.append(("end captures",))
+        self.captured_bytes = 4096 * len(self._graphs.graphs) + self.pool_bytes
 
 
 @pytest.fixture(name="fake_graphs")
@@ -416,7 +426,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_in")
     waiting(EagerStep, "launch")
     waiting(Runner, "check_integrity")
-    monkeypatch.setattr(startup, "CapturePeaks", FakePeaks)
+    monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "bring", logged_bring)

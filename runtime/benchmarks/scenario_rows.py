@@ -79,6 +79,7 @@ START_COLUMNS = (
     "imports",
     "kernels",
     "load",
+    "compile kernels",
     "prepare",
     "measure",
     "other",
@@ -106,7 +107,9 @@ def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
     start, total = entry["start"], entry["total_seconds"]
     phases, code = start["phases"], start["code_cache"]
     shown = [entry["import_seconds"]]
-    shown += [phases[name] for name in ("kernels", "load", "prepare", "measure")]
+    shown += [phases[name] for name in ("kernels", "load")]
+    shown.append(phases.get("compile_kernels", 0.0))  # only where Triton kernels run
+    shown += [phases[name] for name in ("prepare", "measure")]
     built = start["kernels_built"]
     return (
         *engine_cells(entry),
