@@ -32,6 +32,7 @@ __all__ = [
     "INTERPRETED",
     "KernelLaunch",
     "compute_capability",
+    "dependent_launch",
     "launch",
     "let_dependents_start",
     "num_multiprocessors",
@@ -109,6 +110,22 @@ def record_launches(capability: int = CAPABILITY) -> Iterator[list[KernelLaunch]
         _recorded.reset(token)
 
 
+_dependent: ContextVar[bool] = ContextVar("dependent launch", default=True)
+
+
+@contextmanager
+def dependent_launch(enabled: bool) -> Iterator[None]:
+    """Launch the kernels of this block with or without programmatic dependent launch.
+
+    With it only where the device has it. What is recorded keeps it.
+    """
+    token = _dependent.set(enabled)
+    try:
+        yield
+    finally:
+        _dependent.reset(token)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -136,7 +153,7 @@ def launch(
         return
     options: dict[str, Any] = {}
     if dependent:
-        constants["PDL"] = not INTERPRETED and _can_depend()
+        constants["PDL"] = not INTERPRETED and _dependent.get() and _can_depend()
         if constants["PDL"]:
             options["launch_pdl"] = True
     kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constants)
