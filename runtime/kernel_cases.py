@@ -66,7 +66,7 @@ class KernelCase:
     reference: Callable[[], Sequence[Tensor]]
     """The same in plain torch, from what the launch would read now; changes no tensor of it."""
     updates: tuple[Tensor, ...] = ()
-    """Tensors that a launch reads and overwrites with a result."""
+    """Tensors that it overwrites with a result, and that it or an earlier kernel reads."""
     library: Callable[[int], object] | None = None
     """The library's product of the same shape, without what the kernel does around it."""
 
@@ -193,8 +193,6 @@ def decode_cases(
             return None
         return lambda i: torch.mm(x_TK, linears[i % len(linears)].weight.T)
 
-    in_place = () if residual is None else (x,)
-    made = [] if in_place else [delta]
     return [
         KernelCase(
             "norm_linear",
@@ -214,10 +212,10 @@ def decode_cases(
         KernelCase(
             "combine_output",
             combine,
-            lambda: made,
+            lambda: [],
             lambda: [target],
             reference_combine,
-            in_place,
+            (target,),
             product(attended_TK, output),
         ),
         KernelCase(
@@ -235,10 +233,10 @@ def decode_cases(
         KernelCase(
             "down",
             lambda i: residual_linear(gated_TF, down[i % copies], residual, target),
-            lambda: made,
+            lambda: [],
             lambda: [target],
             lambda: [reference_residual_linear(gated_TF, down[0], residual)],
-            in_place,
+            (target,),
             product(gated_TF, down),
         ),
         KernelCase(
