@@ -16,7 +16,7 @@ from stepgraph.runtime import EngineConfig, kernel_cases
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu.launch import dependent_launch, launch
-from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations
+from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations, main
 from stepgraph.runtime.models.presets import PRESETS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,6 +94,23 @@ def test_wrong_kernels_are_found(
         if fault is does_not_compile and not result.passed:
             assert result.failure == "RuntimeError: out of resource: shared memory"
             assert str(result).startswith("FAILED norm_linear")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rows 1 33", "take 1 to 32 rows"),
+        ("--model preset:mla-small", "latent attention"),
+        ("--model preset:none", "none"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_clear_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("verify: error: ")
+    assert message in line
 
 
 def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

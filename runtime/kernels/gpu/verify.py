@@ -31,6 +31,7 @@ from ...kernel_cases import KernelCase, decode_cases
 from ...loading import resolve_source
 from ...models.config import ModelConfig
 from .launch import INTERPRETED, dependent_launch
+from .linear import ROW_CLASSES
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
 
@@ -235,19 +236,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED:
-        print(
-            "verify: error: there is no CUDA device: TRITON_INTERPRET=1 interprets the kernels",
-            file=sys.stderr,
-        )
-        return 1
+        return _error("there is no CUDA device: TRITON_INTERPRET=1 interprets the kernels")
+    if not 1 <= min(options.rows) <= max(options.rows) <= ROW_CLASSES[-1]:
+        return _error(f"--rows {options.rows}: these kernels take 1 to {ROW_CLASSES[-1]} rows")
     try:
         model = resolve_source(options.model, config_only=True).config
         config = ResolvedConfig.resolve(
             EngineConfig(device=device.type, mode="eager", dtype=options.dtype), model
         )
     except StepgraphError as error:
-        print(f"verify: error: {error}", file=sys.stderr)
-        return 1
+        return _error(str(error))
+    if model.latent is not None:
+        return _error(f"{options.model} has latent attention, which these kernels do not compute")
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
     for rows in options.rows:
@@ -265,6 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 write_file(options.json, json.dumps(found, indent=1) + "\n")
     return int(not all(entry["passed"] for entry in found))
+
+
+def _error(message: str) -> int:
+    print(f"verify: error: {message}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
