@@ -165,9 +165,9 @@ def test_time_that_is_left_goes_to_the_next_part(
         return "done"
 
     monkeypatch.setattr(script.Run, "execute", execute)
-    assert make_run().run(["d"])
+    assert make_run(dry_run=False).run(["d"])
     assert limits == pytest.approx([50, 100, 150], abs=1)
-    assert not make_run(minutes=0.05).run(["d"])
+    assert not make_run(minutes=0.05, dry_run=False).run(["d"])
     assert len(limits) == 3
     assert "| d | 0 | no time left |" in (tmp_path / "summary.md").read_text()
 

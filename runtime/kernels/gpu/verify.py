@@ -236,18 +236,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED:
-        return _error("there is no CUDA device: TRITON_INTERPRET=1 interprets the kernels")
+        return _refuse("there is no CUDA device: TRITON_INTERPRET=1 interprets the kernels")
     if not 1 <= min(options.rows) <= max(options.rows) <= ROW_CLASSES[-1]:
-        return _error(f"--rows {options.rows}: these kernels take 1 to {ROW_CLASSES[-1]} rows")
+        return _refuse(f"--rows {options.rows}: these kernels take 1 to {ROW_CLASSES[-1]} rows")
     try:
         model = resolve_source(options.model, config_only=True).config
         config = ResolvedConfig.resolve(
             EngineConfig(device=device.type, mode="eager", dtype=options.dtype), model
         )
     except StepgraphError as error:
-        return _error(str(error))
+        return _refuse(str(error))
     if model.latent is not None:
-        return _error(f"{options.model} has latent attention, which these kernels do not compute")
+        return _refuse(f"{options.model} has latent attention, which these kernels do not compute")
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
     for rows in options.rows:
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not all(entry["passed"] for entry in found))
 
 
-def _error(message: str) -> int:
+def _refuse(message: str) -> int:
     print(f"verify: error: {message}", file=sys.stderr)
     return 1
 
