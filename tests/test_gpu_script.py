@@ -35,7 +35,7 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def make_run(script: ModuleType, tmp_path: Path) -> Callable[..., Any]:
-    def make(minutes: float = 10, dry_run: bool = True) -> Any:
+    def make(minutes: float = 10, dry_run: bool = False) -> Any:
         scratch = tmp_path / f"scratch {time.monotonic_ns()}"
         return script.Run(tmp_path, scratch, dry_run, time.monotonic() + 60 * minutes, {})
 
@@ -165,9 +165,9 @@ def test_time_that_is_left_goes_to_the_next_part(
         return "done"
 
     monkeypatch.setattr(script.Run, "execute", execute)
-    assert make_run(dry_run=False).run(["d"])
+    assert make_run().run(["d"])
     assert limits == pytest.approx([50, 100, 150], abs=1)
-    assert not make_run(minutes=0.05, dry_run=False).run(["d"])
+    assert not make_run(minutes=0.05).run(["d"])
     assert len(limits) == 3
     assert "| d | 0 | no time left |" in (tmp_path / "summary.md").read_text()
 
