@@ -55,7 +55,10 @@ class ContinuousBatching:
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=new_tokens
         )
         make = self._transformers.ContinuousBatchingConfig
-        pages = -(-(length + new_tokens) // make().page_size) + 1
+        defaults = make()
+        # transformers 5.17.0 still calls it a block.
+        page_size = getattr(defaults, "page_size", None) or defaults.block_size
+        pages = -(-(length + new_tokens) // page_size) + 1
         # Graphs and asynchronous batching are asked for where there are graphs; where transformers
         # fails with them, it is left to choose. What ran is said.
         choices: list[dict[str, Any]] = [{}]
