@@ -46,7 +46,7 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
-from stepgraph.runtime.benchmarks.caveats import warnings
+from stepgraph.runtime.benchmarks.caveats import failed_checks, warnings
 from stepgraph.runtime.benchmarks.compared import read_results
 from stepgraph.runtime.benchmarks.comparison import compare, slower_than
 from stepgraph.runtime.benchmarks.comparison_table import comparison_text, describe_case
@@ -219,10 +219,11 @@ def run_engines(options: argparse.Namespace) -> int:
             _tell(options, run.document)
             run.steps.write(run.document)
         raise
+    failed = int(bool(failed_checks(run.document)))
     if before is None:
         _tell(options, run.document)
         run.steps.write(run.document)
-        return 0
+        return failed
     run.document["comparison"] = compare(
         before,
         run.document,
@@ -234,7 +235,7 @@ def run_engines(options: argparse.Namespace) -> int:
     write_json(options, run.document)
     _tell(options, run.document)
     run.steps.write(run.document)
-    return judge(run.document["comparison"])
+    return max(failed, judge(run.document["comparison"]))
 
 
 def run_profile(options: argparse.Namespace) -> int:
@@ -245,7 +246,7 @@ def run_profile(options: argparse.Namespace) -> int:
     run.run()
     _tell(options, run.document)
     print_text(run.report())
-    return 0
+    return int(bool(failed_checks(run.document)))
 
 
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
+from .models.decoder import Decoder
 from .prompt_embeds import EncodedContent, check_embeds
 from .request import RequestOutput
 from .sampling_params import SamplingParams
@@ -351,6 +352,11 @@ class Engine:
             yield self._loop.timeline
         finally:
             runner.times_device = before
+
+    @property
+    def decoder(self) -> Decoder:
+        """The loaded model: its weights as the kernels store them."""
+        return self._open_parts().model
 
     @property
     def memory_plan(self) -> MemoryPlan:

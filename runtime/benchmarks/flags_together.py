@@ -42,7 +42,7 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        *("steps_per_launch", "plot", *_COMPARE, *PROFILE_FLAGS),
+        *("steps_per_launch", "check", "plot", *_COMPARE, *PROFILE_FLAGS),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),

@@ -182,6 +182,13 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " without one first (default: then with eight times its decode step; churn: none)",
     )
     parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="after a case is timed, score its prompts and tokens again with the plain PyTorch"
+        " reference on the device; a case with a token that the reference would not have sampled"
+        " fails, and the exit status is 1 (default: on CUDA; --no-check: never)",
+    )
+    parser.add_argument(
         "--baseline",
         choices=("transformers",),
         help="run the same cases in turn with transformers (continuous batching, and generate with"

@@ -19,6 +19,7 @@ from ..config import DTYPES, EngineConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
+from .check import TokenCheck
 from .document import Way, modes_of, new_document, ways_of, write_json
 from .hf_config import import_transformers
 from .options import MODES
@@ -57,6 +58,7 @@ class SteadyRun:
             import_transformers()  # before anything is measured for a comparison that cannot be
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
+        self.checks = self.device.type == "cuda" if options.check is None else options.check
         # Eager first: it is what the other modes' tokens and logits are compared with.
         modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
         self.ways = ways_of(options, modes)
@@ -194,6 +196,8 @@ class SteadyRun:
         `eager` has what was measured in eager mode, and gets what is.
         """
         options = self.options
+        unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+        check = TokenCheck((unpacked or engines)[0], model) if self.checks else None
         for case in (BenchmarkCase(model, *point) for point in self.grid):
             runs = [self.case_run(engine, case) for engine in engines]
             sides = [run.repeat for run in runs]
@@ -218,7 +222,10 @@ class SteadyRun:
                 measured = run.result()
                 if is_reference(run.engine):
                     eager[case] = measured
-                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns, state)
+                checked = None if check is None else check.check(run.prompts, measured.outputs)
+                entry = self.to_json(
+                    run.engine, measured, eager, len(runs) > 1, turns, state, checked
+                )
                 self.steps.add(entry, measured.records)
                 yield entry
 
@@ -234,6 +241,7 @@ class SteadyRun:
         interleaved: bool,
         turns: BaselineCase | None,
         device_state: dict[str, Any] | None,
+        check: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return a case of the document."""
         case = to_json(
@@ -244,6 +252,7 @@ class SteadyRun:
             interleaved=interleaved,
             baselines=() if turns is None else turns.to_json(measured.step_ms, measured.token_ids),
             device_state=device_state,
+            check=check,
         )
         return case | {"profiled": self.profiled}
 

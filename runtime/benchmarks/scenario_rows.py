@@ -100,6 +100,7 @@ KERNEL_COLUMNS = (
     "measured µs p50 / p90 / p99",
     "measured / predicted",
     "bandwidth",
+    "torch.mm µs",
 )
 
 
@@ -124,6 +125,7 @@ def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
     names = ("model", "dtype", "weight_dtype", "kv_dtype", "kernel")
+    library = entry.get("library_us")
     return (
         *(entry[name] for name in names),
         *(str(entry[name]) for name in ("rows", "context", "launches")),
@@ -132,6 +134,7 @@ def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
         percentiles(entry["measured_us"]),
         f"{entry['measured_us']['p50'] / entry['predicted_us']:.2f}",
         f"{entry['bandwidth_fraction']:.0%}",
+        "-" if library is None else f"{library:.2f}",
     )
 
 
