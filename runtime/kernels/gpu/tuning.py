@@ -53,6 +53,7 @@ VERSION = 2
 SOURCES = (
     "activation.py",
     "head.py",
+    "kernel_weights.py",
     "linear_kernels.py",
     "linear_tiles.py",
     "matmul.py",
