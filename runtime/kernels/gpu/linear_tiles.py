@@ -121,14 +121,11 @@ def as_numbers(tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr):  # type: 
 def as_operand(  # type: ignore[no-untyped-def]
     tile, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, dtype: tl.constexpr
 ):
-    """As `as_numbers`, in the model's dtype, in which numbers of 8 bits are exact."""
-    if (STORAGE == "bfloat16" or STORAGE == "float16") and tile.dtype == tl.int32:
-        low = tile.to(tl.int16).to(dtype, bitcast=True)
-        operand = _interleaved(low, (tile >> 16).to(tl.int16).to(dtype, bitcast=True))
-    elif STORAGE == "int8" or STORAGE == "fp8":
+    """Stored weights in the model's dtype, in which numbers of 8 bits are exact."""
+    if STORAGE == "int8" or STORAGE == "fp8":
         operand = as_numbers(tile, STORAGE, NATIVE_FP8).to(dtype)
     else:
-        operand = tile.to(dtype, bitcast=True)
+        operand = tile
     return operand
 
 
