@@ -151,8 +151,10 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
     compiled: dict[str, CompiledKernel] = {}
     for launch in launches:
         constants = dict(launch.constants)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         # What a launch asks the device for.
+        if launch.cooperative:
+            options["launch_cooperative_grid"] = True
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
             options["launch_pdl"] = constants["PDL"]

@@ -72,6 +72,7 @@ class KernelLaunch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    cooperative: bool = False
 
     @property
     def name(self) -> str:
@@ -115,6 +116,7 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 1,
+    cooperative: bool = False,
     **constants: Any,
 ) -> None:
     """Launch `kernel` on the current stream of the current device, where its tensors must be.
@@ -125,6 +127,9 @@ def launch(
         args: its tensors and numbers, in order.
         num_warps: of a program.
         num_stages: of software pipelines in its loops.
+        cooperative: all programs run at the same time, so that they may wait for each other; the
+            launch fails if they do not fit the device together. The interpreter runs one after
+            the other.
         constants: by name, without `PDL`, which is added where the kernel has it.
     """
     dependent = "PDL" in kernel.arg_names
@@ -132,13 +137,17 @@ def launch(
     if recorded is not None:
         if dependent:
             constants["PDL"] = True
-        recorded.launches.append(KernelLaunch(kernel, grid, args, constants, num_warps, num_stages))
+        recorded.launches.append(
+            KernelLaunch(kernel, grid, args, constants, num_warps, num_stages, cooperative)
+        )
         return
     options: dict[str, Any] = {}
     if dependent:
         constants["PDL"] = not INTERPRETED and _can_depend()
         if constants["PDL"]:
             options["launch_pdl"] = True
+    if cooperative and not INTERPRETED:
+        options["launch_cooperative_grid"] = True
     kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constants)
 
 
