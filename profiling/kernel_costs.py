@@ -1,11 +1,13 @@
 """What each kernel of a decode step on a GPU must move, and how long that takes at least.
 
-A decode step is `begin`, five kernels a layer, `head` and `greedy`. Each reads
-its weights once and its share of the cache, like the floor of the step (`roofline.py`); and beside
-those it reads and writes what the floor leaves out: activations, partial results of attention, the
-keys and values of the new tokens. All of that is counted as if it came from memory, though what one
-kernel leaves to the next mostly stays in the L2 cache. A prediction is bytes over bandwidth, and
-for each kernel an edge: what passes between the end of one and the first loads of the next.
+A decode step is `begin`, five operations a layer, `head` and `greedy`. Up to four rows each of them
+is one kernel; of more rows the products have a norm before them and what is left to do behind them
+as kernels of their own. Each operation reads its weights once and its share of the cache, like the
+floor of the step (`roofline.py`); it also reads and writes what the floor leaves out: activations,
+partial results, the keys and values of the new tokens. All of that is counted as if it came from
+memory, though what one kernel leaves to the next mostly stays in the L2 cache. A prediction is
+bytes over bandwidth, and for each kernel an edge: what passes between the end of one and the first
+loads of the next.
 
 Plain numbers in, plain numbers out; standard library only.
 """
@@ -22,6 +24,7 @@ __all__ = [
     "EDGE_SECONDS",
     "DecoderShape",
     "KernelCost",
+    "Parts",
     "floor_bytes",
     "kernel_costs",
     "operation_costs",
@@ -35,9 +38,23 @@ DEPENDENT_EDGE_SECONDS = 0.35e-6
 """The same with programmatic dependent launch (CUDA Programming Guide), where the next kernel is
 set up and may load its weights before the one before it has ended."""
 
+FEW_ROWS = 4
+"""Rows up to which every operation is one kernel (`gpu/linear.py`)."""
+
 VOCABULARY_CHUNK = 32
 """Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from: those
-of a program, which is what its default size is for vocabularies of more than 17,000."""
+of a program of few rows, which is what its default size is for vocabularies of more than 17,000."""
+
+ROWS_CHUNK = 128
+"""The same of more rows, where a kernel of this package makes the logits (`gpu/row_product.py`)."""
+
+LIBRARY_CHUNK = 1024
+"""The same where the library makes the logits (`gpu/head.py`)."""
+
+Parts = Callable[[str, int, int], int]
+"""(operation, output features, input features) -> what carries out its product of more than four
+rows: 0 for the library, else in how many parts of the input features a kernel of this package does.
+Of `gate_up` output features are those of the result."""
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -93,6 +110,10 @@ class KernelCost:
     """What the floor of a step leaves out."""
     window: int | None = None
     """Tokens that the layers attend to at most; of attention."""
+    kernels: int = 1
+    """That one launch of the operation consists of."""
+    library_kernels: int = 0
+    """How many of them are the library's, which have no dependent launch."""
 
     @property
     def bytes(self) -> int:
@@ -100,14 +121,46 @@ class KernelCost:
         return self.weight_bytes + self.cache_bytes + self.other_bytes
 
     def seconds(self, bandwidth_bytes_per_s: float) -> float:
-        """Return the seconds of one launch at the bandwidth, without an edge."""
+        """Return the seconds of one launch at the bandwidth, without edges."""
         return floor_seconds(self.bytes, bandwidth_bytes_per_s)
+
+    def edge_seconds(self, edge_seconds: float) -> float:
+        """Return the seconds of the edges of one launch, given those of one edge.
+
+        The edges before and behind a kernel of the library take `EDGE_SECONDS` at least.
+        """
+        plain = max(EDGE_SECONDS, edge_seconds)
+        return self.kernels * edge_seconds + 2 * self.library_kernels * (plain - edge_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """How a product of a decode step is carried out."""
+
+    parts: int
+    """0: by the library."""
+    kernels: int
+    """The product, and what comes before and behind it."""
+    bytes: int
+    """Written by one of them and read by another."""
+
+    @property
+    def library_kernels(self) -> int:
+        return int(self.parts == 0)
+
+
+_ONE_KERNEL = _Product(1, 1, 0)
 
 
 def kernel_costs(
-    shape: DecoderShape, *, rows: int, context: int, splits: int
+    shape: DecoderShape,
+    *,
+    rows: int,
+    context: int,
+    splits: int,
+    parts: Parts = lambda operation, n, k: 0,
 ) -> tuple[KernelCost, ...]:
-    """Return the kernels of a decode step in the order of their first launch.
+    """Return the operations of a decode step in the order of their first launch.
 
     Layers of different windows have an attention of their own each.
 
@@ -116,6 +169,7 @@ def kernel_costs(
         rows: that decode, without padding.
         context: tokens of each row, the newest included.
         splits: parts that the positions of a row are attended to in.
+        parts: what carries out the products of more than four rows; the library, if not given.
 
     Raises:
         ValueError: one of these numbers is less than 1.
@@ -136,7 +190,47 @@ def kernel_costs(
     position_bytes = 2 * shape.num_kv_heads * shape.kv_vector_bytes
     norm = hidden * size
     output_norm = norm if shape.output_norms else 0
-    maxima = rows * -(-shape.vocab_size // VOCABULARY_CHUNK)
+    width = queries + 2 * keys
+    attended = rows * queries * size
+    few = rows <= FEW_ROWS
+
+    def product(name: str, n: int, k: int, *, stored: int = 0, normed: bool = False) -> _Product:
+        """The norm before it, its parts or its result before activation, residual or maxima."""
+        if few:
+            return _ONE_KERNEL
+        count, stored = parts(name, n, k), stored or n
+        bare = name == "norm_linear" or (shape.output_norms and name in ("combine_output", "down"))
+        finished = not bare if count == 0 else count > 1
+        moved = 2 * rows * stored * (count * _FLOAT32 if count else size) if finished else 0
+        if name == "head" and count == 0:
+            moved //= 2  # the logits are a result too, which is written anyway
+        return _Product(count, 1 + normed + finished, moved + 2 * normed * rows * k * size)
+
+    qkv_product = product("norm_linear", width, hidden, normed=True)
+    output_product = product("combine_output", hidden, queries)
+    gate_up_product = product("gate_up", inner, hidden, stored=2 * inner, normed=True)
+    down_product = product("down", hidden, inner)
+    head_product = product("head", shape.vocab_size, hidden, normed=True)
+    chunk = VOCABULARY_CHUNK if few else ROWS_CHUNK if head_product.parts else LIBRARY_CHUNK
+    maxima = rows * -(-shape.vocab_size // chunk)
+    # Up to four rows the next kernel reads the partials, of more rows attention itself does.
+    if few:
+        attention_bytes, output_bytes = partials, partials
+    else:
+        attention_bytes, output_bytes = attended, attended
+        if splits > 1:
+            attention_bytes += 2 * partials
+
+    def cost(name: str, launches: int, weights: int, other: int, made: _Product) -> KernelCost:
+        return KernelCost(
+            name,
+            launches,
+            weight_bytes=weights,
+            cache_bytes=0,
+            other_bytes=other + made.bytes,
+            kernels=made.kernels,
+            library_kernels=made.library_kernels,
+        )
 
     attention = [
         KernelCost(
@@ -144,65 +238,53 @@ def kernel_costs(
             launches,
             weight_bytes=2 * shape.head_dim * size if shape.qk_norm else 0,
             cache_bytes=rows * min(context, window or context) * position_bytes,
-            other_bytes=qkv + rotations + rows * position_bytes + partials,
+            other_bytes=qkv + rotations + rows * position_bytes + attention_bytes,
             window=window,
         )
         for window, launches in Counter(shape.windows).items()
     ]
+    biased, mlp_biased = shape.attention_bias, shape.mlp_bias
+    embedded = shape.matrix_bytes(rows, hidden) + x + shape.rope_kinds * rotations
+    # Of greedy the token, as the row's newest one and as the step's output, and its position.
     return (
-        KernelCost(
-            "begin",
-            1,
-            weight_bytes=0,
-            cache_bytes=0,
-            other_bytes=shape.matrix_bytes(rows, hidden) + x + shape.rope_kinds * rotations,
-        ),
-        KernelCost(
+        cost("begin", 1, 0, embedded, _ONE_KERNEL),
+        cost(
             "norm_linear",
             layers,
-            weight_bytes=norm
-            + shape.linear_bytes(queries + 2 * keys, hidden, bias=shape.attention_bias),
-            cache_bytes=0,
-            other_bytes=x + qkv,
+            norm + shape.linear_bytes(width, hidden, bias=biased),
+            x + qkv,
+            qkv_product,
         ),
         *attention,
-        KernelCost(
+        cost(
             "combine_output",
             layers,
-            weight_bytes=output_norm
-            + shape.linear_bytes(hidden, queries, bias=shape.attention_bias),
-            cache_bytes=0,
-            other_bytes=partials + 2 * x,
+            output_norm + shape.linear_bytes(hidden, queries, bias=biased),
+            output_bytes + 2 * x,
+            output_product,
         ),
-        KernelCost(
+        cost(
             "gate_up",
             layers,
-            weight_bytes=norm + shape.linear_bytes(2 * inner, hidden, bias=shape.mlp_bias),
-            cache_bytes=0,
-            other_bytes=x + rows * inner * size,
+            norm + shape.linear_bytes(2 * inner, hidden, bias=mlp_biased),
+            x + rows * inner * size,
+            gate_up_product,
         ),
-        KernelCost(
+        cost(
             "down",
             layers,
-            weight_bytes=output_norm + shape.linear_bytes(hidden, inner, bias=shape.mlp_bias),
-            cache_bytes=0,
-            other_bytes=rows * inner * size + 2 * x,
+            output_norm + shape.linear_bytes(hidden, inner, bias=mlp_biased),
+            rows * inner * size + 2 * x,
+            down_product,
         ),
-        KernelCost(
+        cost(
             "head",
             1,
-            weight_bytes=norm + shape.linear_bytes(shape.vocab_size, hidden),
-            cache_bytes=0,
-            other_bytes=x + rows * shape.vocab_size * size + maxima * (_FLOAT32 + _INT32),
+            norm + shape.linear_bytes(shape.vocab_size, hidden),
+            x + rows * shape.vocab_size * size + maxima * (_FLOAT32 + _INT32),
+            head_product,
         ),
-        KernelCost(
-            "greedy",
-            1,
-            weight_bytes=0,
-            cache_bytes=0,
-            # The token, as the row's newest one and as the step's output, and its position.
-            other_bytes=maxima * _FLOAT32 + rows * 3 * _INT64,
-        ),
+        cost("greedy", 1, 0, maxima * _FLOAT32 + rows * 3 * _INT64, _ONE_KERNEL),
     )
 
 
@@ -231,7 +313,7 @@ def predicted_seconds(
     bandwidth_bytes_per_s: float,
     edge_seconds: float = DEPENDENT_EDGE_SECONDS,
 ) -> float:
-    """Return the seconds of the step: all bytes at the bandwidth, and an edge before each kernel.
+    """Return the seconds of the step: all bytes at the bandwidth, and an edge for each kernel.
 
     Raises:
         ValueError: the bandwidth is not positive, or an edge takes less than no time.
@@ -239,5 +321,6 @@ def predicted_seconds(
     if not edge_seconds >= 0:  # NaN fails too
         raise ValueError(f"edge_seconds is {edge_seconds}; it must not be negative")
     return sum(
-        cost.launches * (cost.seconds(bandwidth_bytes_per_s) + edge_seconds) for cost in costs
+        cost.launches * (cost.seconds(bandwidth_bytes_per_s) + cost.edge_seconds(edge_seconds))
+        for cost in costs
     )

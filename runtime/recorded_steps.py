@@ -7,6 +7,7 @@ else computes nothing. Needs triton.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from .config import EngineConfig, max_prefill_rows
 from .kernel_cases import launch_prefill
 from .kernels import select_kernels
 from .kernels.gpu.launch import CAPABILITY, KernelLaunch, record_launches
+from .kernels.gpu.tuning import without_library
 from .loading import resolve_source
 from .memory_report import resolve_absent
 from .models.decoder import Decoder
@@ -50,6 +52,7 @@ def record_steps(
     rows: Sequence[int],
     tokens: Sequence[int],
     capability: int = CAPABILITY,
+    library: bool = True,
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
@@ -59,6 +62,8 @@ def record_steps(
         rows: sizes of decode steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
+        library: False: products that would be the library's, which launches nothing here, are
+            those of this package's kernels; the names of steps say so.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -102,10 +107,12 @@ def record_steps(
     ]
     steps: list[RecordedStep] = []
     for key in keys:
-        with record_launches(capability) as launches:
+        products = contextlib.nullcontext() if library else without_library()
+        with products, record_launches(capability) as launches:
             functions.bind(key)()
         sampler = "sampled" if key.full_sampler else "greedy"
-        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}", launches))
+        without = "" if library else " without library"
+        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{without}", launches))
     return steps
 
 

@@ -10,6 +10,7 @@ from ..profiling.kernel_costs import (
     EDGE_SECONDS,
     DecoderShape,
     KernelCost,
+    Parts,
     floor_bytes,
     kernel_costs,
     operation_costs,
@@ -21,11 +22,14 @@ from .benchmarks.cost_tables import step_table
 from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .kernels import stored_bytes
+from .kernels.gpu.linear import ROW_CLASSES
+from .kernels.gpu.linear_configs import default_config
 from .kernels.gpu.splits import choose_splits
+from .kernels.weight_storage import quantised_dtype
 from .loading import resolve_source
 from .models.config import ModelConfig
 
-__all__ = ["decode_operation_costs", "decoder_shape", "explain_step"]
+__all__ = ["decode_operation_costs", "decoder_shape", "explain_step", "untuned_parts"]
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM)."""
@@ -58,7 +62,13 @@ def explain_step(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
     splits = choose_splits(rows, model.num_kv_heads, context, MULTIPROCESSORS)
-    costs = kernel_costs(decoder_shape(model, resolved), rows=rows, context=context, splits=splits)
+    costs = kernel_costs(
+        decoder_shape(model, resolved),
+        rows=rows,
+        context=context,
+        splits=splits,
+        parts=untuned_parts(resolved, rows, MULTIPROCESSORS),
+    )
     return "\n".join(
         [
             f"{source} in {_dtypes(resolved)}, {rows} {'row' if rows == 1 else 'rows'} of"
@@ -89,6 +99,27 @@ def decode_operation_costs(
     # What splits of attention move on top is written by one kernel for the next: not counted here.
     shape = decoder_shape(model, config)
     return operation_costs(kernel_costs(shape, rows=rows, context=context, splits=1))
+
+
+def untuned_parts(config: ResolvedConfig, rows: int, multiprocessors: int) -> Parts:
+    """Return what carries out the products of decode steps of `rows` rows where nothing was tuned.
+
+    Args:
+        config: dtypes of the model and its weights; nothing else of it counts.
+        rows: that decode.
+        multiprocessors: of the device.
+    """
+    dtype = quantised_dtype(config.weights) or config.dtype
+
+    def parts(operation: str, n: int, k: int) -> int:
+        if rows > ROW_CLASSES[-1]:
+            return 0
+        kernel = {"combine_output": "residual_linear", "down": "residual_linear"}
+        sizes = (rows, n, k, dtype.itemsize, multiprocessors)
+        chosen = default_config(kernel.get(operation, operation), *sizes)
+        return 0 if chosen.kind == "library" else chosen.splits
+
+    return parts
 
 
 def decoder_shape(model: ModelConfig, config: ResolvedConfig) -> DecoderShape:
@@ -136,7 +167,7 @@ def _summary(costs: tuple[KernelCost, ...], bandwidth: float) -> str:
         seconds = predicted_seconds(costs, bandwidth, edge)
         lines.append(
             f"predicted {seconds * 1e6:,.0f} µs {how} dependent launch ({edge * 1e6:g} µs for each"
-            f" of {sum(cost.launches for cost in costs)} edges, assumed):"
+            f" of {sum(cost.launches * cost.kernels for cost in costs)} edges, assumed):"
             f" the floor is {floor / seconds:.0%} of it"
         )
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from stepgraph.runtime.kernels.gpu.compile_ahead import (
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
 from stepgraph.runtime.kernels.gpu.ptx import PtxSummary, summarize_ptx
 
+SAMPLERS = ("greedy", "sampled")
 COMMAND = ("-m", "stepgraph.runtime.kernels.gpu.compile_ahead")
 
 
@@ -169,7 +170,7 @@ def check(triton_cache: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]
         assert kernel["shared"] <= SHARED_MEMORY_LIMIT[kernel["capability"]], kernel
         if "PDL" in kernel["constants"]:
             assert kernel["waits"] == (kernel["capability"] == 90), kernel
-        if kernel["waits"] and "NAME" in kernel["constants"]:
+        if kernel["waits"] and kernel["name"] == "linear_of_few_rows":
             assert "w_ptr" in kernel["early_loads"], kernel
         assert kernel["faults"] == [], kernel
     return document
@@ -187,18 +188,19 @@ def test_the_steps_of_the_demo_model(triton_cache: Path, tmp_path: Path) -> None
         "decode 16 greedy",
         "decode 16 sampled",
         "prefill 64 greedy",
+        *(f"decode {rows} {sampler} without library" for rows in (8, 16) for sampler in SAMPLERS),
         "layer of 64 tokens",
     ]
     assert document["faults"] == []
     names = {kernel["constants"].get("NAME", kernel["name"]) for kernel in document["kernels"]}
     assert {"norm_linear", "gate_up", "residual_linear"} <= names
     # Triton compiles anew for multiples of 16, but where it is told not to.
-    shared = {"_begin_decode", "linear_of_rows"}
-    assert shared <= {kernel["name"] for kernel in document["kernels"]}
+    shared = {"_begin_decode": "", "product_of_rows": " without library"}
+    assert {*shared, "sum_kernel"} <= {kernel["name"] for kernel in document["kernels"]}
     for kernel in document["kernels"]:
-        if kernel["name"] in shared:
-            steps = kernel["steps"]
-            assert ("decode 8 greedy" in steps) == ("decode 16 greedy" in steps)
+        if (suffix := shared.get(kernel["name"])) is not None:
+            of_8, of_16 = (f"decode {rows} greedy{suffix}" for rows in (8, 16))
+            assert (of_8 in kernel["steps"]) == (of_16 in kernel["steps"])
 
 
 @pytest.mark.slow

@@ -182,19 +182,23 @@ def test_more_rows_than_the_kernels_for_few_take(
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
 
 
-def test_a_layer_of_a_decode_step_is_five_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many splits attention has, and whichever kernel puts them together."""
+def test_kernels_of_a_layer_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five up to four rows, however many splits attention has. Above, the library makes the
+    products between six kernels (norms, attention, sums, an activation), or ten make all of it."""
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
-    splits = {"1": 16, "3": 11, "8": 4, "32": 1}
+    splits = {1: 16, 3: 11, 8: 4, 32: 1}
     config = EngineConfig(max_rows=32)
-    steps = record_steps("preset:llama-3.2-1b", config, rows=[*map(int, splits)], tokens=[])
-    greedy = [step for step in steps if step.name.endswith("greedy")]
-    assert len(greedy) == len(splits)
-    for step, (rows, count) in zip(greedy, splits.items(), strict=True):
-        assert step.name.split()[1] == rows
-        assert len(step.launches) == 1 + 5 * 16 + 2
-        attention = [each.grid for each in step.launches if each.name == "_decode_attention"]
-        assert attention == [(8, count, int(rows))] * 16
+
+    def launches(*rows: int, library: bool = True) -> list[list[launching.KernelLaunch]]:
+        steps = record_steps("preset:llama-3.2-1b", config, rows=rows, tokens=[], library=library)
+        return [step.launches for step in steps if step.name.split()[2] == "greedy"]
+
+    found = [*launches(*splits), *launches(8, 32, library=False)]
+    few, library, own = 1 + 5 * 16 + 2, 1 + 6 * 16 + 3, 1 + 10 * 16 + 3
+    assert [*map(len, found)] == [few, few, library, library, own, own]
+    for step, (rows, count) in zip(found, splits.items(), strict=False):
+        attention = [each.grid for each in step if each.name == "_decode_attention"]
+        assert attention == [(8, count, rows)] * 16
 
 
 @pytest.mark.slow  # the positions of a tile are many for the interpreter

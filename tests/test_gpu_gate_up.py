@@ -1,4 +1,4 @@
-"""act(gate) * up over normed rows, in both kernels, against plain torch."""
+"""act(gate) * up over normed rows, whatever carries it out, against plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import torch
 from stepgraph.runtime.kernels.gpu.activation import activate_rows, reference_activate_rows
 from stepgraph.runtime.kernels.gpu.gate_up import gate_up, reference_gate_up
-from stepgraph.runtime.kernels.gpu.linear import LinearConfig, Pending
+from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig, Pending
 
 from .gpu_linear_rig import (
     DTYPES,
@@ -25,42 +25,56 @@ from .gpu_linear_rig import (
 K, F = 21, 37
 
 
-def config_for(count: int) -> LinearConfig:
-    return LinearConfig(8, 64) if count <= 4 else LinearConfig(16, 64, parts=2)
+FEW = LinearConfig(8, 64)
+ROWS = LinearConfig(8, 16, kind="rows", stages=2)
+PARTS = LinearConfig(16, 16, kind="rows", stages=2, splits=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 4, 6, 29])
-def test_odd_shapes(count: int, gelu: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        *((count, FEW) for count in (1, 3, 4)),
+        *((count, config) for count in (5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
+    ],
+)
+def test_odd_shapes(count: int, config: LinearConfig, gelu: bool, dtype: torch.dtype) -> None:
     x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)
     linear = random_linear(2 * F, K, dtype, bias=True)
     out_TF = poisoned(count, F, dtype=dtype)
-    gate_up(x_TK, norm, linear, out_TF, gelu=gelu, config=config_for(count))
+    gate_up(x_TK, norm, linear, out_TF, gelu=gelu, config=config)
     expected = reference_gate_up(x_TK, norm, linear, gelu=gelu)
     assert error(out_TF, expected) < tolerance(dtype)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("count", [1, 5])
-def test_weights_of_8_bits(count: int, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (1, LinearConfig(16, 128)),
+        (17, LinearConfig(16, 128, kind="rows", stages=2)),
+        (5, LinearConfig(16, 128, kind="rows", stages=2, splits=2)),
+        (5, LIBRARY),
+    ],
+)
+def test_weights_of_8_bits(count: int, config: LinearConfig, storage: str) -> None:
     x_TK, norm = rows(count, 256, torch.bfloat16), random_norm(256, torch.bfloat16)
-    linear = random_linear(2 * F, 256, torch.bfloat16, storage)
+    linear = random_linear(2 * F, 256, torch.bfloat16, storage, bias=True)
     out_TF = poisoned(count, F, dtype=torch.bfloat16)
-    config = LinearConfig(16, 128) if count == 1 else LinearConfig(16, 128, parts=1)
     gate_up(x_TK, norm, linear, out_TF, gelu=False, config=config)
     assert error(out_TF, reference_gate_up(x_TK, norm, linear, gelu=False)) < 1e-2
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_what_is_pending_is_added_and_kept(count: int) -> None:
+@pytest.mark.parametrize(("count", "config"), [(1, FEW), (5, ROWS), (5, LIBRARY)])
+def test_what_is_pending_is_added_and_kept(count: int, config: LinearConfig) -> None:
     dtype = torch.bfloat16
     x_TK, delta_TK = rows(count, K, dtype), rows(count, K, dtype)
     norm, post = random_norm(K, dtype, offset=True), random_norm(K, dtype, offset=True)
     linear = random_linear(2 * F, K, dtype)
     out_TF, sum_TK = poisoned(count, F, dtype=dtype), poisoned(count, K, dtype=dtype)
     pending = Pending(delta_TK, post, sum_TK)
-    gate_up(x_TK, norm, linear, out_TF, gelu=True, pending=pending, config=config_for(count))
+    gate_up(x_TK, norm, linear, out_TF, gelu=True, pending=pending, config=config)
     expected = torch.empty_like(sum_TK)
     pending = Pending(delta_TK, post, expected)
     reference_TF = reference_gate_up(x_TK, norm, linear, gelu=True, pending=pending)

@@ -1,4 +1,4 @@
-"""The sizes that linear kernels are launched with where nothing was tuned."""
+"""What carries out products where nothing was tuned, and what is timed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 from stepgraph.runtime.kernels.gpu.launch import record_launches
 from stepgraph.runtime.kernels.gpu.linear import (
     FEW_ROWS,
+    LIBRARY,
     ROW_CLASSES,
-    candidate_configs,
-    default_config,
+    LinearConfig,
     row_class,
 )
-from stepgraph.runtime.kernels.gpu.tuning import best_config, is_tight
+from stepgraph.runtime.kernels.gpu.linear_configs import (
+    candidate_configs,
+    config_error,
+    default_config,
+)
+from stepgraph.runtime.kernels.gpu.tuning import best_config, is_tight, without_library
 
-KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output")
+KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output", "head")
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))
-
-
-def is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -37,13 +38,61 @@ def test_candidates_are_launchable(kernel: str, weight_bytes: int, tight: bool) 
         configs = candidate_configs(kernel, rows, n, k, weight_bytes, 132, tight=tight)
         assert configs[0] == default_config(kernel, rows, n, k, weight_bytes, 132, tight=tight)
         assert len(set(configs)) == len(configs)
+        kinds = {config.kind for config in configs}
+        assert ("rows" in kinds) == (rows > 1 and kernel != "combine_output")
+        assert ("few_rows" in kinds) == (rows <= FEW_ROWS)
+        assert (LIBRARY in configs) == (kernel != "combine_output")
         for config in configs:
-            assert is_power_of_two(config.block_n)
-            assert is_power_of_two(config.block_k)
-            assert config.parts or rows <= FEW_ROWS
-            if config.parts:
-                assert is_power_of_two(config.parts)
-                assert config.block_k // config.parts >= 16
+            assert config_error(config, kernel, rows) is None
+
+
+@pytest.mark.parametrize("weight_bytes", [1, 2, 4])
+def test_what_runs_untuned(weight_bytes: int) -> None:
+    """The library above four rows, but for weights of 8 bits, which it has no product for."""
+    for kernel, rows, (n, k) in itertools.product(KERNELS, ROW_CLASSES, SHAPES):
+        if kernel == "combine_output" and rows > FEW_ROWS:
+            continue
+        config = default_config(kernel, rows, n, k, weight_bytes, 132)
+        own = default_config(kernel, rows, n, k, weight_bytes, 132, library=False)
+        if rows <= FEW_ROWS:
+            assert config == own
+            assert config.kind == "few_rows"
+        else:
+            assert own.kind == "rows"
+            assert config == (own if weight_bytes == 1 else LIBRARY)
+
+
+def test_many_rows_occupy_the_device() -> None:
+    """Programs of 64 rows of the weight or more, in parts where these are too few."""
+    shapes = [("norm_linear", 3072, 2048), ("residual_linear", 2048, 8192)]
+    shapes += [("gate_up", 8192, 2048), ("residual_linear", 1024, 2048), ("head", 128256, 2048)]
+    for kernel, n, k in shapes:
+        config = default_config(kernel, 32, n, k, 2, 132, library=False)
+        stored = config.block_n * (2 if kernel == "gate_up" else 1)
+        assert stored >= 64
+        assert -(-n // config.block_n) * config.splits >= 0.7 * 132
+        assert k // config.splits >= 256
+        assert stored * config.block_k * 2 * (config.stages - 1) >= 40 << 10
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "rows", "error"),
+    [
+        (LinearConfig(8, 64, kind="none"), "gate_up", 1, "kind 'none' is none of"),
+        (LinearConfig(8, 65), "gate_up", 1, "block_k is 65"),
+        (LinearConfig(0, 64), "gate_up", 1, "block_n is 0"),
+        (LinearConfig(8, 1 << 40), "gate_up", 1, "block_k is"),
+        (LinearConfig(8, 64, 32), "gate_up", 1, "num_warps is 32"),
+        (LinearConfig(64, 64, kind="rows", stages=9), "gate_up", 8, "stages is 9"),
+        (LinearConfig(64, 64, kind="rows", splits=-2), "gate_up", 8, "splits is -2"),
+        (LinearConfig(8, 64), "gate_up", 5, "takes 4 rows at most, not 5"),
+        (LIBRARY, "combine_output", 1, "kind 'library' does not combine splits"),
+        (LinearConfig(64, 64, kind="rows", splits=2), "head", 8, "the head is not cut"),
+        (LinearConfig(8, 64, kind="rows"), "head", 8, "tiles of 16 by 16 at least"),
+    ],
+)
+def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: str) -> None:
+    assert error in (config_error(config, kernel, rows) or "")
 
 
 def test_one_row_is_one_wave_of_programs() -> None:
@@ -63,31 +112,27 @@ def test_a_program_has_16_kib_on_their_way() -> None:
         assert min(whole, tiles * features * config.block_k * 2) >= min(whole, 16384)
 
 
-@pytest.mark.parametrize("kernel", ["norm_linear", "gate_up", "residual_linear", "head"])
-def test_few_registers_mean_fewer_weights_for_each_thread(kernel: str) -> None:
-    """The tile is as high as ever: of 16 rows it is cut where it spilled, of 32 more share it."""
-    halves = 2 if kernel == "gate_up" else 1
-    for rows, (n, k) in itertools.product((16, 32), SHAPES[:5]):
-        config = default_config(kernel, rows, n, k, 2, 132)
-        tight = default_config(kernel, rows, n, k, 2, 132, tight=True)
-        assert tight.block_n == config.block_n
-        share = tight.block_k / tight.num_warps / (config.block_k / config.num_warps)
-        fits = rows == 16 and (config.block_n * halves > 16 or config.block_k * 2 >= k)
-        assert share == (1 if fits else 0.5)
-
-
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:
     assert not is_tight(pending=False) or torch.cuda.is_available()
     for capability, tight in ((80, True), (89, True), (90, False)):
         with record_launches(capability):
             assert is_tight(pending=False) == tight
             assert is_tight(pending=True)
-    shape = ("norm_linear", 32, 3072, 2048, torch.bfloat16, torch.bfloat16, torch.device("meta"))
+    meta = torch.device("meta")
+    shape = ("gate_up", 4, 8192, 2048, torch.bfloat16, torch.bfloat16, meta)
     with record_launches(80):
         older = best_config(*shape)
     with record_launches(90):
         assert best_config(*shape, pending=True) == older
         assert best_config(*shape) != older
+
+
+def test_the_library_can_be_left_out() -> None:
+    shape = ("norm_linear", 8, 3072, 2048, torch.bfloat16, torch.bfloat16, torch.device("meta"))
+    assert best_config(*shape) == LIBRARY
+    with without_library():
+        assert best_config(*shape).kind == "rows"
+    assert best_config(*shape) == LIBRARY
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 16), (17, 32), (32, 32)])

@@ -1,4 +1,4 @@
-"""A linear layer over normed rows, in both kernels, against plain torch."""
+"""A linear layer over normed rows, whatever carries it out, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.gpu.linear import LIBRARY, GpuLinear, LinearConfig, Pending
 from stepgraph.runtime.kernels.gpu.norm_linear import norm_linear, reference_norm_linear
 
 from .gpu_linear_rig import (
@@ -23,25 +23,34 @@ from .gpu_linear_rig import (
 )
 
 FEW = LinearConfig(block_n=8, block_k=64)
-MANY = LinearConfig(block_n=16, block_k=64, parts=2)
+ROWS = LinearConfig(16, 16, kind="rows", stages=2)
+PARTS = LinearConfig(16, 16, kind="rows", stages=2, splits=4)
 K, N = 21, 37
 
 
 def config_for(count: int) -> LinearConfig:
-    return FEW if count <= 4 else MANY
+    return FEW if count <= 4 else PARTS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 29])
-def test_odd_shapes(count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        *((count, FEW) for count in (1, 2, 3)),
+        *((count, config) for count in (3, 5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
+        (1, LIBRARY),
+    ],
+)
+def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> None:
+    """The last part of the input features is empty, the one before cut off."""
     x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)
     linear = random_linear(N, K, dtype, bias=True)
     out_TN = poisoned(count, N, dtype=dtype)
-    norm_linear(x_TK, norm, linear, out_TN, config=config_for(count))
+    norm_linear(x_TK, norm, linear, out_TN, config=config)
     assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("count", [1, 3, 5, 17])
 @pytest.mark.parametrize("offset", [False, True])
 def test_against_float64(count: int, offset: bool) -> None:
     x_TK, norm = rows(count, 300, torch.bfloat16), random_norm(300, torch.bfloat16, offset=offset)
@@ -56,12 +65,19 @@ def test_against_float64(count: int, offset: bool) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("k", [21, 256, 300])
-@pytest.mark.parametrize("count", [1, 5])
-def test_weights_of_8_bits(count: int, k: int, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (1, LinearConfig(32, 64)),
+        (8, LinearConfig(16, 64, kind="rows", stages=2)),
+        (32, LinearConfig(32, 256, kind="rows", stages=2, splits=2)),
+        (5, LIBRARY),
+    ],
+)
+def test_weights_of_8_bits(count: int, config: LinearConfig, k: int, storage: str) -> None:
     x_TK, norm = rows(count, k, torch.bfloat16), random_norm(k, torch.bfloat16)
     linear = random_linear(N, k, torch.bfloat16, storage, bias=True)
     out_TN = poisoned(count, N, dtype=torch.bfloat16)
-    config = LinearConfig(32, 64) if count == 1 else LinearConfig(16, 256, parts=1)
     norm_linear(x_TK, norm, linear, out_TN, config=config)
     assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < 1e-2
 
@@ -101,9 +117,9 @@ def test_a_row_is_its_own(count: int) -> None:
 
 
 def test_default_configs_compute_the_same() -> None:
-    for count in (1, 4, 7):
+    for count, storage in ((1, "model"), (4, "model"), (7, "model"), (7, "int8")):
         x_TK, norm = rows(count, 96, torch.float32), random_norm(96, torch.float32)
-        linear = random_linear(80, 96, torch.float32)
+        linear = random_linear(80, 96, torch.float32, storage)
         out_TN = poisoned(count, 80, dtype=torch.float32)
         norm_linear(x_TK, norm, linear, out_TN)
         assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < 1e-5
@@ -115,7 +131,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         norm_linear(x_TK, None, linear, poisoned(33, N, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="norm_linear: a weight of"):
         norm_linear(x_TK[:1], None, linear, poisoned(1, N + 1, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="5 rows need tensor cores"):
+    with pytest.raises(ValueError, match="5 rows need a configuration of kind 'rows'"):
         norm_linear(x_TK[:5], None, linear, poisoned(5, N, dtype=torch.bfloat16), config=FEW)
     wrong = GpuLinear(torch.zeros(N, K, dtype=torch.int32, device=DEVICE))
     with pytest.raises(TypeError, match="int32"):

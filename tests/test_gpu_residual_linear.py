@@ -1,4 +1,4 @@
-"""A linear layer that is added to its residual, in both kernels, against plain torch."""
+"""A linear layer that is added to its residual, whatever carries it out, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import LinearConfig
+from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig
 from stepgraph.runtime.kernels.gpu.residual_linear import (
     reference_residual_linear,
     residual_linear,
@@ -18,50 +18,76 @@ from .gpu_linear_rig import DTYPES, STORAGES, error, poisoned, random_linear, ro
 K, N = 37, 21
 
 
-def config_for(count: int) -> LinearConfig:
-    return LinearConfig(8, 16) if count <= 4 else LinearConfig(16, 32, parts=2)
+FEW = LinearConfig(8, 16)
+ROWS = LinearConfig(16, 16, kind="rows", stages=3)
+PARTS = LinearConfig(16, 16, kind="rows", stages=3, splits=2)
+CHOICES = [
+    *((count, FEW) for count in (1, 3, 4)),
+    *((count, config) for count in (5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 29])
-def test_odd_shapes(count: int, residual: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("count", "config"), CHOICES)
+def test_odd_shapes(count: int, config: LinearConfig, residual: bool, dtype: torch.dtype) -> None:
     a_TK, linear = rows(count, K, dtype), random_linear(N, K, dtype, bias=True)
     residual_TN = rows(count, N, dtype) if residual else None
     out_TN = poisoned(count, N, dtype=dtype)
-    residual_linear(a_TK, linear, residual_TN, out_TN, config_for(count))
+    residual_linear(a_TK, linear, residual_TN, out_TN, config)
     expected = reference_residual_linear(a_TK, linear, residual_TN)
     assert error(out_TN, expected) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_the_residual_may_be_what_is_written(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"), [(1, FEW), (5, ROWS), (5, PARTS), (5, LIBRARY), (1, LIBRARY)]
+)
+def test_the_residual_may_be_what_is_written(count: int, config: LinearConfig) -> None:
     a_TK, linear = rows(count, K, torch.bfloat16), random_linear(N, K, torch.bfloat16)
     x_TN = rows(count, N, torch.bfloat16)
     expected = reference_residual_linear(a_TK, linear, x_TN.clone())
-    residual_linear(a_TK, linear, x_TN, x_TN, config_for(count))
+    residual_linear(a_TK, linear, x_TN, x_TN, config)
     assert error(x_TN, expected) < 1e-2
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("k", [256, 37])
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_weights_of_8_bits(count: int, k: int, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (1, LinearConfig(8, 128)),
+        (2, LinearConfig(8, 128)),
+        (8, LinearConfig(16, 128, kind="rows", stages=2)),
+        (17, LinearConfig(16, 64, kind="rows", stages=2, splits=2)),
+        (5, LIBRARY),
+    ],
+)
+def test_weights_of_8_bits(count: int, config: LinearConfig, k: int, storage: str) -> None:
     a_TK, residual_TN = rows(count, k, torch.float16), rows(count, N, torch.float16)
     linear = random_linear(N, k, torch.float16, storage)
     out_TN = poisoned(count, N, dtype=torch.float16)
-    config = LinearConfig(8, 128) if count < 5 else LinearConfig(16, 128, parts=2)
     residual_linear(a_TK, linear, residual_TN, out_TN, config)
     expected = reference_residual_linear(a_TK, linear, residual_TN)
     assert error(out_TN, expected) < tolerance(torch.float16)
 
 
-@pytest.mark.parametrize("count", [3, 6])
-def test_a_row_is_its_own(count: int) -> None:
+@pytest.mark.parametrize(("count", "config"), [(3, FEW), (6, PARTS)])
+def test_a_row_is_its_own(count: int, config: LinearConfig) -> None:
     a_TK, linear = rows(count, K, torch.bfloat16), random_linear(N, K, torch.bfloat16)
     out_TN, again_TN = (poisoned(count, N, dtype=torch.bfloat16) for _ in range(2))
-    residual_linear(a_TK, linear, None, out_TN, config_for(count))
+    residual_linear(a_TK, linear, None, out_TN, config)
     a_TK[count - 1] = float("nan")
-    residual_linear(a_TK, linear, None, again_TN, config_for(count))
+    residual_linear(a_TK, linear, None, again_TN, config)
     assert again_TN[-1].isnan().all()
     assert torch.equal(again_TN[:-1], out_TN[:-1])
+
+
+def test_the_sum_of_parts_does_not_depend_on_time() -> None:
+    """Parts are added in their order: what is computed twice is the same bit for bit."""
+    a_TK, linear = rows(9, 200, torch.bfloat16), random_linear(70, 200, torch.bfloat16)
+    found = []
+    for _ in range(2):
+        out_TN = poisoned(9, 70, dtype=torch.bfloat16)
+        residual_linear(a_TK, linear, None, out_TN, PARTS)
+        found.append(out_TN)
+    assert torch.equal(*found)

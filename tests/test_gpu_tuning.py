@@ -21,14 +21,11 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.kernels.gpu import linear_timing, tune, tuning
+from stepgraph.runtime.kernels.gpu import linear_problems, linear_timing, tune, tuning
 from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors, record_launches
-from stepgraph.runtime.kernels.gpu.linear import (
-    LinearConfig,
-    candidate_configs,
-    default_config,
-)
-from stepgraph.runtime.kernels.gpu.linear_timing import LinearProblem, Operands
+from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig
+from stepgraph.runtime.kernels.gpu.linear_configs import candidate_configs, default_config
+from stepgraph.runtime.kernels.gpu.linear_problems import LinearProblem, Operands
 from stepgraph.runtime.kernels.gpu.tuning import Tuned, TuningKey
 from stepgraph.runtime.models.presets import preset
 
@@ -36,7 +33,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_FOLDER = Path(tuning.__file__).parent
 KEY = TuningKey("gate_up", 4, 8192, 2048, "bfloat16", "int8", "card", "3.6.0", "abc")
-TUNED = Tuned(LinearConfig(8, 512, 4, 0, prefetch=True), 15.6, 17.25)
+TUNED = Tuned(LinearConfig(8, 512, 4, prefetch=True), 15.6, 17.25)
 
 
 def new_process() -> None:
@@ -76,11 +73,11 @@ def test_the_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningKey)])
 def test_another_key_is_another_entry(field: str) -> None:
     value = getattr(KEY, field)
-    other = dataclasses.replace(KEY, **{field: value + ("x" if isinstance(value, str) else 1)})
+    other = dataclasses.replace(KEY, **{field: value + ("x" if isinstance(value, str) else -1)})
     tuning.store({KEY: TUNED})
     new_process()
     assert tuning.lookup(other) is None
-    better = dataclasses.replace(TUNED, config=LinearConfig(16, 256, 8, 2))
+    better = dataclasses.replace(TUNED, config=LinearConfig(16, 256, 8))
     tuning.store({other: better})
     new_process()
     assert tuning.lookup(KEY) == TUNED.config
@@ -88,6 +85,9 @@ def test_another_key_is_another_entry(field: str) -> None:
     tuning.store({other: TUNED})
     new_process()
     assert tuning.lookup(other) == TUNED.config
+
+
+CONFIG = dataclasses.asdict(TUNED.config)
 
 
 def changed(**changes: Any) -> str:
@@ -114,10 +114,16 @@ FOREIGN = [
     changed(config=5),
     changed(config=None),
     changed(config={"block_n": 8}),
-    changed(config={"block_n": 8, "block_k": 500, "num_warps": 4, "parts": 0}),
-    changed(config={"block_n": 8, "block_k": 512, "num_warps": True, "parts": 0}),
-    changed(config={"block_n": 0, "block_k": 512, "num_warps": 4, "parts": 0}),
-    changed(config={"block_n": 8, "block_k": 512, "num_warps": 4, "parts": -1}),
+    changed(config=CONFIG | {"block_k": 500}),
+    changed(config=CONFIG | {"num_warps": True}),
+    changed(config=CONFIG | {"block_n": 0}),
+    changed(config=CONFIG | {"block_n": 1 << 40}),
+    changed(config=CONFIG | {"splits": -1}),
+    changed(config=CONFIG | {"stages": 99}),
+    changed(config=CONFIG | {"kind": "none"}),
+    changed(config=CONFIG | {"kind": ["library"]}),
+    changed(config=CONFIG, rows=16),  # of a kernel for few rows
+    changed(config=CONFIG | {"kind": "library"}, kernel="combine_output"),
     b"\xff\xfe\x00",
 ]
 
@@ -188,12 +194,13 @@ def test_the_key_of_a_kernel_here() -> None:
 
 
 def test_the_source_is_all_that_kernels_are_made_of() -> None:
-    """The file of the kernels, and the files with device functions that it imports."""
+    """The files with kernels and device functions that operations come to by their imports."""
 
     def has_kernels(name: str) -> bool:
         return "@triton.jit" in (GPU_FOLDER / name).read_text()
 
-    found, queue = {"linear_kernels.py"}, ["linear_kernels.py"]
+    found: set[str] = set()
+    queue = ["head.py", "linear_launch.py"]
     for name in queue:
         for node in ast.walk(ast.parse((GPU_FOLDER / name).read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -201,7 +208,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
                 if imported not in found and has_kernels(imported):
                     found.add(imported)
                     queue.append(imported)
-    assert found - {"launch.py"} == set(tuning.SOURCES)
+    assert (found | {"head.py"}) - {"launch.py"} == set(tuning.SOURCES)
 
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
@@ -259,23 +266,24 @@ def test_the_fastest_that_runs_is_kept() -> None:
 def test_the_kernels_of_a_model() -> None:
     def problems(name: str, *rows: int) -> list[LinearProblem]:
         return list(
-            linear_timing.problems_of(
+            linear_problems.problems_of(
                 preset(name), torch.bfloat16, "fp8", rows, multiprocessors=132
             )
         )
 
     found = problems("llama-3.2-1b", 1, 8, 16, 2)
-    assert [problem.rows for problem in found] == [1] * 5 + [2] * 5 + [16] * 4
+    assert [problem.rows for problem in found] == [1] * 6 + [2] * 6 + [16] * 5
     shapes = [
         ("norm_linear", 3072, 2048),
         ("combine_output", 2048, 2048),
         ("residual_linear", 2048, 2048),
         ("gate_up", 8192, 2048),
         ("residual_linear", 2048, 8192),
+        ("head", 128256, 2048),
     ]
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[:5]] == shapes
+    assert [(problem.kernel, problem.n, problem.k) for problem in found[:6]] == shapes
     del shapes[1]  # of more rows no product combines splits
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[10:]] == shapes
+    assert [(problem.kernel, problem.n, problem.k) for problem in found[12:]] == shapes
     assert {problem.weight_dtype for problem in found} == {torch.float8_e4m3fn}
     assert found[3].weight_bytes == 2 * 8192 * 2048
     assert not any(problem.pending or problem.gelu for problem in found)
@@ -284,8 +292,9 @@ def test_the_kernels_of_a_model() -> None:
     assert one.splits > two.splits > 1
     assert one.configs(132) == candidate_configs("combine_output", 1, 2048, 2048, 1, 132)
     gemma = problems("gemma-2-2b", 4)
-    assert [problem.pending for problem in gemma] == [True, False, False, True, False]
+    assert [problem.pending for problem in gemma] == [True, False, False, True, False, True]
     assert all(problem.gelu for problem in gemma)
+    assert [problem.softcap for problem in gemma] == [0.0] * 5 + [30.0]
 
 
 @pytest.mark.parametrize("weights", ["model", "int8", "fp8"])
@@ -297,6 +306,7 @@ def test_the_kernels_of_a_model() -> None:
         problem_of("gate_up", gelu=True),
         problem_of("residual_linear"),
         problem_of("combine_output", heads=2, splits=3),
+        problem_of("head", softcap=30.0),
     ],
     ids=lambda problem: problem.kernel,
 )
@@ -306,12 +316,22 @@ def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) 
     assert len({linear.weight.data_ptr() for linear in operands.linears}) == 3
     assert not operands.error() <= 1, "there is no result yet"
     given = LinearConfig(16, 32, num_warps=4)
-    for number, config in ((0, given), (4, given), (1, None)):
-        operands.out_TN.fill_(torch.nan)
+    other = given if problem.kernel == "combine_output" else LIBRARY
+    for number, config in ((0, given), (4, other), (1, None)):
+        operands.poison()
         operands.run(number, config)
         assert operands.error() <= linear_timing.TOLERANCE[problem.dtype]
     operands.out_TN += 0.1 * operands.out_TN.abs().max()
     assert operands.error() > linear_timing.TOLERANCE[problem.dtype]
+
+
+def test_a_head_with_wrong_maxima_is_out() -> None:
+    operands = Operands(problem_of("head"), DEVICE, copies=1)
+    operands.run(0, None)
+    assert operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
+    assert operands.best is not None
+    operands.best[1].add_(1).remainder_(20)
+    assert operands.error() == float("inf")
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,8 +346,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert tune.main(arguments.split(), timer=timer, device=CPU) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(asked) == 20, "a shape is tuned once"
-    assert last == f"20 choices are in {tuning.tuning_file()}"
+    assert len(lines) == len(asked) == 24, "a shape is tuned once"
+    assert last == f"24 choices are in {tuning.tuning_file()}"
     assert lines[3].startswith("gate_up          1 rows, 8192 x 2048 bfloat16: ")
     assert "(default 20.00 µs)" in lines[3]
     for problem in asked:
@@ -360,7 +380,13 @@ def test_what_cannot_be_tuned(
 def test_without_a_device_there_is_one_clear_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("launch", "linear", "linear_timing", "tuning"):  # as where there is no Triton
+    for name in (
+        "launch",
+        "linear",
+        "linear_problems",
+        "linear_timing",
+        "tuning",
+    ):  # as where there is no Triton
         monkeypatch.setitem(sys.modules, f"stepgraph.runtime.kernels.gpu.{name}", None)
     assert tune.main(["--model", "preset:llama-3.2-1b"]) == 1
     captured = capsys.readouterr()
@@ -376,7 +402,8 @@ def test_times_on_a_device(rows: int) -> None:
     """The bytes of the weight say how fast it may be; what cannot run is left out."""
     problem = LinearProblem("gate_up", rows, 8192, 2048, torch.bfloat16, "model")
     configs = candidate_configs("gate_up", rows, 8192, 2048, 2, 132)[:3]
-    too_large = LinearConfig(512, 4096, 4, configs[0].parts)
+    assert rows == 1 or {config.kind for config in configs} == {"library", "rows"}
+    too_large = dataclasses.replace(configs[-1], block_n=512, block_k=4096)
     *times, none = linear_timing.time_on_device(problem, [*configs, too_large], DEVICE)
     assert none is None
     for seconds in times:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stepgraph.profiling.kernel_costs import (
     DEPENDENT_EDGE_SECONDS,
     EDGE_SECONDS,
+    FEW_ROWS,
     DecoderShape,
     floor_bytes,
     kernel_costs,
@@ -77,11 +78,13 @@ def weights_of_a_step(shape: DecoderShape) -> int:
     return len(shape.windows) * (layer + vectors * size) + head
 
 
-@given(shapes(), counts, counts, counts)
+@given(shapes(), counts, counts, counts, st.integers(0, 4))
 def test_the_kernels_together_are_the_step(
-    shape: DecoderShape, rows: int, context: int, splits: int
+    shape: DecoderShape, rows: int, context: int, splits: int, parts: int
 ) -> None:
-    costs = kernel_costs(shape, rows=rows, context=context, splits=splits)
+    costs = kernel_costs(
+        shape, rows=rows, context=context, splits=splits, parts=lambda operation, n, k: parts
+    )
     attended = sum(min(context, window or context) for window in shape.windows)
     kv_bytes = attended * 2 * shape.num_kv_heads * shape.kv_vector_bytes
     assert floor_bytes(costs) == step_bytes(weights_of_a_step(shape), rows, kv_bytes)
@@ -90,8 +93,11 @@ def test_the_kernels_together_are_the_step(
     assert everything == floor_bytes(costs) + others
     assert all(cost.other_bytes > 0 for cost in costs)
     assert sum(cost.launches for cost in costs) == 3 + 5 * len(shape.windows)
-    seconds = predicted_seconds(costs, 1e9, edge_seconds=1e-6)
-    assert seconds == pytest.approx(everything / 1e9 + 1e-6 * (3 + 5 * len(shape.windows)))
+    seconds = predicted_seconds(costs, 1e9, edge_seconds=2e-6)
+    kernels = sum(cost.launches * cost.kernels for cost in costs)
+    assert seconds == pytest.approx(everything / 1e9 + 2e-6 * kernels)
+    fewest = 3 + 5 * len(shape.windows)
+    assert kernels == fewest if rows <= FEW_ROWS else kernels > fewest
 
 
 def test_each_kernel_by_hand() -> None:
@@ -117,6 +123,45 @@ def test_each_kernel_by_hand() -> None:
         key: (cost.launches, cost.weight_bytes, cost.cache_bytes, cost.other_bytes)
         for key, cost in found.items()
     } == expected
+
+
+def test_products_of_many_rows_by_hand() -> None:
+    """The library's, then a kernel of this package in one part and in three."""
+    x, qkv, inner, logits = 8 * 12 * 2, 8 * 40 * 2, 8 * 20 * 2, 8 * 300 * 2
+    attended, both = 8 * 24 * 2, 2 * 8 * 4  # a float32 of each row, written and read
+    bare = {
+        "norm_linear": x + qkv + 2 * x,
+        "combine_output": attended + 2 * x,
+        "gate_up": x + inner + 2 * x,
+        "down": inner + 2 * x,
+        "head": x + logits + 2 * x,
+    }
+    behind = {
+        0: (0, 2 * x, 4 * inner, 2 * x, logits),
+        1: (0, 0, 0, 0, 0),
+        3: (both * 3 * 40, both * 3 * 12, both * 3 * 40, both * 3 * 12, both * 3 * 300),
+    }
+    kernels = {0: (2, 2, 3, 2, 3), 1: (2, 1, 2, 1, 2), 3: (3, 2, 3, 2, 3)}
+    for parts in (0, 1, 3):
+        costs = kernel_costs(SMALL, rows=8, context=9, splits=1, parts=lambda *_: parts)  # noqa: B023
+        found = {cost.name: cost for cost in costs if cost.name in bare}
+        assert tuple(found[name].kernels for name in bare) == kernels[parts]
+        assert {found[name].library_kernels for name in bare} == {int(parts == 0)}
+        chunks = 8 * 8 * (1 if parts == 0 else 3)  # of the vocabulary: 1024 tokens each, or 128
+        for name, more in zip(bare, behind[parts], strict=True):
+            assert found[name].other_bytes == bare[name] + more + chunks * (name == "head")
+
+
+def test_edges_of_the_library_are_not_dependent() -> None:
+    (cost,) = {
+        cost
+        for cost in kernel_costs(SMALL, rows=8, context=9, splits=1)
+        if cost.name == "norm_linear"
+    }
+    assert cost.edge_seconds(0.0) == pytest.approx(2 * EDGE_SECONDS)
+    dependent = cost.edge_seconds(DEPENDENT_EDGE_SECONDS)
+    assert dependent == pytest.approx(2 * EDGE_SECONDS)  # instead of one of both and one behind
+    assert cost.edge_seconds(2e-6) == pytest.approx(4e-6)
 
 
 def test_time_is_bytes_and_edges() -> None:

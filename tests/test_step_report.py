@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from stepgraph.profiling import kernel_costs as kernel_costs_module
 from stepgraph.profiling.kernel_costs import (
+    LIBRARY_CHUNK,
+    ROWS_CHUNK,
     VOCABULARY_CHUNK,
     floor_bytes,
     kernel_costs,
@@ -19,7 +22,8 @@ from stepgraph.profiling.kernel_costs import (
 from stepgraph.profiling.roofline import floor_seconds, step_bytes
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.kernels.gpu.linear import ROW_CLASSES, default_config
+from stepgraph.runtime.kernels.gpu.linear import FEW_ROWS, ROW_CLASSES
+from stepgraph.runtime.kernels.gpu.linear_configs import default_config
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.step_report import MULTIPROCESSORS, decoder_shape, explain_step
 
@@ -86,10 +90,23 @@ def test_the_report_of_a_model() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3-1b"])
 def test_chunks_of_the_vocabulary_are_those_of_the_head(name: str) -> None:
+    pytest.importorskip("triton")
+    from stepgraph.runtime.kernels.gpu.head import CHUNK
+
+    assert (kernel_costs_module.FEW_ROWS, LIBRARY_CHUNK) == (FEW_ROWS, CHUNK)
     model = preset(name)
     for rows in ROW_CLASSES:
         sizes = (model.vocab_size, model.hidden_size, 2, MULTIPROCESSORS)
-        assert default_config("head", rows, *sizes).block_n == VOCABULARY_CHUNK
+        expected = VOCABULARY_CHUNK if rows <= FEW_ROWS else ROWS_CHUNK
+        assert default_config("head", rows, *sizes, library=False).block_n == expected
+
+
+def test_what_carries_out_products_untuned() -> None:
+    """Weights of 8 bits have no library: their products are in parts where they are small."""
+    plain = explain("preset:llama-3.2-1b", 8)
+    assert re.search(r"of (\d+) edges", plain).group(1) == str(2 + 16 * 10 + 3)
+    small = explain("preset:llama-3.2-1b", 8, weight_dtype="int8")
+    assert re.search(r"of (\d+) edges", small).group(1) == str(2 + 16 * 10 + 2)
 
 
 def test_a_step_that_is_stored_in_fewer_bytes() -> None:

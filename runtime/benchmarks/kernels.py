@@ -18,7 +18,7 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError
 from ..kernels.gpu.linear import ROW_CLASSES
 from ..models.config import ModelConfig
-from ..step_report import decoder_shape
+from ..step_report import decoder_shape, untuned_parts
 
 __all__ = ["measure_kernels"]
 
@@ -78,7 +78,11 @@ def _measure(
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
     costs: dict[str, KernelCost] = {}
     for cost in kernel_costs(
-        decoder_shape(model, config), rows=rows, context=context, splits=splits
+        decoder_shape(model, config),
+        rows=rows,
+        context=context,
+        splits=splits,
+        parts=untuned_parts(config, rows, num_multiprocessors(device)),
     ):
         costs.setdefault(cost.name, cost)
     smallest = min(cost.bytes for name, cost in costs.items() if name not in ("begin", "greedy"))
@@ -88,7 +92,8 @@ def _measure(
         cost = costs[case.name]
         samples = seconds(case.run, max(copies, _LEAST_LAUNCHES))
         measured = Summary.of([1e6 * s for s in samples])
-        predicted = 1e6 * (cost.seconds(bandwidth) + DEPENDENT_EDGE_SECONDS)
+        edges = cost.edge_seconds(DEPENDENT_EDGE_SECONDS)
+        predicted = 1e6 * (cost.seconds(bandwidth) + edges)
         yield {
             "kernel": case.name,
             "launches": cost.launches,

@@ -1,4 +1,4 @@
-"""act(gate) * up by itself, for more rows than the gated linear layer takes along.
+"""act(gate) * up by itself, behind products that do not apply it.
 
 Shapes: T rows, F features of gate and of up.
 """

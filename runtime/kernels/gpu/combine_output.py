@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .linear import FEW_ROWS, GpuLinear, LinearConfig
-from .linear_kernels import launch_linear
+from .linear_launch import launch_linear
 from .residual_linear import reference_residual_linear
 from .split_attention import Partials, reference_combine_splits
 from .tuning import best_config

@@ -35,6 +35,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from .launch import INTERPRETED, KernelLaunch
+from .linear import FEW_ROWS, ROW_CLASSES
 from .ptx import PtxSummary, summarize_ptx
 
 __all__ = [
@@ -284,6 +285,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tokens=options.tokens,
                 capability=capability,
             )
+            # Products of more rows are the library's untuned, and these kernels' where tuned so.
+            if many := [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]:
+                steps += record_steps(
+                    options.model,
+                    config,
+                    rows=many,
+                    tokens=(),
+                    capability=capability,
+                    library=False,
+                )
             steps += record_layers(
                 options.model, config, tokens=options.tokens, capability=capability
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .activation import reference_activate_rows
 from .linear import GpuLinear, LinearConfig, Norm, Pending
-from .linear_kernels import launch_linear
+from .linear_launch import launch_linear
 from .norm_linear import reference_norm_linear
 
 __all__ = ["gate_up", "reference_gate_up"]

@@ -1,6 +1,6 @@
 """The head of a decode step: final norm, logits, and the best token of each chunk of them.
 
-Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, one a program.
+Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a program each.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
-from .linear import ROW_CLASSES, GpuLinear, LinearConfig, Norm, Pending, default_config
-from .linear_kernels import launch_linear
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import LIBRARY, ROW_CLASSES, GpuLinear, LinearConfig, Norm, Pending
+from .linear_launch import launch_linear
 from .linear_tiles import capped, largest_of
 from .matmul import library_linear
 from .norm import norm_rows
 from .norm_linear import reference_norm_linear
-from .tuning import is_tight
+from .tuning import best_config
 
 __all__ = ["head", "reference_head"]
 
@@ -36,50 +36,35 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. Up to 32 rows it is one kernel;
-    more take the library's product, with a kernel before and one behind it.
+    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and what
+    `config` says, take the library's product, with a kernel before and one behind it.
     """
-    if x_TD.shape[0] > ROW_CLASSES[-1]:
-        return _many_rows(x_TD, norm, linear, softcap, pending)
-    tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
-    if config is None:
-        n, k = linear.weight.shape
-        config = default_config(
-            "head",
-            tokens,
-            n,
-            k,
-            linear.weight.element_size(),
-            num_multiprocessors(x_TD.device),
-            tight=is_tight(pending is not None),
-        )
-    chunks = triton.cdiv(vocab_size, config.block_n)
+    tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
+    if tokens > ROW_CLASSES[-1]:
+        config = LIBRARY
+    elif config is None:
+        shape = (vocab_size, hidden_size, x_TD.dtype, linear.weight.dtype, x_TD.device)
+        config = best_config("head", tokens, *shape, pending=pending is not None)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
-    maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
-    launch_linear(
-        "head",
-        x_TD,
-        linear,
-        logits_TV,
-        config,
-        norm=norm,
-        pending=pending,
-        softcap=softcap,
-        best=(maxima_TC, ids_TC),
-    )
-    return logits_TV, maxima_TC, ids_TC
-
-
-def _many_rows(
-    x_TD: Tensor, norm: Norm, linear: GpuLinear, softcap: float, pending: Pending | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, vocab_size = x_TD.shape[0], linear.weight.shape[0]
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = triton.cdiv(vocab_size, CHUNK if config.kind == "library" else config.block_n)
+    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
+    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=x_TD.device)
+    if config.kind != "library":
+        launch_linear(
+            "head",
+            x_TD,
+            linear,
+            logits_TV,
+            config,
+            norm=norm,
+            pending=pending,
+            softcap=softcap,
+            best=(maxima_TC, ids_TC),
+        )
+        return logits_TV, maxima_TC, ids_TC
     normed_TD = torch.empty_like(x_TD)
     norm_rows(x_TD, norm, normed_TD, pending)
-    logits_TV = x_TD.new_empty(tokens, vocab_size)
     library_linear(normed_TD, linear, logits_TV)
-    maxima_TC, ids_TC = _best(tokens, chunks, x_TD.device)
     launch(
         _best_of_chunks,
         (tokens, chunks),
@@ -91,12 +76,6 @@ def _many_rows(
         SOFTCAP=softcap,
     )
     return logits_TV, maxima_TC, ids_TC
-
-
-def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the best of each chunk."""
-    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=device)
-    return maxima_TC, torch.empty(tokens, chunks, dtype=torch.int32, device=device)
 
 
 @triton.jit

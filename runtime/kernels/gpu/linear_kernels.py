@@ -1,7 +1,7 @@
-"""The two kernels of all linear layers of a decode step: for up to 4 rows, and for up to 32.
+"""The kernel of all linear layers of a decode step of up to 4 rows.
 
 Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
-splits, E value head_dim.
+splits of attention, E value head_dim.
 
 A program multiplies all rows by R rows of the weight, `BLOCK_K` input features at a time, and has
 the weights of the next tile in flight while it multiplies with these. The first tile, norms, biases
@@ -10,13 +10,12 @@ program reads the rows of the same features, gate and up in turn.
 
 What is multiplied is the input as it is, or summed with what is pending and normed, or put together
 from the splits of attention; every program does that for itself, as it is in the L2 cache and small
-beside the weights.
+beside the weights. More rows are not small: see `row_product.py`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -24,45 +23,28 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import (
-    FEW_ROWS,
-    SCALE_BLOCK,
-    STORAGES,
-    GpuLinear,
-    LinearConfig,
-    Norm,
-    Pending,
-    row_class,
-)
+from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
 from .linear_tiles import (
     activate,
     appended,
     as_numbers,
-    as_operand,
     capped,
     combined_slice,
     input_tile,
+    kernel_weight,
     largest_of,
+    load_channels,
     load_stage,
+    may_prefetch,
+    operation_name,
     prefetch_rows,
     row_statistics,
 )
-from .quantised_cache import fp8_is_native
-from .tuning import best_config
 
-__all__ = ["launch_linear"]
-
-_FEWEST_ON_TENSOR_CORES = 16
-"""Rows that the kernel on tensor cores is compiled for at least."""
+__all__ = ["launch_few_rows"]
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
-
-
-def _name(specialization: Any) -> str:
-    """Of a compiled kernel, as profilers show it: that of the operation."""
-    name: str = specialization.constants["NAME"]
-    return name
 
 
 @triton.jit
@@ -85,7 +67,7 @@ def _row_tile(  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit(repr=_name)
+@triton.jit(repr=operation_name)
 def linear_of_few_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, max_ptr, sum_ptr, w_ptr, scale_ptr, bias_ptr,
     residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
@@ -128,7 +110,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
         prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
         if GATED:
             prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
-    channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
+    channel_scales, bias = load_channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
 
     wait_for_inputs(PDL)
     t = tl.arange(0, ROWS)
@@ -211,18 +193,6 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What sums of features are multiplied by, and what is added."""
-    scales = 1.0
-    if scale_ptr is not None and not SCALE_BLOCKS:
-        scales = tl.load(scale_ptr + weight_n)
-    bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
-    return scales, bias
-
-
-@triton.jit
 def _grown(  # type: ignore[no-untyped-def]
     sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
     reciprocal, post_reciprocal, K: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
@@ -246,136 +216,12 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
-@triton.jit(repr=_name, do_not_specialize=["T"])
-def linear_of_rows(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, post_ptr, x_out_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr,
-    residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N, eps, post_eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, STATISTICS: tl.constexpr, WORD: tl.constexpr, STORAGE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, OFFSET: tl.constexpr,
-    POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Up to `ROWS` rows at once: products of matrices `[PARTS, R, C]` and `[PARTS, C, ROWS]`."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    EVEN: tl.constexpr = K % BLOCK_K == 0
-    NORM: tl.constexpr = norm_ptr is not None
-    HALVES: tl.constexpr = 2 if GATED else 1
-    R: tl.constexpr = BLOCK_N * HALVES
-    C: tl.constexpr = BLOCK_K // PARTS
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    let_dependents_start(PDL)
-
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
-    weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
-    part = tl.arange(0, PARTS)[:, None, None]
-    k = part * C + tl.arange(0, C)[None, :, None]
-    word = part * (C // WORD) + tl.arange(0, C // WORD)[None, None, :]
-    w_rows = w_ptr + weight_n.to(tl.int64)[None, :, None] * (K // WORD) + word
-    scale_rows = scale_ptr
-    if SCALE_BLOCKS:
-        scale_rows = scale_ptr + weight_n[None, :, None] * SCALE_BLOCKS
-    w, norm, scales = load_stage(
-        w_rows, word, norm_ptr, k, scale_rows, part * C, 0, K, WORD, EVEN, SCALE_BLOCKS
-    )  # fmt: skip
-    if PREFETCH:
-        first = tl.program_id(0) * BLOCK_N
-        here = tl.minimum(N - first, BLOCK_N)
-        prefetch_rows(w_ptr, first, here, ROW_BYTES, PDL)
-        if GATED:
-            prefetch_rows(w_ptr, N + first, here, ROW_BYTES, PDL)
-    channel_scales, bias = _channels(scale_ptr, bias_ptr, weight_n[:, None], SCALE_BLOCKS)
-
-    wait_for_inputs(PDL)
-    t = tl.arange(0, ROWS)
-    reciprocals, post_reciprocals = row_statistics(
-        x_ptr, delta_ptr, post_ptr, x_out_ptr, tl.minimum(t, T - 1), t < T,
-        tl.program_id(0) == 0, eps, post_eps, K, STATISTICS, NORM, POST_OFFSET, dtype,
-    )  # fmt: skip
-    rows = t[None, None, :]
-    reciprocal = reciprocals[None, None, :]
-    post_reciprocal = post_reciprocals[None, None, :]
-    sums = tl.zeros([PARTS, R, ROWS], tl.float32)
-    for start in range(0, (TILES - 1) // 2 * 2 * BLOCK_K, 2 * BLOCK_K):
-        w_odd, norm_odd, scales_odd = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, part * C, start + BLOCK_K, K, WORD, EVEN,
-            SCALE_BLOCKS,
-        )  # fmt: skip
-        x = input_tile(
-            x_ptr, delta_ptr, post_ptr, rows, start + k, (rows < T) & (start + k < K), reciprocal,
-            post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-        )  # fmt: skip
-        sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
-        w, norm, scales = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, part * C, start + 2 * BLOCK_K, K, WORD, EVEN,
-            SCALE_BLOCKS,
-        )  # fmt: skip
-        odd = start + BLOCK_K
-        x = input_tile(
-            x_ptr, delta_ptr, post_ptr, rows, odd + k, (rows < T) & (odd + k < K), reciprocal,
-            post_reciprocal, norm_odd, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-        )  # fmt: skip
-        sums = _multiplied(sums, w_odd, x, scales_odd, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
-    LAST: tl.constexpr = (TILES - 1) * BLOCK_K
-    if TILES % 2 == 0:
-        w_odd, norm_odd, scales_odd = load_stage(
-            w_rows, word, norm_ptr, k, scale_rows, part * C, LAST, K, WORD, EVEN, SCALE_BLOCKS
-        )  # fmt: skip
-        x = input_tile(
-            x_ptr, delta_ptr, post_ptr, rows, LAST - BLOCK_K + k, rows < T, reciprocal,
-            post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-        )  # fmt: skip
-        sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
-        w = w_odd
-        norm = norm_odd
-        scales = scales_odd
-    x = input_tile(
-        x_ptr, delta_ptr, post_ptr, rows, LAST + k, (rows < T) & (LAST + k < K), reciprocal,
-        post_reciprocal, norm, K, False, NORM, OFFSET, POST_OFFSET, dtype,
-    )  # fmt: skip
-    sums = _multiplied(sums, w, x, scales, STORAGE, NATIVE_FP8, SCALE_BLOCKS, dtype)
-
-    out = tl.sum(sums, axis=0) * channel_scales + bias
-    stored_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    place = t[None, :] * N + stored_n
-    mask = (stored_n < N) & (t < T)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_N, 2, ROWS]), [0, 2, 1]))
-        out = activate(gate, up, GELU, dtype)
-    elif residual_ptr is not None:
-        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        out = residual + out.to(dtype).to(tl.float32)
-    elif SOFTCAP > 0.0:
-        out = capped(out, SOFTCAP, dtype)
-    tl.store(out_ptr + place, out.to(dtype), mask=mask)
-    if best_ptr is not None:
-        best, best_id = largest_of(out.to(dtype).to(tl.float32), stored_n, N, axis=0)
-        best_place = t * tl.num_programs(0) + tl.program_id(0)
-        tl.store(best_ptr + best_place, best, mask=t < T)
-        tl.store(best_id_ptr + best_place, best_id, mask=t < T)
-
-
-@triton.jit
-def _multiplied(  # type: ignore[no-untyped-def]
-    sums, w, x, scales, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """`sums + w @ x`, in float32, with the scales of blocks; numbers of 8 bits are exact."""
-    w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
-    if SCALE_BLOCKS:
-        sums += tl.dot(w, x.to(dtype), input_precision="ieee") * scales
-    else:
-        sums = tl.dot(w, x.to(dtype), sums, input_precision="ieee")
-    return sums
-
-
-def launch_linear(
+def launch_few_rows(
     name: str,
     x: Tensor,
     linear: GpuLinear,
     out_TN: Tensor,
-    config: LinearConfig | None,
+    config: LinearConfig,
     *,
     norm: Norm | None = None,
     pending: Pending | None = None,
@@ -386,74 +232,39 @@ def launch_linear(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel that fits `config` as the operation `name`.
+    """Launch the kernel as the operation `name`; arguments as for `launch_linear`.
 
-    Args:
-        name: of the operation.
-        x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
-        linear: `[2N, K]` if `gated`, else `[N, K]`.
-        out_TN: written; its dtype is the model's.
-        config: None for what was tuned, or the default.
-        norm: of the input.
-        pending: added before.
-        splits: maxima and sums `[T, H, S]` of attention's splits.
-        residual_TN: what the product is added to.
-        gated: the result is `act(gate) * up`.
-        gelu: of the activation; else silu.
-        softcap: results x become softcap * tanh(x / softcap); 0: they stay.
-        best: for each row and program of the launch the largest result and its feature, float32 and
-            int32 `[T, programs]`, which are written.
-
-    Raises ValueError for sizes that do not fit together, or more rows than the kernel takes.
+    Raises ValueError for more than `FEW_ROWS` rows.
     """
     rows, n = out_TN.shape
-    stored_n, k = linear.weight.shape
-    if stored_n != n * (2 if gated else 1) or x[0].numel() != k * (
-        1 if splits is None else splits[0].shape[2]
-    ):
-        raise ValueError(
-            f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
-            f" {tuple(x.shape)}"
-        )
-    if linear.weight.dtype not in STORAGES:
-        raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
-    storage = STORAGES[linear.weight.dtype]
-    weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
-    if config is None:
-        dtypes = (out_TN.dtype, linear.weight.dtype)
-        config = best_config(name, rows, n, k, *dtypes, x.device, pending=pending is not None)
+    k = linear.weight.shape[1]
     row_count = row_class(rows)
-    blocks = 0
-    if linear.scales is not None and linear.scales.dim() == 2:
-        blocks = -(-k // SCALE_BLOCK)
-    post = None if pending is None else pending.norm
+    if row_count > FEW_ROWS:
+        raise ValueError(f"{name}: {rows} rows need a configuration of kind 'rows' or 'library'")
+    weight, storage = kernel_weight(linear)
+    ahead = config.prefetch and may_prefetch(weight)
     row_bytes = k * weight.element_size()
-    sizes: dict[str, Any] = {
-        "K": k,
-        "ROWS": row_count,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "STATISTICS": min(triton.next_power_of_2(k), _STATISTICS // row_count),
-        "STORAGE": storage,
-        "NATIVE_FP8": fp8_is_native(x.device),
-        "SCALE_BLOCKS": blocks,
-        "OFFSET": norm is not None and norm.offset,
-        "POST_OFFSET": post is not None and post.offset,
-        "GATED": gated,
-        "GELU": gelu,
-        "ROW_BYTES": row_bytes,
-        "PREFETCH": config.prefetch and row_bytes % 16 == 0,
-        "SOFTCAP": softcap,
-        "NAME": name,
-    }
-    inputs = (
+    vector = min(16 // weight.element_size(), config.block_k)
+    head_dim = 1
+    if splits is not None:
+        head_dim = x.shape[3]
+        vector = math.gcd(vector, head_dim)
+    word = 4 // weight.element_size()
+    if k % word or vector % word:
+        word = 1  # a row begins within a word, or a head does
+    else:
+        weight = weight.view(torch.int32)
+    post = None if pending is None else pending.norm
+    launch(
+        linear_of_few_rows,
+        (-(-n // config.block_n),),
         x,
         None if pending is None else pending.delta,
         None if post is None else post.weight,
         None if pending is None else pending.out,
         None if norm is None else norm.weight,
-    )
-    outputs = (
+        *(splits or (None, None)),
+        weight,
         linear.scales,
         linear.bias,
         residual_TN,
@@ -463,48 +274,23 @@ def launch_linear(
         n,
         0.0 if norm is None else norm.eps,
         0.0 if post is None else post.eps,
-    )
-    grid = (-(-n // config.block_n),)
-    vector = min(16 // weight.element_size(), config.block_k)
-    head_dim = 1
-    if splits is not None:
-        head_dim = x.shape[3]
-        vector = math.gcd(vector, head_dim)
-    sizes["WORD"] = word = 4 // weight.element_size()
-    if k % word or vector % word:
-        sizes["WORD"] = 1  # a row begins within a word, or a head does
-    else:
-        weight = weight.view(torch.int32)
-    if config.parts:
-        sizes["ROWS"] = max(row_count, _FEWEST_ON_TENSOR_CORES)
-        if splits is not None:
-            raise ValueError(f"{name}: splits are combined by the kernel without tensor cores")
-        parts = config.parts
-        if blocks:
-            parts = max(parts, config.block_k // SCALE_BLOCK)
-        launch(
-            linear_of_rows,
-            grid,
-            *inputs,
-            weight,
-            *outputs,
-            num_warps=config.num_warps,
-            PARTS=parts,
-            **sizes,
-        )
-        return
-    if row_count > FEW_ROWS:
-        raise ValueError(f"{name}: {rows} rows need tensor cores (parts of at least 1)")
-    launch(
-        linear_of_few_rows,
-        grid,
-        *inputs,
-        *(splits or (None, None)),
-        weight,
-        *outputs,
         num_warps=config.num_warps,
+        K=k,
         E=head_dim,
         SPLITS=1 if splits is None else splits[0].shape[2],
+        ROWS=row_count,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
         V=vector,
-        **sizes,
+        STATISTICS=min(triton.next_power_of_2(k), _STATISTICS // row_count),
+        WORD=word,
+        OFFSET=norm is not None and norm.offset,
+        POST_OFFSET=post is not None and post.offset,
+        GATED=gated,
+        GELU=gelu,
+        SOFTCAP=softcap,
+        ROW_BYTES=row_bytes,
+        PREFETCH=ahead,
+        NAME=name,
+        **storage,
     )

@@ -1,4 +1,4 @@
-"""Linear layers over many rows: prefill, and decode steps too large for the kernels that fuse.
+"""The library's product: of prefill, of more than 32 rows, and where it is chosen for fewer.
 
 Shapes: T rows, N output features, K input features.
 
@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import SCALE_BLOCK, STORAGES, GpuLinear
-from .linear_tiles import as_numbers
-from .quantised_cache import fp8_is_native
+from .linear import SCALE_BLOCK, GpuLinear
+from .linear_tiles import as_operand, kernel_weight
 
 __all__ = ["library_linear"]
 
@@ -57,7 +56,7 @@ def matmul(  # type: ignore[no-untyped-def]
         else:
             w = tl.load(w_rows + k[None, :], mask=k[None, :] < K, other=0)
             x = tl.load(x_rows + k[:, None], mask=k[:, None] < K, other=0.0)
-        numbers = as_numbers(w, STORAGE, NATIVE_FP8).to(dtype)
+        numbers = as_operand(w, STORAGE, NATIVE_FP8, dtype)
         if BLOCKS:
             scales = tl.load(scale_ptr + weight_n * SCALE_BLOCKS + start // 128)
             sums += tl.dot(numbers, x, input_precision="ieee") * scales[:, None]
@@ -84,8 +83,7 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
         return
     rows, k = x_TK.shape
     n = linear.weight.shape[0]
-    storage = STORAGES[linear.weight.dtype]
-    weight = linear.weight.view(torch.uint8) if storage == "fp8" else linear.weight
+    weight, storage = kernel_weight(linear)
     # 16 rows at least, of a power of two, so that few kernels are compiled.
     block_t = min(128, max(16, triton.next_power_of_2(rows)))
     launch(
@@ -106,8 +104,8 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
         BLOCK_K=_BLOCK_K,
         BAND=_BAND,
         STAGES=4,
-        STORAGE=storage,
-        NATIVE_FP8=fp8_is_native(x_TK.device),
+        STORAGE=storage["STORAGE"],
+        NATIVE_FP8=storage["NATIVE_FP8"],
         BLOCKS=linear.scales.dim() == 2,
         EVEN=k % _BLOCK_K == 0,
     )

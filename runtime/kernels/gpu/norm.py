@@ -1,4 +1,4 @@
-"""The root-mean-square norm by itself, for more rows than a linear layer takes along.
+"""The root-mean-square norm by itself, for more rows than a linear layer norms itself.
 
 Shapes: T rows, D features.
 """
@@ -26,28 +26,36 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A program norms one row."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    NORM: tl.constexpr = norm_ptr is not None
+    EVEN: tl.constexpr = K % BLOCK == 0
     let_dependents_start(PDL)
+    weight = 0.0
+    if NORM:
+        k = tl.arange(0, BLOCK)[None, :]
+        weight = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     reciprocal, post_reciprocal = row_statistics(
-        x_ptr, delta_ptr, post_ptr, sum_ptr, row, row >= 0, True, eps, post_eps, K, BLOCK, True,
+        x_ptr, delta_ptr, post_ptr, sum_ptr, row, row >= 0, True, eps, post_eps, K, BLOCK, NORM,
         POST_OFFSET, dtype,
     )  # fmt: skip
-    EVEN: tl.constexpr = K % BLOCK == 0
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)[None, :]
-        weight = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if NORM and K > BLOCK:
+            weight = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         x = input_tile(
             x_ptr, delta_ptr, post_ptr, row[:, None], k, k < K, reciprocal[:, None],
-            post_reciprocal[:, None], weight, K, EVEN, True, OFFSET, POST_OFFSET, dtype,
+            post_reciprocal[:, None], weight, K, EVEN, NORM, OFFSET, POST_OFFSET, dtype,
         )  # fmt: skip
         tl.store(out_ptr + row[:, None] * K + k, x.to(dtype), mask=k < K)
 
 
-def norm_rows(x_TD: Tensor, norm: Norm, out_TD: Tensor, pending: Pending | None = None) -> None:
+def norm_rows(
+    x_TD: Tensor, norm: Norm | None, out_TD: Tensor, pending: Pending | None = None
+) -> None:
     """`out = norm(x)`, or of `x + pending.norm(pending.delta)`, which goes into `pending.out`.
 
-    All contiguous; `out_TD` is none of the others.
+    All contiguous; `out_TD` is none of the others. Without `norm`, the rows themselves.
     """
     rows, k = x_TD.shape
     post = None if pending is None else pending.norm
@@ -58,18 +66,18 @@ def norm_rows(x_TD: Tensor, norm: Norm, out_TD: Tensor, pending: Pending | None 
         None if pending is None else pending.delta,
         None if post is None else post.weight,
         None if pending is None else pending.out,
-        norm.weight,
+        None if norm is None else norm.weight,
         out_TD,
-        norm.eps,
+        0.0 if norm is None else norm.eps,
         0.0 if post is None else post.eps,
         K=k,
         BLOCK=min(_BLOCK, triton.next_power_of_2(k)),
-        OFFSET=norm.offset,
+        OFFSET=norm is not None and norm.offset,
         POST_OFFSET=post is not None and post.offset,
     )
 
 
-def reference_norm_rows(x_TD: Tensor, norm: Norm, pending: Pending | None = None) -> Tensor:
+def reference_norm_rows(x_TD: Tensor, norm: Norm | None, pending: Pending | None = None) -> Tensor:
     """What `norm_rows` does, in plain torch."""
     if pending is not None:
         x_TD = x_TD + reference_norm(pending.delta, pending.norm)

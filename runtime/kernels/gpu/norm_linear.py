@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear, reference_norm
-from .linear_kernels import launch_linear
+from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
+from .linear_launch import launch_linear
 from .norm import reference_norm_rows
 
 __all__ = ["norm_linear", "reference_norm_linear"]
@@ -34,9 +34,4 @@ def reference_norm_linear(
     x_TK: Tensor, norm: Norm | None, linear: GpuLinear, pending: Pending | None = None
 ) -> Tensor:
     """What `norm_linear` does, in plain torch."""
-    if norm is not None:
-        x_TK = reference_norm_rows(x_TK, norm, pending)
-    elif pending is not None:
-        x_TK = x_TK + reference_norm(pending.delta, pending.norm)
-        pending.out.copy_(x_TK)
-    return reference_linear(x_TK, linear)
+    return reference_linear(reference_norm_rows(x_TK, norm, pending), linear)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .linear import GpuLinear, LinearConfig, reference_linear
-from .linear_kernels import launch_linear
+from .linear_launch import launch_linear
 
 __all__ = ["reference_residual_linear", "residual_linear"]
 

@@ -1,4 +1,4 @@
-"""Tune the linear kernels of models for the CUDA device of this machine, once.
+"""Tune the linear layers of models for the CUDA device of this machine, once.
 
 python -m stepgraph.runtime.kernels.gpu.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
 
@@ -22,7 +22,8 @@ from ...loading import resolve_source
 from ...models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from .linear_timing import LinearProblem, Timer
+    from .linear_problems import Problem
+    from .linear_timing import Timer
     from .tuning import Tuned
 
 __all__ = ["main"]
@@ -52,7 +53,8 @@ def main(
     # After the checks: where there is no device there need not be a Triton.
     from .launch import num_multiprocessors
     from .linear import ROW_CLASSES
-    from .linear_timing import problems_of, time_on_device, tune
+    from .linear_problems import problems_of
+    from .linear_timing import time_on_device, tune
     from .tuning import store, tuning_file
 
     if max(options.rows) > ROW_CLASSES[-1]:
@@ -77,7 +79,7 @@ def main(
                 done.add(key)
                 tuned = tune(problem, timer, multiprocessors)
                 if tuned is None:
-                    return _error(f"{problem} runs with none of its configurations")
+                    return _error(f"{problem.title} runs with none of its configurations")
                 store({key: tuned})  # at once: an interrupted run keeps what it found
                 print(_line(problem, tuned), flush=True)
     print(f"{len(done)} choices are in {tuning_file()}")
@@ -93,15 +95,11 @@ def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, R
     return model, ResolvedConfig.resolve(config, model)
 
 
-def _line(problem: LinearProblem, tuned: Tuned) -> str:
-    config = tuned.config
-    chosen = f"{config.block_n} x {config.block_k}, {config.num_warps} warps"
-    chosen += f", {config.parts} parts" if config.parts else ""
-    dtype = str(problem.weight_dtype).removeprefix("torch.")
+def _line(problem: Problem, tuned: Tuned) -> str:
     return (
-        f"{problem.kernel:15} {problem.rows:2} rows, {problem.n} x {problem.k} {dtype}:"
-        f" {tuned.microseconds:.2f} µs, {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
-        f" (default {tuned.default_microseconds:.2f} µs): {chosen}"
+        f"{problem.title}: {tuned.microseconds:.2f} µs,"
+        f" {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
+        f" (default {tuned.default_microseconds:.2f} µs): {tuned.config}"
     )
 
 

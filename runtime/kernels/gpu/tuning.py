@@ -1,4 +1,4 @@
-"""What linear kernels were tuned to on this machine's device: a file, read once by a process.
+"""What linear layers were tuned to on this machine's device: a file, read once by a process.
 
 Engines look up and never tune: what is not in the file runs with `default_config`. The file is
 written by `python -m stepgraph.runtime.kernels.gpu.tune`, beside the CPU kernels in the user's
@@ -18,6 +18,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,8 @@ import triton
 
 from ..cpu import cache_directory
 from .launch import compute_capability, num_multiprocessors
-from .linear import LinearConfig, default_config, row_class
+from .linear import LinearConfig, row_class
+from .linear_configs import config_error, default_config
 
 __all__ = [
     "Tuned",
@@ -40,14 +42,24 @@ __all__ = [
     "store",
     "tuning_file",
     "tuning_key",
+    "without_library",
 ]
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 1
+VERSION = 2
 """Of the file's format."""
 
-SOURCES = ("linear_kernels.py", "linear_tiles.py", "quantised_cache.py")
+SOURCES = (
+    "activation.py",
+    "head.py",
+    "linear_kernels.py",
+    "linear_tiles.py",
+    "matmul.py",
+    "norm.py",
+    "quantised_cache.py",
+    "row_product.py",
+)
 """What the machine code of the kernels is made from."""
 
 
@@ -56,7 +68,7 @@ class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear` or `combine_output`."""
+    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output` or `head`."""
     rows: int
     """One of `ROW_CLASSES`."""
     n: int
@@ -134,11 +146,27 @@ def best_config(
 ) -> LinearConfig:
     """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
 
-    With `pending`, what a layer has yet to add is added on the way. It is asked for at each launch
+    With `pending`, what a layer has yet to add is added on the way. It is looked up at each launch
     of a step that is not captured, so what was found once is kept.
     """
     shape = (kernel, rows, n, k, dtype, weight_dtype, device)
-    return _best_config(*shape, num_multiprocessors(device), is_tight(pending))
+    return _best_config(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
+
+
+_library: ContextVar[bool] = ContextVar("whether products may be the library's", default=True)
+
+
+@contextlib.contextmanager
+def without_library() -> Iterator[None]:
+    """Let `best_config` return the default sizes of a kernel wherever it would be the library.
+
+    For compiling kernels that only run where they were tuned to be faster.
+    """
+    token = _library.set(False)
+    try:
+        yield
+    finally:
+        _library.reset(token)
 
 
 @cache
@@ -152,11 +180,13 @@ def _best_config(
     device: torch.device,
     multiprocessors: int,
     tight: bool,
+    library: bool,
 ) -> LinearConfig:
     tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
-    if tuned is not None:
+    if tuned is not None and (library or tuned.kind != "library"):
         return tuned
-    return default_config(kernel, rows, n, k, weight_dtype.itemsize, multiprocessors, tight=tight)
+    sizes = (n, k, weight_dtype.itemsize, multiprocessors)
+    return default_config(kernel, rows, *sizes, tight=tight, library=library)
 
 
 def is_tight(pending: bool) -> bool:
@@ -229,9 +259,9 @@ def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
     """One entry of the file. Raises ValueError, KeyError or TypeError if it is none."""
     key = _checked(TuningKey, entry)
     config = _checked(LinearConfig, entry["config"])
-    powers = [config.block_n, config.block_k, config.num_warps, config.parts or 1]
-    if any(value < 1 or value & (value - 1) for value in powers):
-        raise ValueError(f"{config} has what is no power of two")
+    error = config_error(config, key.kernel, key.rows)
+    if error is not None:
+        raise ValueError(f"{key.kernel} cannot run with {config}: {error}")
     times = [float(entry[name]) for name in ("microseconds", "default_microseconds")]
     if not all(0 < time < math.inf for time in times):
         raise ValueError(f"{times} are no times")

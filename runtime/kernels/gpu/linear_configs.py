@@ -1,0 +1,225 @@
+"""What carries a product of a decode step out where nothing was tuned, and what is worth timing.
+
+Sizes are chosen from shapes and the number of multiprocessors; no kernel of the default sizes
+spills registers, of the models and devices that are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .linear import FEW_ROWS, KINDS, LIBRARY, SCALE_BLOCK, LinearConfig, row_class
+
+__all__ = ["candidate_configs", "config_error", "default_config", "weight_rows"]
+
+_PREFETCHED = 24 << 20
+"""Bytes of a weight that are requested into the L2 cache ahead at most: half of an H100's."""
+
+_STAGE = 16 << 10
+"""Bytes of a tile of which three on their way are enough."""
+
+_LEAST_PART = 256
+"""Input features of a part of a product at least: less is not worth its sums."""
+
+_LIMITS = {"block_n": 512, "block_k": 16384, "num_warps": 16, "stages": 8, "splits": 32}
+"""The largest sizes that a configuration may have."""
+
+
+def default_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    *,
+    tight: bool = False,
+    library: bool = True,
+) -> LinearConfig:
+    """What `kernel` runs with where nothing was tuned.
+
+    Up to four rows a kernel of this package; above the library, which has no product over weights
+    of 8 bits: these are multiplied by `row_product.py`.
+
+    Args:
+        kernel: `norm_linear`, `gate_up`, `residual_linear`, `combine_output` or `head`.
+        rows: T, or its class.
+        n: output features; of gate_up those of the result (F).
+        k: input features.
+        weight_bytes: of an element of the weight.
+        multiprocessors: of the device.
+        tight: the kernel needs more registers than others of these sizes; see `tuning.is_tight`.
+        library: whether the library may be chosen; else the sizes of a kernel of this package.
+    """
+    if row_class(rows) <= FEW_ROWS:
+        return _few_rows_config(kernel, rows, n, k, weight_bytes, multiprocessors, tight)
+    if library and weight_bytes > 1:
+        return LIBRARY
+    return _rows_config(kernel, rows, n, k, weight_bytes, multiprocessors)
+
+
+def candidate_configs(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    *,
+    tight: bool = False,
+) -> list[LinearConfig]:
+    """What is worth timing, the default first; arguments as for `default_config`."""
+    sizes = (n, k, weight_bytes, multiprocessors)
+    configs = [default_config(kernel, rows, *sizes, tight=tight)]
+    if row_class(rows) <= FEW_ROWS:
+        configs += _few_rows_candidates(configs[0])
+    if kernel != "combine_output":
+        configs.append(LIBRARY)
+        if row_class(rows) > FEW_ROWS:
+            configs += _rows_candidates(kernel, rows, *sizes)
+        elif rows > 1:
+            configs.append(_rows_config(kernel, rows, *sizes))
+    return [config for config in dict.fromkeys(configs) if not config_error(config, kernel, rows)]
+
+
+def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
+    """Return why `kernel` cannot run so with `rows` rows, or None."""
+    if config.kind not in KINDS:
+        return f"kind {config.kind!r} is none of {', '.join(KINDS)}"
+    for name, most in _LIMITS.items():
+        size = getattr(config, name)
+        power = size > 0 and not size & (size - 1)
+        if not 1 <= size <= most or not (power or name == "stages"):
+            return f"{name} is {size}, no power of two up to {most}"
+    if config.kind == "few_rows":
+        if rows > FEW_ROWS:
+            return f"kind 'few_rows' takes {FEW_ROWS} rows at most, not {rows}"
+    elif kernel == "combine_output":
+        return f"kind {config.kind!r} does not combine splits"
+    if config.kind == "rows":
+        if config.splits > 1 and kernel == "head":
+            return "the head is not cut into parts"
+        if config.block_k < 16 or config.block_n * weight_rows(kernel) < 16:
+            return "tensor cores take tiles of 16 by 16 at least"
+    return None
+
+
+def weight_rows(kernel: str) -> int:
+    """Rows of the weight for each output feature: two of gate_up."""
+    return 2 if kernel == "gate_up" else 1
+
+
+def _few_rows_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    tight: bool,
+) -> LinearConfig:
+    """Of the kernel without tensor cores."""
+    rows, halves = row_class(rows), weight_rows(kernel)
+    if kernel == "combine_output":
+        # Each program reads all that the splits left, so there are few of them.
+        block_n = _smallest_wave(n, multiprocessors, 32)
+        return LinearConfig(block_n, _tile_width(k, 16, 65536 // (block_n * weight_bytes)), 8)
+    # Four programs to a multiprocessor, each with 16 KiB of weights on their way: in one tile, or
+    # in two of half the size where there are more to come. More rows have more sums in registers.
+    block_n = _smallest_wave(n, 4 * multiprocessors, 32)
+    width = 8192 // (block_n * halves * weight_bytes)
+    if rows == 1 and k <= 4 * width and (weight_bytes > 1 or k <= 2 * width):
+        width *= 2
+    elif rows == 4 and (halves == 2 or weight_bytes == 1):
+        width //= 2
+    block_k = _tile_width(k, 16, width)
+    scarce = rows == 4 or (rows == 2 and k % block_k == 0)  # two rows of masked tiles fit
+    num_warps = 8 if tight and scarce and block_n * halves >= 32 else 4
+    ahead = block_k < k and n * halves * k * weight_bytes <= _PREFETCHED
+    return LinearConfig(block_n, block_k, num_warps, prefetch=ahead)
+
+
+def _few_rows_candidates(default: LinearConfig) -> list[LinearConfig]:
+    """Sizes around the default ones."""
+    configs = []
+    for size_n in (0.5, 1, 2):
+        for size_k in (0.5, 1, 2):
+            block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
+            if block_n < 1 or block_k < 16:
+                continue
+            for num_warps in (4, 8):
+                for ahead in (False, True):
+                    configs.append(LinearConfig(block_n, block_k, num_warps, prefetch=ahead))
+    return configs
+
+
+def _rows_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    multiprocessors: int,
+    *,
+    height: int = 0,
+    width: int = 0,
+    split_factor: float = 1,
+) -> LinearConfig:
+    """Of the kernel on tensor cores; `height` rows of the weight and `width` features a tile."""
+    stored_n = n * weight_rows(kernel)
+    if not height:
+        # Twice the rows of the weight are half the reads of the input, if no processor is idle.
+        height = 128 if -(-stored_n // 128) >= 0.9 * multiprocessors else 64
+    programs = -(-stored_n // height)
+    splits = 1
+    while programs * splits < 0.7 * multiprocessors and k >= 2 * splits * _LEAST_PART:
+        splits *= 2
+    splits = 1 if kernel == "head" else max(1, int(splits * split_factor))
+    if not width:
+        width = SCALE_BLOCK if height == 64 else 64
+        if weight_bytes == 4:  # which tensor cores do not multiply: operands are in registers
+            width = 32
+    block_k = _tile_width(-(-k // splits), 16, width)
+    return LinearConfig(
+        height // weight_rows(kernel),
+        block_k,
+        4,
+        "rows",
+        # 40 to 48 KiB of weights on their way, in less shared memory than any processor has.
+        stages=4 if block_k * height * weight_bytes >= _STAGE else 6,
+        splits=splits,
+        prefetch=stored_n * k * weight_bytes <= _PREFETCHED,
+    )
+
+
+def _rows_candidates(
+    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+) -> list[LinearConfig]:
+    """Sizes around the default ones."""
+    sizes = (kernel, rows, n, k, weight_bytes, multiprocessors)
+    default = _rows_config(*sizes)
+    configs = [default, replace(default, prefetch=not default.prefetch)]
+    for height in (64, 128):
+        for width in (64, 128):
+            for factor in (0.5, 1, 2):
+                configs.append(
+                    _rows_config(*sizes, height=height, width=width, split_factor=factor)
+                )
+        configs.append(replace(_rows_config(*sizes, height=height), num_warps=8))
+    return configs
+
+
+def _smallest_wave(n: int, programs: int, most: int) -> int:
+    """The smallest power of two whose blocks of `n` are at most `programs`, but at most `most`."""
+    size = 1
+    while size < most and -(-n // size) > programs:
+        size *= 2
+    return size
+
+
+def _tile_width(k: int, least: int, most: int) -> int:
+    """A power of two: the smallest that holds `k`, but at least `least` and at most `most`."""
+    size = least
+    while size < k and size < most:
+        size *= 2
+    return size
