@@ -161,10 +161,27 @@ def reference_paged_attention(
     row once, masked for all tokens (a prefill chunk). The result is the same, the memory is
     R * L either way.
     """
-    kv = arena[layer]
-    for side, x_TGX in zip(kv, (k_TGD, v_TGE), strict=False):
+    for side, x_TGX in zip(arena[layer], (k_TGD, v_TGE), strict=False):
         assert x_TGX is not None, "an arena of two sides takes keys and values"
         write_side(side, slots_T, x_TGX, form.block_size, form.storage)
+    return reference_attend(
+        q_THD, arena, layer, block_tables, token_rows_T, rows_R, positions_T, read_blocks, form
+    )
+
+
+def reference_attend(
+    q_THD: Tensor,
+    arena: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    rows_R: Tensor,
+    positions_T: Tensor,
+    read_blocks: int,
+    form: AttentionForm,
+) -> Tensor:
+    """The second half of `reference_paged_attention`, of keys and values that are written."""
+    kv = arena[layer]
     position_L = torch.arange(read_blocks * form.block_size, device=q_THD.device)
     seen_TL = position_L <= positions_T[:, None]
     if form.window:

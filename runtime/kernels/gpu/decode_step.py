@@ -8,9 +8,8 @@ from torch import Tensor
 from ....profiling.attribution import operation
 from ..attention import AttentionInputs
 from ..stack import DecodeEnds, DecodeResult, Stack
-from .begin import Embedding, Rotations, begin_decode
-from .greedy import pick_greedy
-from .head import head
+from .begin import Embedding, Rotations
+from .operations import Operations
 from .stack import GpuStack, gpu_linear
 
 __all__ = ["GpuDecodeStep"]
@@ -19,8 +18,9 @@ __all__ = ["GpuDecodeStep"]
 class GpuDecodeStep:
     """See `DecodeStep`; three kernels around those of the layers."""
 
-    def __init__(self, stack: Stack, ends: DecodeEnds) -> None:
+    def __init__(self, stack: Stack, ends: DecodeEnds, operations: Operations) -> None:
         assert isinstance(stack, GpuStack)
+        self.operations = operations
         self._stack = stack
         self._embedding = Embedding(
             ends.embedding.weight.detach(),
@@ -46,7 +46,7 @@ class GpuDecodeStep:
     ) -> DecodeResult:
         """See `DecodeStep.run`."""
         with operation("begin"):
-            start = begin_decode(
+            start = self.operations.begin_decode(
                 rows_T,
                 token_ids_R,
                 positions_R,
@@ -66,7 +66,7 @@ class GpuDecodeStep:
         )
         hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
         with operation("head"):
-            logits, maxima, ids = head(
+            logits, maxima, ids = self.operations.head(
                 hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
             )
         return DecodeResult(logits, start.positions, maxima, ids)
@@ -77,6 +77,6 @@ class GpuDecodeStep:
     ) -> Tensor:
         """See `DecodeStep.pick`."""
         with operation("greedy"):
-            return pick_greedy(
+            return self.operations.pick_greedy(
                 result.maxima, result.ids, rows_T, result.positions, token_ids_R, positions_R
             )

@@ -6,6 +6,7 @@ Triton is imported when a model is made, not before: a plan of memory needs none
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,54 +17,67 @@ from ..linear import reference_linear
 from ..stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
 from ..weight_storage import WeightStorage
 
+if TYPE_CHECKING:
+    from .operations import Operations
+
 __all__ = ["gpu_kernels"]
 
 
-def gpu_kernels(weights: WeightStorage) -> Kernels:
+def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) -> Kernels:
     """What runs on a CUDA device with Triton.
 
     Latent attention has no stack: its layers are compiled around the attention of this package.
+
+    Args:
+        weights: how those of linear layers are stored.
+        operations: what steps launch; None: the kernels of this package.
     """
     if torch.cuda.is_available():
         from .paged_attention import register
 
         register()
+
+    def chosen() -> Operations:
+        if operations is not None:
+            return operations
+        from .operations import Operations
+
+        return Operations.native()
+
+    def make_stack(shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> Stack:
+        from .stack import GpuStack
+
+        return GpuStack(shape, layers, norm, chosen())
+
+    def make_decode_step(stack: Stack, ends: DecodeEnds) -> DecodeStep:
+        from .decode_step import GpuDecodeStep
+
+        return GpuDecodeStep(stack, ends, chosen())
+
+    def linear(
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        out_features: int,
+        scales_N: Tensor | None = None,
+    ) -> Tensor:
+        """As `reference_linear`, by `Operations.linear` where torch does not compile it."""
+        if torch.compiler.is_compiling():
+            return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
+        from .linear import GpuLinear
+
+        out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
+        chosen().linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
+        return out_TN
+
     return Kernels(
         name="triton",
         attention=paged_attention,
-        linear=_linear,
+        linear=linear,
         pack=None,
         bounded_by_length=True,
         masks=0,
         weights=weights,
-        make_stack=_make_stack,
-        make_decode_step=_make_decode_step,
+        make_stack=make_stack,
+        make_decode_step=make_decode_step,
     )
-
-
-def _make_stack(shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> Stack:
-    from .stack import GpuStack
-
-    return GpuStack(shape, layers, norm)
-
-
-def _make_decode_step(stack: Stack, ends: DecodeEnds) -> DecodeStep:
-    from .decode_step import GpuDecodeStep
-
-    return GpuDecodeStep(stack, ends)
-
-
-def _linear(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    out_features: int,
-    scales_N: Tensor | None = None,
-) -> Tensor:
-    """As `reference_linear`, by the kernels of this package where torch does not compile it."""
-    if torch.compiler.is_compiling():
-        return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
-    from .linear import GpuLinear
-    from .stack import product
-
-    return product(x_TK, GpuLinear(weight_NK, scales_N, bias_N))

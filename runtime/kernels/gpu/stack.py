@@ -30,23 +30,15 @@ from torch import Tensor
 from ....profiling.attribution import operation
 from ..attention import AttentionForm, AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
-from .activation import activate_rows
-from .combine_output import combine_output, product_combines
-from .decode_attention import decode_attention
-from .gate_up import gate_up
+from .combine_output import product_combines
 from .launch import num_multiprocessors
 from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
-from .matmul import library_linear
-from .norm import norm_rows
-from .norm_linear import norm_linear
-from .prefill_attention import prefill_attention
-from .prefill_tiles import PrefillTiling, prefill_tiles, prefill_tiling
-from .residual_linear import residual_linear
+from .operations import Operations
+from .prefill_tiles import PrefillTiling, prefill_tiling
 from .split_attention import new_counters, new_partials
 from .splits import choose_splits
-from .store import rotate_and_store
 
-__all__ = ["GpuStack", "Hidden", "gpu_linear", "product"]
+__all__ = ["GpuStack", "Hidden", "gpu_linear"]
 
 MOST_ROWS = ROW_CLASSES[-1]
 """Rows up to which a decode step runs in the kernels for few rows."""
@@ -83,8 +75,15 @@ class _Products(NamedTuple):
 class GpuStack:
     """The layers of one model and its final norm, as kernels in one stream."""
 
-    def __init__(self, shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> None:
+    def __init__(
+        self,
+        shape: StackShape,
+        layers: Sequence[StackLayer],
+        norm: Tensor,
+        operations: Operations,
+    ) -> None:
         self.shape = shape
+        self.operations = operations
         self._layers = [(layer, _Products.of(layer)) for layer in layers]
         self._norm = norm.detach()
         # Kept, as graphs are replayed with their address and each launch leaves zeros for the next.
@@ -135,10 +134,21 @@ class GpuStack:
         tokens = x_TD.shape[0]
         step: _Decoding | _Prefilling
         if decodes:
-            step = _Decoding(self._counters, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+            step = _Decoding(
+                self._counters,
+                self.operations,
+                self.shape,
+                x_TD,
+                arena,
+                inputs,
+                cos_KTE,
+                sin_KTE,
+            )
         else:
             with operation("prefill_tiles"):
-                step = _Prefilling(self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE)
+                step = _Prefilling(
+                    self.operations, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE
+                )
         few = decodes and tokens <= MOST_ROWS
         hidden = Hidden(x_TD)
         run = self._few if few else self._many
@@ -156,37 +166,37 @@ class GpuStack:
     ) -> Hidden:
         """The five kernels; the names of their scopes are those of `profiling/kernel_costs.py`."""
         assert isinstance(step, _Decoding)
-        shape, new = self.shape, hidden.x.new_empty
+        operations, shape, new = self.operations, self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
         qkv, output, mlp, down = products
 
         pending = hidden.pending()
         qkv_TN = new(tokens, qkv.weight.shape[0])
         with operation("norm_linear"):
-            norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
+            operations.norm_linear(hidden.x, self.norm(layer.input_norm), qkv, qkv_TN, pending)
         x_TD = hidden.x if pending is None else pending.out
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if layer.attention_output_norm is None else None
         if product_combines(step.partials.acc, output, x_TD.dtype):
             step.attend(layer, qkv_TN, None, output.weight)
             with operation("combine_output"):
-                combine_output(*step.partials, output, residual_TD, out_TD)
+                operations.combine_output(*step.partials, output, residual_TD, out_TD)
         else:
             attended_TK = step.attended(layer, qkv_TN, output.weight)
             with operation("combine_output"):
-                residual_linear(attended_TK, output, residual_TD, out_TD)
+                operations.residual_linear(attended_TK, output, residual_TD, out_TD)
         hidden = self._added(x_TD, out_TD, layer.attention_output_norm)
 
         pending = hidden.pending()
         inner_TF = new(tokens, shape.intermediate_size)
         norm = self.norm(layer.mlp_norm)
         with operation("gate_up"):
-            gate_up(hidden.x, norm, mlp, inner_TF, gelu=shape.gelu, pending=pending)
+            operations.gate_up(hidden.x, norm, mlp, inner_TF, gelu=shape.gelu, pending=pending)
         x_TD = hidden.x if pending is None else pending.out
         out_TD = torch.empty_like(x_TD)
         residual_TD = x_TD if layer.mlp_output_norm is None else None
         with operation("down"):
-            residual_linear(inner_TF, down, residual_TD, out_TD)
+            operations.residual_linear(inner_TF, down, residual_TD, out_TD)
         return self._added(x_TD, out_TD, layer.mlp_output_norm)
 
     def _added(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
@@ -204,21 +214,27 @@ class GpuStack:
         with operation("input_norm"):
             normed_TD, x_TD = self._normed(hidden, layer.input_norm)
         with operation("qkv_linear"):
-            qkv_TN = product(normed_TD, products.qkv)
+            qkv_TN = self._product(normed_TD, products.qkv)
         attended_TK = step.attended(layer, qkv_TN)
         with operation("output_linear"):
-            out_TD = product(attended_TK, products.output)
+            out_TD = self._product(attended_TK, products.output)
         hidden = self._to_add(x_TD, out_TD, layer.attention_output_norm)
         with operation("mlp_norm"):
             normed_TD, x_TD = self._normed(hidden, layer.mlp_norm)
         with operation("gate_up_linear"):
-            gate_up_TF = product(normed_TD, products.gate_up)
+            gate_up_TF = self._product(normed_TD, products.gate_up)
         inner_TF = x_TD.new_empty(x_TD.shape[0], self.shape.intermediate_size)
         with operation("activate"):
-            activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
+            self.operations.activate_rows(gate_up_TF, inner_TF, gelu=self.shape.gelu)
         with operation("down_linear"):
-            out_TD = product(inner_TF, products.down)
+            out_TD = self._product(inner_TF, products.down)
         return self._to_add(x_TD, out_TD, layer.mlp_output_norm)
+
+    def _product(self, x_TK: Tensor, linear: GpuLinear) -> Tensor:
+        """A product of the library, `[T, N]`."""
+        out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
+        self.operations.linear(x_TK, linear, out_TN)
+        return out_TN
 
     def _to_add(self, x_TD: Tensor, out_TD: Tensor, norm: Tensor | None) -> Hidden:
         """After a product that added nothing."""
@@ -231,7 +247,7 @@ class GpuStack:
         """The hidden states normed with a weight, and as they are."""
         pending = hidden.pending()
         normed_TD = torch.empty_like(hidden.x)
-        norm_rows(hidden.x, self.norm(weight), normed_TD, pending)
+        self.operations.norm_rows(hidden.x, self.norm(weight), normed_TD, pending)
         return normed_TD, hidden.x if pending is None else pending.out
 
 
@@ -241,18 +257,12 @@ def gpu_linear(linear: StackLinear) -> GpuLinear:
     return GpuLinear(linear.weight.detach(), scales, bias)
 
 
-def product(x_TK: Tensor, linear: GpuLinear) -> Tensor:
-    """`library_linear` into a new tensor, `[T, N]`."""
-    out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
-    library_linear(x_TK, linear, out_TN)
-    return out_TN
-
-
 class _Attending:
     """What the layers of one step share of their attention."""
 
     def __init__(
         self,
+        operations: Operations,
         shape: StackShape,
         x_TD: Tensor,
         arena: Tensor,
@@ -260,6 +270,7 @@ class _Attending:
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> None:
+        self.operations = operations
         self.shape = shape
         self.x = x_TD
         self.arena = arena
@@ -299,7 +310,7 @@ class _Decoding(_Attending):
         """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
         inputs, shape = self.inputs, self.shape
         with operation("decode_attention"):
-            decode_attention(
+            self.operations.decode_attention(
                 qkv_TN,
                 self.arena,
                 layer.position,
@@ -315,6 +326,7 @@ class _Decoding(_Attending):
                 inputs.positions,
                 self.form(layer),
                 self.partials,
+                read_blocks=inputs.read_blocks,
                 attended_TN=attended_TK,
                 counters=self._counters,
                 next_weight=next_weight,
@@ -346,13 +358,13 @@ class _Prefilling(_Attending):
             self.x.device,
         )
         most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
-        self.tiles = prefill_tiles(self.inputs.token_rows, rows, most)
+        self.tiles = self.operations.prefill_tiles(self.inputs.token_rows, rows, most)
 
     def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
         inputs, shape, form = self.inputs, self.shape, self.form(layer)
         with operation("rotate_and_store"):
-            q_THE = rotate_and_store(
+            q_THE = self.operations.rotate_and_store(
                 qkv_TN,
                 self.arena,
                 layer.position,
@@ -366,7 +378,7 @@ class _Prefilling(_Attending):
                 form,
             )
         with operation("prefill_attention"):
-            out_THE = prefill_attention(
+            out_THE: Tensor = self.operations.prefill_attention(
                 q_THE,
                 self.arena,
                 layer.position,
@@ -376,5 +388,7 @@ class _Prefilling(_Attending):
                 self.tiles,
                 form,
                 self.tiling,
+                rows_R=inputs.rows,
+                read_blocks=inputs.read_blocks,
             )
         return out_THE.flatten(1)

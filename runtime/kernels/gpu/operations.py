@@ -1,0 +1,152 @@
+"""Every operation that the steps of a GPU are made of, each in two versions.
+
+`Operations.native` has the Triton kernels and the library's products, `Operations.reference` plain
+torch, and `with_reference` mixes them: a kernel that fails its self-test (`self_test.py`) costs
+that kernel and no more. Both versions of an operation have the same signature, write into the same
+arguments and return the same kind of result. The plain ones have static shapes and wait for
+nothing, so they can be captured in a CUDA graph.
+
+An operation that is added has its field here, a function in `native` and one in
+`reference_operations.py`, and a line in `self_test.WRITES` that names what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..attention import AttentionForm
+from . import reference_operations as plain
+from .activation import activate_rows
+from .begin import Beginning, begin_decode
+from .combine_output import combine_output
+from .decode_attention import decode_attention
+from .gate_up import gate_up
+from .greedy import pick_greedy
+from .head import head
+from .matmul import library_linear
+from .norm import norm_rows
+from .norm_linear import norm_linear
+from .paged_attention import triton_paged_attention
+from .prefill_attention import prefill_attention
+from .prefill_tiles import PrefillTiling, prefill_tiles
+from .residual_linear import residual_linear
+from .store import rotate_and_store
+
+__all__ = ["Operations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """One function an operation; signatures are those of the kernels of the same name."""
+
+    begin_decode: Callable[..., Beginning]
+    """`begin.begin_decode`: rows to tokens, slots, angles and embeddings."""
+    norm_linear: Callable[..., None]
+    """`norm_linear.norm_linear`."""
+    decode_attention: Callable[..., None]
+    """`decode_attention.decode_attention`, with a keyword more: `read_blocks`, the columns of the
+    block tables that may be read. Plain torch reads so many of every row; the kernel stops at a
+    row's own length."""
+    residual_linear: Callable[..., None]
+    """`residual_linear.residual_linear`."""
+    combine_output: Callable[..., None]
+    """`combine_output.combine_output`."""
+    gate_up: Callable[..., None]
+    """`gate_up.gate_up`."""
+    norm_rows: Callable[..., None]
+    """`norm.norm_rows`."""
+    activate_rows: Callable[..., None]
+    """`activation.activate_rows`."""
+    linear: Callable[..., None]
+    """`matmul.library_linear`: any number of rows."""
+    rotate_and_store: Callable[..., Tensor]
+    """`store.rotate_and_store`."""
+    prefill_tiles: Callable[..., Tensor]
+    """`prefill_tiles.prefill_tiles`."""
+    prefill_attention: Callable[..., Tensor]
+    """`prefill_attention.prefill_attention`, with two keywords more: `rows_R`, the distinct rows of
+    the step, padded with the null row, and `read_blocks`. Plain torch reads those instead of
+    `tiles`."""
+    paged_attention: Callable[..., Tensor]
+    """`paged_attention.triton_paged_attention`, of layers that are not in a `GpuStack`."""
+    head: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """`head.head`; the number of chunks is that of the version."""
+    pick_greedy: Callable[..., Tensor]
+    """`greedy.pick_greedy`."""
+
+    @classmethod
+    def native(cls) -> Operations:
+        """The Triton kernels, and products of the library around them."""
+        return cls(
+            begin_decode=begin_decode,
+            norm_linear=norm_linear,
+            decode_attention=_decode_attention,
+            residual_linear=residual_linear,
+            combine_output=combine_output,
+            gate_up=gate_up,
+            norm_rows=norm_rows,
+            activate_rows=activate_rows,
+            linear=library_linear,
+            rotate_and_store=rotate_and_store,
+            prefill_tiles=prefill_tiles,
+            prefill_attention=_prefill_attention,
+            paged_attention=triton_paged_attention,
+            head=head,
+            pick_greedy=pick_greedy,
+        )
+
+    @classmethod
+    def reference(cls) -> Operations:
+        """Plain torch; no kernel of this package."""
+        return cls(
+            begin_decode=plain.begin_decode,
+            norm_linear=plain.norm_linear,
+            decode_attention=plain.decode_attention,
+            residual_linear=plain.residual_linear,
+            combine_output=plain.combine_output,
+            gate_up=plain.gate_up,
+            norm_rows=plain.norm_rows,
+            activate_rows=plain.activate_rows,
+            linear=plain.linear,
+            rotate_and_store=plain.rotate_and_store,
+            prefill_tiles=plain.prefill_tiles,
+            prefill_attention=plain.prefill_attention,
+            paged_attention=plain.paged_attention,
+            head=plain.head,
+            pick_greedy=plain.pick_greedy,
+        )
+
+    def with_reference(self, names: Iterable[str]) -> Operations:
+        """Return these operations with the plain versions of those named.
+
+        Raises AttributeError for a name that is no operation.
+        """
+        reference = Operations.reference()
+        return replace(self, **{name: getattr(reference, name) for name in names})
+
+
+def _decode_attention(*arguments: Any, read_blocks: int, **keywords: Any) -> None:
+    decode_attention(*arguments, **keywords)
+
+
+def _prefill_attention(
+    q_THD: Tensor,
+    arena: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    tiles: Tensor,
+    form: AttentionForm,
+    tiling: PrefillTiling,
+    *,
+    rows_R: Tensor,
+    read_blocks: int,
+) -> Tensor:
+    return prefill_attention(
+        q_THD, arena, layer, block_tables, token_rows_T, positions_T, tiles, form, tiling
+    )
