@@ -17,8 +17,6 @@ barrier of CUDA's cooperative groups (`sync_grids`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -28,19 +26,15 @@ from .linear_tiles import (
     appended,
     as_numbers,
     input_tile,
+    load_channels,
     load_tile,
     load_weights,
+    operation_name,
     prefetch_rows,
     row_statistics,
 )
 
 __all__ = ["linear_pair"]
-
-
-def _name(specialization: Any) -> str:
-    """Of a compiled kernel, as profilers show it: that of the operation."""
-    name: str = specialization.constants["NAME"]
-    return name
 
 
 @triton.jit
@@ -100,15 +94,10 @@ def _load_step(  # type: ignore[no-untyped-def]
     if norm_ptr is not None:
         norm = load_tile(norm_ptr + start + k, start + k < K, EVEN)
     scales = 0.0
-    channel_scales = 1.0
     if SCALE_BLOCKS:
         scale_rows = scale_ptr + weight_n[None, :] * SCALE_BLOCKS
         scales = load_tile(scale_rows + (start + group) // 128, start + group < K, EVEN)
-    elif scale_ptr is not None:
-        channel_scales = tl.load(scale_ptr + weight_n)
-    bias = 0.0
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + weight_n).to(tl.float32)
+    channel_scales, bias = load_channels(scale_ptr, bias_ptr, weight_n, SCALE_BLOCKS)
     return w, norm, scales, channel_scales, bias
 
 
@@ -240,7 +229,7 @@ def _wait_for_all(barrier_ptr, before):  # type: ignore[no-untyped-def]
     tl.debug_barrier()
 
 
-@triton.jit(repr=_name)
+@triton.jit(repr=operation_name)
 def linear_pair(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, x_ptr, norm_ptr, next_w_ptr, next_scale_ptr,
     next_bias_ptr, out_ptr, barrier_ptr, T, N, NEXT_N, eps,
