@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import GpuLinear, Norm
+from stepgraph.runtime.kernels.gpu.linear import LIBRARY, GpuLinear, LinearConfig, Norm
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("int8", "int8 blocks", "fp8", "fp8 blocks")
+
+
+def cases(few: LinearConfig, *many: LinearConfig) -> list[tuple[int, LinearConfig, torch.dtype]]:
+    """Rows, what carries the product out, and dtype: every dtype at one number of rows each.
+
+    The most rows are for the kernels: the library takes any number.
+    """
+    half = torch.bfloat16
+    return [
+        *((3, few, dtype) for dtype in DTYPES),
+        *((count, few, half) for count in (1, 2, 4)),
+        *((5, config, dtype) for config in many for dtype in DTYPES),
+        *((8, config, half) for config in many),
+        *((count, config, half) for config in many if config != LIBRARY for count in (17, 32)),
+    ]
 
 
 def rows(count: int, features: int, dtype: torch.dtype) -> Tensor:

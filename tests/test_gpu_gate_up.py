@@ -14,6 +14,7 @@ from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig, Pending
 from .gpu_linear_rig import (
     DTYPES,
     STORAGES,
+    cases,
     error,
     poisoned,
     random_linear,
@@ -30,15 +31,8 @@ ROWS = LinearConfig(8, 16, kind="rows", stages=2)
 PARTS = LinearConfig(16, 16, kind="rows", stages=2, splits=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(
-    ("count", "config"),
-    [
-        *((count, FEW) for count in (1, 3, 4)),
-        *((count, config) for count in (5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
-    ],
-)
+@pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
 def test_odd_shapes(count: int, config: LinearConfig, gelu: bool, dtype: torch.dtype) -> None:
     x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)
     linear = random_linear(2 * F, K, dtype, bias=True)

@@ -12,8 +12,8 @@ from stepgraph.runtime.kernels.gpu.norm_linear import norm_linear, reference_nor
 
 from .gpu_linear_rig import (
     DEVICE,
-    DTYPES,
     STORAGES,
+    cases,
     error,
     poisoned,
     random_linear,
@@ -32,15 +32,7 @@ def config_for(count: int) -> LinearConfig:
     return FEW if count <= 4 else PARTS
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("count", "config"),
-    [
-        *((count, FEW) for count in (1, 2, 3)),
-        *((count, config) for count in (3, 5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
-        (1, LIBRARY),
-    ],
-)
+@pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
 def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> None:
     """The last part of the input features is empty, the one before cut off."""
     x_TK, norm = rows(count, K, dtype), random_norm(K, dtype)

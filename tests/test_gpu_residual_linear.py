@@ -13,7 +13,7 @@ from stepgraph.runtime.kernels.gpu.residual_linear import (
     residual_linear,
 )
 
-from .gpu_linear_rig import DTYPES, STORAGES, error, poisoned, random_linear, rows, tolerance
+from .gpu_linear_rig import STORAGES, cases, error, poisoned, random_linear, rows, tolerance
 
 K, N = 37, 21
 
@@ -21,22 +21,23 @@ K, N = 37, 21
 FEW = LinearConfig(8, 16)
 ROWS = LinearConfig(16, 16, kind="rows", stages=3)
 PARTS = LinearConfig(16, 16, kind="rows", stages=3, splits=2)
-CHOICES = [
-    *((count, FEW) for count in (1, 3, 4)),
-    *((count, config) for count in (5, 8, 17, 32) for config in (ROWS, PARTS, LIBRARY)),
-]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("count", "config"), CHOICES)
-def test_odd_shapes(count: int, config: LinearConfig, residual: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
+def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> None:
     a_TK, linear = rows(count, K, dtype), random_linear(N, K, dtype, bias=True)
-    residual_TN = rows(count, N, dtype) if residual else None
-    out_TN = poisoned(count, N, dtype=dtype)
+    out_TN, residual_TN = poisoned(count, N, dtype=dtype), rows(count, N, dtype)
     residual_linear(a_TK, linear, residual_TN, out_TN, config)
     expected = reference_residual_linear(a_TK, linear, residual_TN)
     assert error(out_TN, expected) < tolerance(dtype)
+
+
+@pytest.mark.parametrize(("count", "config"), [(3, FEW), (8, ROWS), (8, PARTS), (8, LIBRARY)])
+def test_without_a_residual(count: int, config: LinearConfig) -> None:
+    a_TK, linear = rows(count, K, torch.float32), random_linear(N, K, torch.float32)
+    out_TN = poisoned(count, N, dtype=torch.float32)
+    residual_linear(a_TK, linear, None, out_TN, config)
+    assert error(out_TN, a_TK.double() @ linear.weight.double().T) < 1e-5
 
 
 @pytest.mark.parametrize(

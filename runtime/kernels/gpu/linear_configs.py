@@ -149,7 +149,7 @@ def _few_rows_candidates(default: LinearConfig) -> list[LinearConfig]:
             block_n, block_k = int(default.block_n * size_n), int(default.block_k * size_k)
             if block_n < 1 or block_k < 16:
                 continue
-            for num_warps in (4, 8):
+            for num_warps in (4, 8) if size_n == 1 else (4,):
                 for ahead in (False, True):
                     configs.append(LinearConfig(block_n, block_k, num_warps, prefetch=ahead))
     return configs
