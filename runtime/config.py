@@ -59,6 +59,9 @@ class EngineConfig:
     """`eager`, `compile`, `graph`; `auto`: the fastest the device has."""
     compile: bool = True
     """With `mode="graph"`: capture compiled kernels, or (False) eager ones."""
+    dependent_launch: bool = True
+    """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
+    launch, compute capability 9.0). A captured step in which it changes a result has none."""
     block_size: int = 16
     """Tokens a block holds."""
     num_blocks: int | None = None
@@ -134,7 +137,7 @@ class EngineConfig:
         ):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), low, high)
-        for field in ("compile", "prefix_cache", "prompt_embeds", "freeze_gc"):
+        for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
         if self.preemption == "swap" and not self.host_cache_bytes:

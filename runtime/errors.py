@@ -17,6 +17,7 @@ __all__ = [
     "EngineClosedError",
     "EngineFailedError",
     "KernelBuildError",
+    "KernelSelfTestError",
     "MemoryBudgetError",
     "RequestError",
     "StepPreparationError",
@@ -37,6 +38,13 @@ class CheckpointError(StepgraphError):
 
 class KernelBuildError(StepgraphError, RuntimeError):
     """The C++ kernels could not be built; the message ends with what the compiler said."""
+
+
+class KernelSelfTestError(StepgraphError, RuntimeError):
+    """A native kernel failed its self-test where nothing may replace it, or took the device down.
+
+    The message names the kernel, the shapes, the error and what to choose instead.
+    """
 
 
 class RequestError(StepgraphError, ValueError):

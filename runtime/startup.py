@@ -31,6 +31,7 @@ from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measu
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
 from .runner import Runner
+from .self_test import check_kernels
 from .step_functions import StepKey
 from .tokenizer import TextTokenizer, load_tokenizer
 
@@ -148,6 +149,8 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
+        kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
+        kernels = check_kernels(kernels, found.config, resolved, required=False)
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())

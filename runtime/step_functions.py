@@ -29,6 +29,7 @@ import torch
 
 from .batch import EmbedInputs, StepInputs
 from .kernels import DecodeStep
+from .kernels.gpu.dependent import dependent_launch
 from .models.decoder import AttentionInputs, Decoder
 from .naming import operation
 from .rows import RowState
@@ -120,7 +121,12 @@ class StepFunctions:
         step = self.decode if key.phase == "decode" else self.prefill
 
         def run() -> StepOutput:
-            with _current(self.arena.device), torch.inference_mode(False), torch.no_grad():
+            with (
+                _current(self.arena.device),
+                dependent_launch(self.model.kernels.dependent_launch),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
                 return step(key)
 
         return run

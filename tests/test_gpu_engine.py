@@ -51,6 +51,8 @@ def gpu_engine(
         return dataclasses.replace(kernels, attention=triton_paged_attention)
 
     monkeypatch.setattr(startup, "select_kernels", select)
+    # Tested elsewhere; interpreted, it takes longer than the engine.
+    monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
 
     def make(variant: str, **config: Any) -> Engine:
         settings = {

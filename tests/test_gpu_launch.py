@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.kernels.gpu.activation import activate_rows
 from stepgraph.runtime.step_functions import StepFunctions, StepKey
 
 
@@ -27,6 +29,7 @@ def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "device", current)
     steps = StepFunctions.__new__(StepFunctions)
+    steps.model = SimpleNamespace(kernels=Kernels)  # type: ignore[assignment]
     monkeypatch.setattr(StepFunctions, "decode", lambda self, key: seen.append("step"))
     for name in ("cuda:1", "cpu"):
         steps.arena = SimpleNamespace(device=torch.device(name))  # type: ignore[assignment]
@@ -43,6 +46,16 @@ def test_what_a_device_can_do_is_asked_of_the_current_one(monkeypatch: pytest.Mo
     try:
         for current in (0, 1, 0):
             assert launching.compute_capability() == (80, 90)[current]
-            assert launching._can_depend() == bool(current)
+            assert launching.can_launch_dependently() == bool(current)
     finally:
         launching._device_capability.cache_clear()
+
+
+def test_dependent_launch_is_switched_off_where_a_launch_is_made() -> None:
+    x, out = torch.ones(2, 8), torch.empty(2, 4)
+    with launching.record_launches() as launches:
+        for outer, inner in ((True, True), (True, False), (False, True)):
+            with launching.dependent_launch(outer), launching.dependent_launch(inner):
+                activate_rows(x, out, gelu=False)
+        activate_rows(x, out, gelu=False)
+    assert [launch.constants["PDL"] for launch in launches] == [True, False, False, True]

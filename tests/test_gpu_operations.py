@@ -43,6 +43,7 @@ def open_with(
             return dataclasses.replace(chosen, attention=operations.paged_attention)
 
         monkeypatch.setattr(startup, "select_kernels", select)
+        monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
         sizes = {"max_rows": 3, "block_size": 4, "max_model_len": 64, "prefill_chunk": 8}
         config = EngineConfig(mode="eager", **(sizes | settings))
         return Engine.from_pretrained(tiny(variant).directory, config)

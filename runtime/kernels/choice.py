@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .cpu import KernelLibrary
 from .linear import packed_bytes
+from .self_test import Fallback
 from .stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
 from .weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
 
@@ -42,6 +43,10 @@ class Kernels:
     """Makes a whole decode step of such a stack."""
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; those of 8 bits come with scales."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Native operations that failed their self-test, and that plain torch replaces."""
+    dependent_launch: bool = True
+    """Whether Triton kernels may begin while their predecessors still run, where the device can."""
 
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""

@@ -10,7 +10,8 @@ Synchronization".
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
 in Triton's interpreter. Inside `record_launches` nothing runs: what would be launched is returned,
-so that it can be compiled ahead of time for a device that is not there.
+so that it can be compiled ahead of time for a device that is not there. Inside
+`dependent_launch(False)` no kernel begins early.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import dependent_launch, is_dependent_launch_enabled
+
 __all__ = [
     "CAPABILITY",
     "INTERPRETED",
     "KernelLaunch",
+    "can_launch_dependently",
     "compute_capability",
+    "dependent_launch",
     "launch",
     "let_dependents_start",
     "num_multiprocessors",
@@ -136,14 +141,15 @@ def launch(
     recorded = _recorded.get()
     if recorded is not None:
         if dependent:
-            constants["PDL"] = True
+            constants["PDL"] = is_dependent_launch_enabled()
         recorded.launches.append(
             KernelLaunch(kernel, grid, args, constants, num_warps, num_stages, cooperative)
         )
         return
     options: dict[str, Any] = {}
     if dependent:
-        constants["PDL"] = not INTERPRETED and _can_depend()
+        enabled = is_dependent_launch_enabled() and not INTERPRETED
+        constants["PDL"] = enabled and can_launch_dependently()
         if constants["PDL"]:
             options["launch_pdl"] = True
     if cooperative and not INTERPRETED:
@@ -183,6 +189,6 @@ def _device_capability(device: int) -> int:
     return 10 * major + minor
 
 
-def _can_depend() -> bool:
-    """Whether the current device has programmatic dependent launch (compute capability 9)."""
+def can_launch_dependently() -> bool:
+    """Whether the current device has programmatic dependent launch (compute capability 9.0)."""
     return _device_capability(torch.cuda.current_device()) >= 90

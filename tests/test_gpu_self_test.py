@@ -1,0 +1,224 @@
+"""The self-test of a GPU's operations: one that is made wrong is found and replaced, by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, startup
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.kernels import Kernels, WeightStorage
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.self_test import check_kernels, dependent_launch_failure
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime.kernels.gpu import self_test as checks
+from stepgraph.runtime.kernels.gpu.dependent import is_dependent_launch_enabled
+from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
+from stepgraph.runtime.kernels.gpu.operations import Operations
+from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+from stepgraph.runtime.sample_steps import SampleCase, SampleSteps, sample_config
+from stepgraph.runtime.step_functions import StepKey
+
+from .fake_graphs import FakeCapturer, FakeGraphs
+from .test_self_test import GEMMA2, TINY
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAIN = Operations.reference()
+SETTINGS: dict[str, Any] = {
+    "device": DEVICE, "mode": "eager", "max_rows": 6, "block_size": 4, "max_model_len": 40,
+    "prefill_chunk": 16,
+}  # fmt: skip
+
+
+def resolved(
+    changes: dict[str, Any] | None = None, **settings: Any
+) -> tuple[ModelConfig, ResolvedConfig]:
+    model = ModelConfig(**(TINY | (changes or {})))
+    return model, ResolvedConfig.resolve(EngineConfig(**(SETTINGS | settings)), model)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **operations: Callable[..., Any]) -> None:
+    """Let native operations be plain ones, which take no interpreter, but for those given."""
+    mixed = dataclasses.replace(PLAIN, **operations)
+    monkeypatch.setattr(Operations, "native", classmethod(lambda cls: mixed))
+
+
+def check(
+    model: ModelConfig, config: ResolvedConfig, *, required: bool = False, attention: Any = None
+) -> Kernels:
+    kernels = gpu_kernels(config.weights)
+    return check_kernels(
+        dataclasses.replace(kernels, attention=attention or kernels.attention),
+        model,
+        config,
+        required=required,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, {}),
+        pytest.param(GEMMA2, {"dtype": "bfloat16", "max_rows": 3}, marks=pytest.mark.slow),
+        pytest.param({}, {"kv_dtype": "int8", "weight_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({}, {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
+    model, config = resolved(changes, **({"max_rows": 1} | settings))
+    assert not check(model, config, required=True).fallbacks
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_plain_operations_agree_with_themselves(
+    monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    use(monkeypatch)
+    model, config = resolved(GEMMA2, kv_dtype=kv_dtype, weight_dtype="int8")
+    assert not check(model, config, required=True).fallbacks
+
+
+def scaled(name: str) -> Callable[..., Any]:
+    """The operation with one number of its result off."""
+    right, writes = getattr(PLAIN, name), checks.WRITES[name]
+
+    def wrong(*arguments: Any, **keywords: Any) -> Any:
+        result = right(*arguments, **keywords)
+        if result is None:
+            given = inspect.signature(right).bind(*arguments, **keywords)
+            target = given.arguments.get(writes.outputs[-1])
+            target = given.arguments[writes.outputs[0]] if target is None else target
+            target = target[0] if isinstance(target, tuple) else target
+        else:
+            target = next(checks._tensors(result))
+        target.view(-1)[0] += 1
+        return result
+
+    return wrong
+
+
+@pytest.mark.parametrize("name", sorted(set(checks.WRITES) - {"combine_output", "paged_attention"}))
+def test_a_wrong_number_costs_the_operation_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    use(monkeypatch, **{name: scaled(name)})
+    model, config = resolved({"tie_word_embeddings": False}, weight_dtype="int8", max_rows=40)
+    with pytest.warns(RuntimeWarning, match=name):
+        fallbacks = check(model, config).fallbacks
+    assert [fallback.name for fallback in fallbacks] == [name]
+
+
+def raises(*arguments: Any, **keywords: Any) -> None:
+    raise ValueError("no such layout")
+
+
+def writes_nothing(*arguments: Any, **keywords: Any) -> None:
+    pass
+
+
+def writes_beyond(x_TD: Any, norm: Any, linear: Any, out_TN: torch.Tensor, *rest: Any) -> None:
+    PLAIN.norm_linear(x_TD, norm, linear, out_TN, *rest)
+    out_TN.as_strided((1,), (1,), out_TN.storage_offset() + out_TN.numel()).zero_()
+
+
+def writes_another_block(*arguments: Any, **keywords: Any) -> None:
+    PLAIN.decode_attention(*arguments, **keywords)
+    arguments[1][:, :, -1].zero_()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "error"),
+    [
+        ("gate_up", raises, "ValueError: no such layout"),
+        ("residual_linear", writes_nothing, "NaN"),
+        ("norm_linear", writes_beyond, "outside"),
+        ("decode_attention", writes_another_block, "arena"),
+    ],
+)
+def test_an_engine_replaces_what_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    open_engine: Callable[..., Engine],
+    name: str,
+    wrong: Callable[..., Any],
+    error: str,
+) -> None:
+    prompts, params = [[5, 7, 11]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = open_engine("micro", mode="eager").generate(prompts, params)
+    use(monkeypatch, **{name: wrong})
+
+    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+        return dataclasses.replace(gpu_kernels(weights), attention=PLAIN.paged_attention)
+
+    def check_all(kernels: Kernels, *arguments: Any, **keywords: Any) -> Kernels:
+        # As on CUDA, where attention of this package is an operation of its own.
+        own = dataclasses.replace(kernels, attention=lambda *a: PLAIN.paged_attention(*a))
+        return check_kernels(own, *arguments, **keywords)
+
+    monkeypatch.setattr(startup, "select_kernels", select)
+    monkeypatch.setattr(startup, "check_kernels", check_all)
+    with pytest.warns(RuntimeWarning, match=f"native {name}"):
+        engine = open_engine("micro", **(SETTINGS | {"max_rows": 2}))
+    assert [o.token_ids for o in engine.generate(prompts, params)] == [
+        o.token_ids for o in expected
+    ]
+    (fallback,) = engine.stats()["kernel_fallbacks"]
+    assert fallback["name"] == name
+    assert "float32" in fallback["shape"]
+    assert error in fallback["error"]
+
+
+def test_a_required_kernel_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, gate_up=raises)
+    with pytest.raises(KernelSelfTestError, match=r"gate_up .*no such layout.*kernels='torch'"):
+        check(*resolved(), required=True)
+
+
+def test_plain_attention_reads_narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, decode_attention=raises)
+    with pytest.warns(RuntimeWarning):
+        kernels = check(*resolved())
+    assert not kernels.bounded_by_length
+    assert kernels.masks == 1
+
+
+def test_a_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: Any, **keywords: Any) -> None:
+        def fail(*arguments: Any, **keywords: Any) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(torch, "ones", fail)
+        fail()
+
+    use(monkeypatch, gate_up=lost)
+    with pytest.raises(KernelSelfTestError, match=r"gate_up .*illegal memory.*kernels='torch'"):
+        check(*resolved())
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_captures_with_and_without_dependent_launch_are_compared(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    def early(a_TK: Any, linear: Any, residual_TN: Any, out_TN: torch.Tensor) -> None:
+        PLAIN.residual_linear(a_TK, linear, residual_TN, out_TN)
+        if wrong and is_dependent_launch_enabled():
+            out_TN.mul_(1.001)
+
+    use(monkeypatch, residual_linear=early)
+    model, config = resolved(GEMMA2)
+    key = StepKey("decode", 3, 10, False)
+    cases = [SampleCase(key, ((17, 1), (0, 1), (5, 1)))]
+    cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
+    prefill = SampleCase(StepKey("prefill", 8, 10, False), ((3, 5),))
+    steps = SampleSteps(cut, config, gpu_kernels("model"), [*cases, prefill], 0)
+    found = dependent_launch_failure(steps, cases, FakeCapturer(FakeGraphs(), DEVICE))
+    assert (found is not None) == wrong
+    assert is_dependent_launch_enabled()

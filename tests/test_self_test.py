@@ -1,0 +1,151 @@
+"""The self-test of C++ operators: right ones pass, one that is made wrong costs its use alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, self_test
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
+from stepgraph.runtime.kernels.self_test import disagreement
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.self_test import check_kernels
+
+pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
+TINY: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_layers": 3, "num_heads": 6,
+    "num_kv_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2",
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+    "sliding_window": 8,
+    "hidden_act": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 16.0,
+}
+
+
+def chosen(
+    changes: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Kernels, ModelConfig, ResolvedConfig]:
+    model = ModelConfig(**(TINY | (changes or {})))
+    config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="compile", **settings), model)
+    kernels = select_kernels(config.device, config.mode, config.dtype, config.weights)
+    return kernels, model, config
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "weight_dtype": "int8", "kv_dtype": "int8"},
+        {"weight_dtype": "fp8", "kv_dtype": "fp8"},
+        {"dtype": "float16", "max_model_len": 1, "max_rows": 1, "block_size": 3},
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, GEMMA2, {"attention_bias": True, "vocab_size": 2050}])
+def test_right_operators_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
+    kernels, model, config = chosen(changes, **settings)
+    for _ in range(2):  # inputs are others each time
+        assert check_kernels(kernels, model, config, required=True) is kernels
+
+
+def spoilt(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], object]) -> None:
+    run = DecoderStack.run
+
+    def wrong(self: DecoderStack, *arguments: Any) -> torch.Tensor:
+        out = run(self, *arguments)
+        change(out)
+        return out
+
+    monkeypatch.setattr(DecoderStack, "run", wrong)
+
+
+def refuse(out: torch.Tensor) -> None:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda out: out[-1].mul_(1.5), "differ"),
+        (lambda out: out.fill_(float("nan")), "NaN"),
+        (refuse, "no such instruction"),
+    ],
+)
+def test_a_wrong_stack_leaves_its_place_to_plain_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    open_engine: Callable[..., Engine],
+    change: Callable[[torch.Tensor], object],
+    error: str,
+) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    prompt = [[5, 7, 11, 13, 17]]
+    expected = open_engine("micro", mode="eager").generate(prompt, params)
+    spoilt(monkeypatch, change)
+    with pytest.warns(RuntimeWarning, match=r"C\+\+ decoder stack"):
+        engine = open_engine("micro", mode="compile")
+    outputs = engine.generate(prompt, params)
+    (fallback,) = engine.stats()["kernel_fallbacks"]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert fallback["name"] == "C++ decoder stack"
+    assert error in fallback["error"]
+
+
+def test_required_operators_that_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt(monkeypatch, torch.Tensor.zero_)
+    with pytest.raises(KernelSelfTestError, match=r"decoder stack.*kernels='torch'"):
+        check_kernels(*chosen(), required=True)
+
+
+def test_attention_that_is_wrong_too_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, model, config = chosen()
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        return kernels.attention(*arguments) + 1.0
+
+    spoilt(monkeypatch, torch.Tensor.zero_)
+    with pytest.warns(RuntimeWarning):
+        checked = check_kernels(
+            dataclasses.replace(kernels, attention=wrong), model, config, required=False
+        )
+    assert [f.name for f in checked.fallbacks] == ["C++ decoder stack", "C++ attention"]
+    assert checked.make_stack is None
+    assert checked.attention is not wrong
+
+
+def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test.fused_sampler
+    shifted = dataclasses.replace(right, greedy=lambda logits: right.greedy(logits) + 1)
+    monkeypatch.setattr(self_test, "fused_sampler", shifted)
+    with pytest.warns(RuntimeWarning, match=r"C\+\+ sampler"):
+        checked = check_kernels(*chosen(), required=False)
+    assert not checked.fused_sampling
+
+
+def test_plain_kernels_need_no_test() -> None:
+    _, model, config = chosen()
+    plain = select_kernels("cpu", "eager", config.dtype)
+    assert check_kernels(plain, model, config, required=True) is plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_difference_in_one_element_of_many_is_seen(dtype: torch.dtype) -> None:
+    expected = torch.randn(64, 1000).to(dtype)
+    assert disagreement(expected.clone(), expected, 0.03) is None
+    found = expected.clone()
+    found[63, 999] += 1.0
+    assert disagreement(found, expected, 0.03) is not None
+    found[63, 999] = float("nan")
+    assert "NaN" in str(disagreement(found, expected, 0.03))
+    expected[63, 999] = float("nan")  # nothing is written there
+    assert disagreement(found, expected, 0.03) is None
+    assert disagreement(expected.nan_to_num(), expected, 0.03) is not None
