@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu.fused_pair import (
     PairShape,
@@ -18,8 +19,11 @@ from stepgraph.runtime.kernels.gpu.fused_pair import (
     reference_fused_pair,
 )
 from stepgraph.runtime.kernels.gpu.gate_up import gate_up
-from stepgraph.runtime.kernels.gpu.linear import LinearConfig
+from stepgraph.runtime.kernels.gpu.linear import SEPARATE, LinearConfig
+from stepgraph.runtime.kernels.gpu.linear_configs import config_error
+from stepgraph.runtime.kernels.gpu.pair_problems import PairProblem, pair_problems
 from stepgraph.runtime.kernels.gpu.residual_linear import residual_linear
+from stepgraph.runtime.models.presets import preset
 from triton import cdiv
 
 from .gpu_linear_rig import (
@@ -177,3 +181,33 @@ def test_wrong_calls_are_refused() -> None:
             rows(1, 16, dtype), wrong, rows(1, 8, dtype), rows(1, 8, dtype), norm, second,
             rows(1, 12, dtype), barrier, gated=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("gated", "weights"), [(True, "model"), (False, "int8")])
+def test_what_is_timed_is_right(gated: bool, weights: WeightStorage) -> None:
+    problem = PairProblem(PairShape(2, K, D, N, gated, 4), torch.float32, weights)
+    operands = problem.operands(torch.device(DEVICE), copies=2)
+    for config in (SEPARATE, LinearConfig(16, 64, 4, "pair")):
+        operands.poison()
+        assert not operands.error() < 1
+        operands.run(2, config)  # of two copies the first one
+        assert operands.error() < 1e-4
+
+
+def test_the_pairs_of_a_model() -> None:
+    model = preset("qwen3-0.6b")
+    found = list(pair_problems(model, torch.bfloat16, "int8", [1, 3, 8, 4]))
+    assert [problem.shape.rows for problem in found] == [1, 1, 4, 4]
+    assert found[0].shape == PairShape(1, 2048, 1024, 3072, True, 1)
+    assert found[1].shape == PairShape(1, 3072, 1024, 4096, False, 1)
+    assert found[0].weight_bytes == 1024 * (2048 + 2 * 3072)
+    assert len({problem.key(torch.device("cpu")) for problem in found}) == 4
+    assert not list(pair_problems(preset("gemma-2-2b"), torch.bfloat16, "model", [1]))
+    configs = found[0].configs(132)
+    assert configs[:2] == [SEPARATE, default_pair_config(found[0].shape)]
+    assert len(set(configs)) == len(configs)
+    for config in configs:
+        assert config_error(config, "down_qkv", 4) is None
+        assert config_error(config, "gate_up", 4) is not None
+    assert config_error(configs[1], "down_qkv", 5) is not None
+    assert config_error(LinearConfig(16, 512), "down_qkv", 1) is not None

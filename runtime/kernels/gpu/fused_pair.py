@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .fused_pair_kernel import linear_pair
 from .gate_up import reference_gate_up
-from .launch import INTERPRETED, launch, num_multiprocessors
+from .launch import launch, num_multiprocessors, runs_in_turn
 from .linear import FEW_ROWS, STORAGES, GpuLinear, LinearConfig, Norm, row_class
 from .linear_tiles import kernel_weight, may_prefetch
 from .norm_linear import reference_norm_linear
@@ -131,7 +131,7 @@ def _tile(
 ) -> tuple[int, int]:
     """Output features of a tile, and input features of a step."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size == 1 or size * halves <= tallest]
-    most = {size: triton.cdiv(triton.cdiv(n, size), programs) * size for size in sizes}
+    most = {size: min(n, triton.cdiv(triton.cdiv(n, size), programs) * size) for size in sizes}
     block_n = max(size for size in sizes if most[size] <= 1.04 * min(most.values()))
     block_k: int = min(triton.next_power_of_2(k), max(16, elements // (block_n * halves)))
     divisor = k & -k
@@ -203,8 +203,8 @@ def fused_pair(
     native_fp8 = sizes.pop("NATIVE_FP8")
     next_sizes.pop("NATIVE_FP8")
     sizes |= {f"NEXT_{key}": value for key, value in next_sizes.items()}
-    # In the interpreter a program would wait for those that run after it.
-    phases = ("first", "second") if INTERPRETED else ("both",)
+    # A program would wait for those that run after it.
+    phases = ("first", "second") if runs_in_turn() else ("both",)
     for phase in phases:
         launch(
             linear_pair,

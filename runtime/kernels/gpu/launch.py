@@ -41,6 +41,7 @@ __all__ = [
     "let_dependents_start",
     "num_multiprocessors",
     "record_launches",
+    "runs_in_turn",
     "wait_for_inputs",
 ]
 
@@ -155,6 +156,14 @@ def launch(
     if cooperative and not INTERPRETED:
         options["launch_cooperative_grid"] = True
     kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constants)
+
+
+def runs_in_turn() -> bool:
+    """Whether programs run one after the other, as in the interpreter: none can wait for another.
+
+    Launches that are recorded are those of a device.
+    """
+    return INTERPRETED and _recorded.get() is None
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -53,7 +53,6 @@ VERSION = 2
 
 SOURCES = (
     "activation.py",
-    "fused_pair.py",
     "fused_pair_kernel.py",
     "head.py",
     "linear_kernels.py",
