@@ -20,6 +20,7 @@ from .config import EngineConfig, max_prefill_rows
 from .kernel_cases import launch_prefill
 from .kernels import select_kernels
 from .kernels.gpu.launch import CAPABILITY, KernelLaunch, record_launches
+from .kernels.gpu.paired_layers import every_pair
 from .kernels.gpu.tuning import without_library
 from .loading import resolve_source
 from .memory_report import resolve_absent
@@ -53,6 +54,7 @@ def record_steps(
     tokens: Sequence[int],
     capability: int = CAPABILITY,
     library: bool = True,
+    pairs: bool = False,
 ) -> list[RecordedStep]:
     """Record the steps of an engine.
 
@@ -64,6 +66,8 @@ def record_steps(
         capability: compute capability, times ten, of the device that sizes are chosen for.
         library: False: products that would be the library's, which launches nothing here, are
             those of this package's kernels; the names of steps say so.
+        pairs: every two products that can be one kernel are one (`kernels/gpu/fused_pair.py`);
+            the names of steps say so.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -110,11 +114,12 @@ def record_steps(
     steps: list[RecordedStep] = []
     for key in keys:
         products = contextlib.nullcontext() if library else without_library()
-        with products, record_launches(capability) as launches:
+        paired = every_pair() if pairs else contextlib.nullcontext()
+        with products, paired, record_launches(capability) as launches:
             functions.bind(key)()
         sampler = "sampled" if key.full_sampler else "greedy"
-        without = "" if library else " without library"
-        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{without}", launches))
+        kind = ("" if library else " without library") + (" in pairs" if pairs else "")
+        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{kind}", launches))
     return steps
 
 

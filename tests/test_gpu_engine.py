@@ -18,10 +18,14 @@ from stepgraph.runtime.kernels import Kernels
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu import stack
+from stepgraph.runtime.kernels.gpu import operations, stack, tuning
+from stepgraph.runtime.kernels.gpu.fused_pair import fused_pair
 from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
+from stepgraph.runtime.kernels.gpu.linear import SEPARATE, LinearConfig
 from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
+from stepgraph.runtime.kernels.gpu.pair_problems import pair_problems
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+from stepgraph.runtime.loading import resolve_source
 from stepgraph.runtime.recorded_steps import record_steps
 from stepgraph.runtime.step_functions import StepKey
 
@@ -250,3 +254,53 @@ def test_splits_of_attention(
         torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
         assert asked[-1] > 1
         assert not engine._parts.model.stack._counters.any()
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        {"output_gate_up", "down_qkv"},
+        *(pytest.param({one}, marks=pytest.mark.slow) for one in ("output_gate_up", "down_qkv")),
+    ],
+)
+def test_layers_run_in_pairs_that_were_tuned_faster(
+    gpu_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: set[str],
+) -> None:
+    called = set()
+
+    def spy(*arguments: Any, gated: bool, **keywords: Any) -> None:
+        called.add("output_gate_up" if gated else "down_qkv")
+        fused_pair(*arguments, gated=gated, **keywords)
+
+    monkeypatch.setattr(operations, "fused_pair", spy)
+    model = tiny("odd")
+    shapes = resolve_source(model.directory, config_only=True).config
+    for problem in pair_problems(shapes, torch.float32, "model", [1, 2]):
+        pair = problem.shape.name in kernels
+        config = LinearConfig(16, 64, 4, "pair") if pair else SEPARATE
+        tuning.store({problem.key(torch.device(DEVICE)): tuning.Tuned(config, 1.0, 2.0)})
+    prompts = model.prompts(3, 1)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with gpu_engine("odd", max_rows=2, max_model_len=16) as engine:
+        outputs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == model.greedy(prompts, 3)
+    assert called == kernels
+
+
+@pytest.mark.parametrize(
+    ("model", "launches"), [("preset:llama-3.2-1b", 52), ("preset:gemma-2-2b", 5 * 26 + 3)]
+)
+def test_a_layer_in_pairs_is_three_kernels(
+    monkeypatch: pytest.MonkeyPatch, model: str, launches: int
+) -> None:
+    """But for models that norm what attention and the MLP return."""
+    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
+    config = EngineConfig(max_rows=4)
+    for step in record_steps(model, config, rows=[1, 4], tokens=[], pairs=True):
+        if "greedy" in step.name:
+            assert step.name.endswith("in pairs")
+            assert len(step.launches) == launches
+            assert all(s.cooperative == (s.name == "linear_pair") for s in step.launches)

@@ -152,8 +152,10 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
     compiled: dict[str, CompiledKernel] = {}
     for launch in launches:
         constants = dict(launch.constants)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         # What a launch asks the device for.
+        if launch.cooperative:
+            options["launch_cooperative_grid"] = True
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
             options["launch_pdl"] = constants["PDL"]
@@ -293,6 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     capability=capability,
                     library=False,
                 )
+            if few := [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]:
+                steps += record_steps(
+                    options.model, config, rows=few, tokens=(), capability=capability, pairs=True
+                )
             steps += record_layers(
                 options.model, config, tokens=options.tokens, capability=capability
             )
@@ -360,6 +366,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rows", nargs="+", type=_positive, default=[1, 8, 32], help="decode steps"
     )
     parser.add_argument("--tokens", nargs="*", type=_positive, default=[512], help="prefill steps")
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="compile decode steps of up to 4 rows with pairs of products as one kernel too",
+    )
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(
         "--dtype",

@@ -43,6 +43,7 @@ __all__ = [
     "let_dependents_start",
     "num_multiprocessors",
     "record_launches",
+    "runs_in_turn",
     "wait_for_inputs",
 ]
 
@@ -79,6 +80,7 @@ class KernelLaunch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    cooperative: bool = False
 
     @property
     def name(self) -> str:
@@ -138,6 +140,7 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 1,
+    cooperative: bool = False,
     **constants: Any,
 ) -> None:
     """Launch `kernel` on the current stream of the current device, where its tensors must be.
@@ -148,6 +151,9 @@ def launch(
         args: its tensors and numbers, in order.
         num_warps: of a program.
         num_stages: of software pipelines in its loops.
+        cooperative: all programs run at the same time, so that they may wait for each other; the
+            launch fails if they do not fit the device together. The interpreter runs one after
+            the other.
         constants: by name, without `PDL`, which is added where the kernel has it.
     """
     dependent = "PDL" in kernel.arg_names
@@ -155,7 +161,9 @@ def launch(
     if recorded is not None:
         if dependent:
             constants["PDL"] = is_dependent_launch_enabled()
-        recorded.launches.append(KernelLaunch(kernel, grid, args, constants, num_warps, num_stages))
+        recorded.launches.append(
+            KernelLaunch(kernel, grid, args, constants, num_warps, num_stages, cooperative)
+        )
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if dependent:
@@ -163,12 +171,22 @@ def launch(
         constants["PDL"] = enabled and can_launch_dependently()
         if constants["PDL"]:
             options["launch_pdl"] = True
+    if cooperative and not INTERPRETED:
+        options["launch_cooperative_grid"] = True
     options |= constants
     receiver = _receiver.get()
     if receiver is not None:
         receiver(kernel, grid, args, options)
         return
     kernel[grid](*args, **options)
+
+
+def runs_in_turn() -> bool:
+    """Whether programs run one after the other, as in the interpreter: none can wait for another.
+
+    Launches that are recorded are those of a device.
+    """
+    return INTERPRETED and _recorded.get() is None
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -18,8 +18,10 @@ __all__ = [
     "FEW_ROWS",
     "KINDS",
     "LIBRARY",
+    "PAIRS",
     "ROW_CLASSES",
     "SCALE_BLOCK",
+    "SEPARATE",
     "STORAGES",
     "GpuLinear",
     "LinearConfig",
@@ -83,7 +85,7 @@ class Pending(NamedTuple):
     """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
 
 
-KINDS = ("few_rows", "rows", "library")
+KINDS = ("few_rows", "rows", "library", "pair", "separate")
 """What carries a product out: see `LinearConfig.kind`."""
 
 
@@ -99,7 +101,10 @@ class LinearConfig:
     kind: str = "few_rows"
     """`few_rows`: one kernel, norms included, with sums on the float32 cores, row after row.
     `rows`: a kernel on tensor cores over rows that are normed before (`row_product.py`).
-    `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes do not count."""
+    `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes do not count.
+    Of two products that may be one kernel, `pair`: they are (`fused_pair.py`), in steps of
+    `block_n` rows of a weight at most and `block_n * block_k` elements; `separate`: they are not,
+    and sizes do not count."""
     stages: int = 1
     """Of `rows`: tiles that are loaded ahead or multiplied at a time."""
     splits: int = 1
@@ -110,7 +115,7 @@ class LinearConfig:
 
     def __str__(self) -> str:
         """The sizes that count, as a person reads them."""
-        if self.kind == "library":
+        if self.kind in ("library", "separate"):
             return self.kind
         text = f"{self.kind}, {self.block_n} x {self.block_k}, {self.num_warps} warps"
         if self.kind == "rows":
@@ -120,6 +125,12 @@ class LinearConfig:
 
 LIBRARY = LinearConfig(kind="library")
 """The library's product."""
+
+PAIRS = ("output_gate_up", "down_qkv")
+"""Operations that are two products: see `fused_pair.py`."""
+
+SEPARATE = LinearConfig(kind="separate")
+"""Two products by a kernel each."""
 
 
 def row_class(rows: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .linear import FEW_ROWS, KINDS, LIBRARY, SCALE_BLOCK, LinearConfig, row_class
+from .linear import FEW_ROWS, KINDS, LIBRARY, PAIRS, SCALE_BLOCK, LinearConfig, row_class
 
 __all__ = ["candidate_configs", "config_error", "default_config", "weight_rows"]
 
@@ -91,9 +91,11 @@ def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
         power = size > 0 and not size & (size - 1)
         if not 1 <= size <= most or not (power or name == "stages"):
             return f"{name} is {size}, no power of two up to {most}"
-    if config.kind == "few_rows":
+    if (config.kind in ("pair", "separate")) != (kernel in PAIRS):
+        return f"kind {config.kind!r} is not of {kernel}"
+    if config.kind in ("few_rows", "pair"):
         if rows > FEW_ROWS:
-            return f"kind 'few_rows' takes {FEW_ROWS} rows at most, not {rows}"
+            return f"kind {config.kind!r} takes {FEW_ROWS} rows at most, not {rows}"
     elif kernel == "combine_output":
         return f"kind {config.kind!r} does not combine splits"
     if config.kind == "rows":

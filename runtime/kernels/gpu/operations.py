@@ -24,6 +24,7 @@ from .activation import activate_rows
 from .begin import Beginning, begin_decode
 from .combine_output import combine_output
 from .decode_attention import decode_attention
+from .fused_pair import fused_pair
 from .gate_up import gate_up
 from .greedy import pick_greedy
 from .head import head
@@ -57,6 +58,8 @@ class Operations:
     """`combine_output.combine_output`."""
     gate_up: Callable[..., None]
     """`gate_up.gate_up`."""
+    fused_pair: Callable[..., None]
+    """`fused_pair.fused_pair`: two products as one kernel, where that was tuned to be faster."""
     norm_rows: Callable[..., None]
     """`norm.norm_rows`."""
     activate_rows: Callable[..., None]
@@ -88,6 +91,7 @@ class Operations:
             residual_linear=residual_linear,
             combine_output=combine_output,
             gate_up=gate_up,
+            fused_pair=fused_pair,
             norm_rows=norm_rows,
             activate_rows=activate_rows,
             linear=library_linear,
@@ -109,6 +113,7 @@ class Operations:
             residual_linear=plain.residual_linear,
             combine_output=plain.combine_output,
             gate_up=plain.gate_up,
+            fused_pair=plain.fused_pair,
             norm_rows=plain.norm_rows,
             activate_rows=plain.activate_rows,
             linear=plain.linear,
@@ -119,6 +124,11 @@ class Operations:
             head=plain.head,
             pick_greedy=plain.pick_greedy,
         )
+
+    @property
+    def pairs(self) -> bool:
+        """Whether `fused_pair` is worth calling: its plain version saves no launch."""
+        return self.fused_pair is not plain.fused_pair
 
     def with_reference(self, names: Iterable[str]) -> Operations:
         """Return these operations with the plain versions of those named.

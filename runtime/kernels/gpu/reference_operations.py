@@ -18,7 +18,7 @@ from .activation import reference_activate_rows
 from .begin import reference_begin_decode
 from .decode_attention import reference_decode_attention
 from .greedy import reference_pick_greedy
-from .linear import GpuLinear, Norm, Pending, reference_linear
+from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
 from .norm import reference_norm_rows
 from .prefill_tiles import PrefillTiling, num_prefill_tiles
 from .split_attention import Partials, reference_combine_splits
@@ -29,6 +29,7 @@ __all__ = [
     "begin_decode",
     "combine_output",
     "decode_attention",
+    "fused_pair",
     "gate_up",
     "head",
     "linear",
@@ -112,6 +113,28 @@ def residual_linear(
     product_TN = torch.empty_like(residual_TN)
     linear(a_TK, linear_, product_TN)
     torch.add(residual_TN, product_TN, out=out_TN)
+
+
+def fused_pair(
+    a_TK: Tensor,
+    first: GpuLinear,
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    norm: Norm,
+    second: GpuLinear,
+    out_TN: Tensor,
+    barrier: Tensor,
+    config: LinearConfig | None = None,
+    *,
+    gated: bool,
+    gelu: bool = False,
+) -> None:
+    """See `fused_pair.fused_pair`; no barrier, and no sizes."""
+    residual_linear(a_TK, first, residual_TD, x_TD)
+    if gated:
+        gate_up(x_TD, norm, second, out_TN, gelu=gelu)
+    else:
+        norm_linear(x_TD, norm, second, out_TN)
 
 
 def combine_output(

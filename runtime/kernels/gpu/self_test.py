@@ -58,6 +58,7 @@ WRITES: dict[str, Writes] = {
     "residual_linear": Writes(("out_TN",)),
     "combine_output": Writes(("out_TN",)),
     "gate_up": Writes(("out_TF", "pending")),
+    "fused_pair": Writes(("x_TD", "out_TN")),
     "norm_rows": Writes(("out_TD", "pending")),
     "activate_rows": Writes(("out_TF",)),
     "linear": Writes(("out_TN",)),

@@ -6,6 +6,9 @@
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
 
+Where the tuner found it faster, steps of up to four rows have three kernels a layer
+(`paired_layers.py`).
+
 The positions of few rows are split. For up to four rows the third kernel (`combine_output` then)
 puts together what the splits found, where that is little; else attention's last program does.
 
@@ -34,6 +37,7 @@ from .combine_output import product_combines
 from .launch import num_multiprocessors
 from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
 from .operations import Operations
+from .paired_layers import PairedLayers
 from .prefill_tiles import PrefillTiling, prefill_tiling
 from .split_attention import new_counters, new_partials
 from .splits import choose_splits
@@ -88,10 +92,11 @@ class GpuStack:
         self._norm = norm.detach()
         # Kept, as graphs are replayed with their address and each launch leaves zeros for the next.
         self._counters = new_counters(norm.device)
+        self._paired = PairedLayers(operations, shape, self._layers, norm.device)
 
     def close(self) -> None:
         """Let go of the weights."""
-        self._layers = []
+        self._layers.clear()
 
     def workspace_bytes(self, tokens: int) -> int:
         """None: what a step needs are tensors that it makes."""
@@ -150,6 +155,9 @@ class GpuStack:
                     self.operations, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE
                 )
         few = decodes and tokens <= MOST_ROWS
+        if few and (pairs := self._paired.tuned(tokens, x_TD.dtype)) is not None:
+            assert isinstance(step, _Decoding)
+            return Hidden(self._paired.run(x_TD, step, pairs))
         hidden = Hidden(x_TD)
         run = self._few if few else self._many
         for index, (layer, products) in enumerate(self._layers):

@@ -8,9 +8,10 @@ What is found lies in the user's cache, where engines that start later look it u
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def main(
     from .linear import ROW_CLASSES
     from .linear_problems import problems_of
     from .linear_timing import time_on_device, tune
-    from .tuning import store, tuning_file
+    from .pair_problems import pair_problems
+    from .tuning import reload, store, tuning_file
 
     if max(options.rows) > ROW_CLASSES[-1]:
         return _error(
@@ -70,9 +72,11 @@ def main(
                 model, config = _resolve(source, options.dtype, weight_dtype)
             except StepgraphError as error:
                 return _error(f"{source}: {error}")
-            for problem in problems_of(
-                model, config.dtype, config.weights, options.rows, multiprocessors
-            ):
+            of_model = (model, config.dtype, config.weights, options.rows)
+            problems: Iterator[Problem] = itertools.chain(
+                problems_of(*of_model, multiprocessors), pair_problems(*of_model)
+            )
+            for problem in problems:
                 key = problem.key(device)
                 if key in done:  # models share shapes
                     continue
@@ -81,6 +85,7 @@ def main(
                 if tuned is None:
                     return _error(f"{problem.title} runs with none of its configurations")
                 store({key: tuned})  # at once: an interrupted run keeps what it found
+                reload()  # pairs are timed against what their products were tuned to
                 print(_line(problem, tuned), flush=True)
     print(f"{len(done)} choices are in {tuning_file()}")
     return 0

@@ -39,6 +39,7 @@ __all__ = [
     "best_config",
     "is_tight",
     "lookup",
+    "reload",
     "store",
     "tuning_file",
     "tuning_key",
@@ -52,6 +53,7 @@ VERSION = 2
 
 SOURCES = (
     "activation.py",
+    "fused_pair_kernel.py",
     "head.py",
     "kernel_weights.py",
     "linear_kernels.py",
@@ -69,13 +71,13 @@ class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output` or `head`."""
+    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of `PAIRS`."""
     rows: int
     """One of `ROW_CLASSES`."""
     n: int
-    """Output features; of gate_up those of the result."""
+    """Output features; of gate_up those of the result, of a pair those of its second product."""
     k: int
-    """Input features."""
+    """Input features; of a pair those of its first product."""
     dtype: str
     """Of activations, as torch names it: `bfloat16`."""
     weight_dtype: str
@@ -86,6 +88,8 @@ class TuningKey:
     """Its version."""
     source: str
     """Hash of the kernels' source."""
+    hidden: int = 0
+    """Of a pair: output features of the first product, which the second one has as its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,8 @@ def tuning_key(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
+    *,
+    hidden: int = 0,
 ) -> TuningKey:
     """Return the key of a kernel as it would run here; arguments as for `default_config`.
 
@@ -122,6 +128,7 @@ def tuning_key(
         device=_device_name(device),
         triton=triton.__version__,
         source=_source_hash(),
+        hidden=hidden,
     )
 
 
@@ -132,6 +139,12 @@ def lookup(key: TuningKey) -> LinearConfig | None:
     """
     tuned = _known(tuning_file()).get(key)
     return None if tuned is None else tuned.config
+
+
+def reload() -> None:
+    """Read the file again at the next `lookup`, for a process that goes on with what it tuned."""
+    _known.cache_clear()
+    _best_config.cache_clear()
 
 
 def best_config(
