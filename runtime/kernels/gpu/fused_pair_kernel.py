@@ -20,16 +20,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .kernel_weights import load_channels, operation_name
 from .launch import let_dependents_start, wait_for_inputs
 from .linear_tiles import (
     activate,
     appended,
     as_numbers,
     input_tile,
-    load_channels,
     load_tile,
     load_weights,
-    operation_name,
     prefetch_rows,
     row_statistics,
 )
