@@ -1,20 +1,27 @@
 # Everything runs in .venv, which is made on first use. ARGS goes to bench.py or to pytest:
 #   make bench ARGS="--model preset:smollm2-135m --batch-size 1 8"
 #   make test ARGS="-k scheduler"
+# test-oldest runs the tests in .venv-oldest, on the oldest torch that pyproject.toml allows.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST_VENV := .venv-oldest
+OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+PYTEST := -m pytest -n 2 --dist loadfile -m "not slow"
 PACKAGES := runtime graphs cache profiling
 TYPES := build/types
 
-.PHONY: bench test check format clean
+.PHONY: bench test test-oldest check format clean
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+test-oldest: $(OLDEST_VENV)/.installed-test
+	$(OLDEST_VENV)/bin/python $(PYTEST) $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -38,5 +45,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
 	touch $@
 
+$(OLDEST_VENV)/.installed-test: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" --editable ".[test]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,6 +35,7 @@ from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling import bandwidth
 from stepgraph.profiling.kernel_names import NamesFileError
 from stepgraph.profiling.nsys import inside_nsys
+from stepgraph.profiling.nvtx_tool import NvtxMissingError
 from stepgraph.profiling.plot import PlotError
 from stepgraph.profiling.trace import TraceError
 from stepgraph.profiling.whole_files import WriteError, write_file
@@ -45,7 +46,7 @@ from stepgraph.runtime import (
     StepgraphError,
     StepPreparationError,
 )
-from stepgraph.runtime.benchmarks.caveats import warnings
+from stepgraph.runtime.benchmarks.caveats import failed_checks, warnings
 from stepgraph.runtime.benchmarks.compared import read_results
 from stepgraph.runtime.benchmarks.comparison import compare, slower_than
 from stepgraph.runtime.benchmarks.comparison_table import comparison_text, describe_case
@@ -66,7 +67,7 @@ INTERRUPTED = 130
 """The exit status of what SIGINT ended: 128 + 2, as of a shell."""
 ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError),
-    *(NamesFileError, PlotError, TraceError, WriteError),
+    *(NamesFileError, NvtxMissingError, PlotError, TraceError, WriteError),
 )
 
 
@@ -218,10 +219,11 @@ def run_engines(options: argparse.Namespace) -> int:
             _tell(options, run.document)
             run.steps.write(run.document)
         raise
+    failed = int(bool(failed_checks(run.document)))
     if before is None:
         _tell(options, run.document)
         run.steps.write(run.document)
-        return 0
+        return failed
     run.document["comparison"] = compare(
         before,
         run.document,
@@ -233,7 +235,7 @@ def run_engines(options: argparse.Namespace) -> int:
     write_json(options, run.document)
     _tell(options, run.document)
     run.steps.write(run.document)
-    return judge(run.document["comparison"])
+    return max(failed, judge(run.document["comparison"]))
 
 
 def run_profile(options: argparse.Namespace) -> int:
@@ -244,7 +246,7 @@ def run_profile(options: argparse.Namespace) -> int:
     run.run()
     _tell(options, run.document)
     print_text(run.report())
-    return 0
+    return int(bool(failed_checks(run.document)))
 
 
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -102,8 +102,8 @@ def plan_memory(
         max_batch_tokens: fixes the batch tokens; the blocks are solved for.
         batch_tokens_per_block: the ratio where both are free, or the blocks follow from the
             budget and the batch tokens are free; above 0, rounded up to whole batch tokens.
-        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks` on
-            memory shared with the operating system; `None` to take what the budget allows.
+        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks`; `None`
+            to take what the budget allows.
         reserve_bytes: to be left alone.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The error of this package, apart from everything that needs torch."""
+"""The errors of this package, apart from everything that needs torch."""
 
 from __future__ import annotations
 
-__all__ = ["StepPreparationError"]
+__all__ = ["StepCompilationError", "StepPreparationError"]
 
 
 class StepPreparationError(RuntimeError):
@@ -21,3 +21,7 @@ class StepPreparationError(RuntimeError):
         super().__init__(f"step {name} {how}: {reason}")
         self.name = name
         self.kind = kind
+
+
+class StepCompilationError(RuntimeError):
+    """torch.compile does not compile a part of a step, or compiles it in every run."""

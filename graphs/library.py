@@ -9,28 +9,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ..profiling import ranges
 from .errors import StepPreparationError
 from .steps import Step, StepKind
 
-__all__ = ["LibraryStats", "StepLibrary", "StepReport"]
+__all__ = ["LibraryStats", "PreparationWatcher", "StepLibrary", "StepReport"]
 
 logger = logging.getLogger("stepgraph.graphs")
 
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", contravariant=True)
 O = TypeVar("O")  # noqa: E741  what a step returns
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport(Generic[K]):
-    """What one prepared step cost: wall-clock `seconds`, and the `bytes` of the device it holds."""
+    """What one prepared step cost: wall-clock `seconds`, and `bytes` of the device.
+
+    `bytes` is what the free memory of the device lost while the step was captured, and 0 for steps
+    that are not. Steps that share a pool use each other's memory: it is what this one added.
+    """
 
     key: K
     kind: StepKind
     seconds: float
     bytes: int
+
+
+class PreparationWatcher(Protocol[K_contra]):
+    """What measures memory while a library is prepared; called from `StepLibrary.prepare`."""
+
+    def warmed_up(self, key: K_contra) -> None:
+        """The step of `key` has been warmed up, the first since the start or the last call."""
+
+    def begin_captures(self) -> None:
+        """Every step has been warmed up, and none is captured."""
+
+    def end_captures(self) -> None:
+        """Every step is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +115,42 @@ class StepLibrary(Generic[K, O]):
         self._used_lanes = 0
         self._padded_lanes = 0
 
-    def prepare(self, progress: Callable[[int, int, K], None] | None = None) -> None:
-        """Make and prepare every step, largest first; all or nothing.
+    def prepare(
+        self,
+        progress: Callable[[int, int, K], None] | None = None,
+        watcher: PreparationWatcher[K] | None = None,
+    ) -> None:
+        """Make and warm up every step, then capture every step, largest first; all or nothing.
 
         Args:
-            progress: called after each step with (steps done, steps in all, key).
+            progress: called after each stage of a step with (stages done, stages in all, key).
+            watcher: measures what the stages take.
 
         Raises:
             StepPreparationError: a step failed, with its cause. What had been prepared is let go.
         """
         assert not self._open, "the library is prepared already"
         try:
+            self._steps = {key: self._made(key) for key in self._keys}
+            captured = [key for key, step in self._steps.items() if step.kind == "graph"]
+            stages = [
+                *((key, self._steps[key].warm_up) for key in self._keys),
+                *((key, self._steps[key].record) for key in captured),
+            ]
             with ranges.span(ranges.WARMUP, len(self._keys)):
-                for done, key in enumerate(self._keys, start=1):
-                    self._steps[key] = self._prepared(key)
+                for done, (key, stage) in enumerate(stages, start=1):
+                    with ranges.span(ranges.CAPTURE, self._size_of(key)):
+                        stage()
                     if progress is not None:
-                        progress(done, len(self._keys), key)
+                        progress(done, len(stages), key)
+                    if watcher is None:
+                        continue
+                    if done <= len(self._keys):
+                        watcher.warmed_up(key)
+                    if done == len(self._keys):
+                        watcher.begin_captures()
+            if watcher is not None:
+                watcher.end_captures()
         except BaseException:
             self.close()
             raise
@@ -167,14 +205,11 @@ class StepLibrary(Generic[K, O]):
         self._fallbacks.clear()
         self._open = False
 
-    def _prepared(self, key: K) -> Step[O]:
+    def _made(self, key: K) -> Step[O]:
         try:
-            step = self._make_step(key)
+            return self._make_step(key)
         except Exception as error:
             raise StepPreparationError(str(key), None, error) from error
-        with ranges.span(ranges.CAPTURE, self._size_of(key)):
-            step.prepare()
-        return step
 
     def _miss(self, key: K) -> Step[O]:
         assert self._open, f"step {key} is looked up in a library that is not prepared"

@@ -3,7 +3,11 @@
 A step wraps a callable without arguments over static buffers: whatever it reads lies at a fixed
 address, so the same callable can be called, compiled or captured.
 
-The contract of warm-up: `prepare()` runs the callable, several times, before there is a request.
+A step is prepared in two stages, `warm_up()` and `record()`, so that a library can warm up all of
+its steps before the first is captured: memory that warm-ups leave in the allocator's cache is given
+back once, and not between captures.
+
+The contract of warm-up: both stages run the callable, several times, before there is a request.
 A callable that changes device state (writes keys and values, feeds tokens back) must find inputs
 for which that is harmless: every lane points to the null row, every write to the null block. That
 is what `StaticBuffers` hold after `allocate` and after `reset` followed by a copy.
@@ -24,6 +28,7 @@ import torch
 
 from ..profiling import attribution
 from ..profiling.graph_nodes import cuda_graph_nodes
+from .compilation import run_until_compiled
 from .errors import StepPreparationError
 
 __all__ = [
@@ -50,8 +55,8 @@ class Step(ABC, Generic[O]):
     Attributes:
         kind: how it runs.
         name: what errors call it.
-        seconds: wall-clock seconds that `prepare` took; 0 before.
-        bytes: device memory that the preparation took and the step holds while it lives.
+        seconds: wall-clock seconds that both stages took so far.
+        bytes: device memory that recording took and the step holds while it lives.
     """
 
     kind: ClassVar[StepKind]
@@ -64,25 +69,40 @@ class Step(ABC, Generic[O]):
         self.bytes = 0
 
     def prepare(self) -> None:
-        """Do all that only the first run needs. See the contract of warm-up above.
+        """Do both stages. Raises as they do."""
+        self.warm_up()
+        self.record()
+
+    def warm_up(self) -> None:
+        """Run what only the first run needs. See the contract of warm-up above.
 
         Raises:
             StepPreparationError: whatever went wrong, with its cause. The step cannot be launched.
         """
+        self._timed(self._warm_up)
+
+    def record(self) -> None:
+        """Capture what is replayed, if the kind is "graph"; after `warm_up`. Raises as that."""
+        self._timed(self._record)
+
+    def _timed(self, stage: Callable[[], None]) -> None:
         started = time.perf_counter()
         try:
-            self._prepare()
+            stage()
         except Exception as error:
             raise StepPreparationError(self.name, self.kind, error) from error
-        self.seconds = time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
 
     @abstractmethod
     def launch(self) -> O:
         """Run the step over what the static buffers hold now. Does not wait for the device."""
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Do the work of `prepare`; may raise anything."""
+    def _warm_up(self) -> None:
+        """Do the work of `warm_up`; may raise anything."""
+
+    def _record(self) -> None:
+        """Do the work of `record`; may raise anything. Most kinds have none."""
 
 
 class EagerStep(Step[O]):
@@ -90,7 +110,7 @@ class EagerStep(Step[O]):
 
     kind = "eager"
 
-    def _prepare(self) -> None:
+    def _warm_up(self) -> None:
         pass
 
     def launch(self) -> O:
@@ -102,24 +122,19 @@ class CompiledStep(Step[O]):
     """A callable made of `torch.compile`d parts, compiled before the first request.
 
     Preparing fails where compilation would later, silently, cost time in traffic: if the parts have
-    reached their recompile limit (torch would go on in eager mode; pass
-    `torch.compile(..., recompile_limit=)` at least the number of steps that share a part), or if a
-    second run over the same buffers would compile again.
+    reached their recompile limit (torch would go on in eager mode), or if a second run over the
+    same buffers would compile again. A callable without compiled parts is run once.
     """
 
     kind = "compile"
 
-    def __init__(self, fn: Callable[[], O], name: str, *, compiles: bool = True) -> None:
-        """Wrap `fn`; without `compiles` no part of it is compiled, and one run warms it up."""
+    def __init__(self, fn: Callable[[], O], name: str) -> None:
+        """Wrap `fn`."""
         super().__init__(fn, name)
-        self._compiles = compiles
         self._prepared = False
 
-    def _prepare(self) -> None:
-        if self._compiles:
-            _run_until_compiled(self._fn)
-        else:
-            self._fn()
+    def _warm_up(self) -> None:
+        run_until_compiled(self._fn)
         self._prepared = True
 
     def launch(self) -> O:
@@ -173,10 +188,12 @@ class CapturedStep(Step[O]):
         self._identity = identity
         self._capture: Capture[O] | None = None
 
-    def _prepare(self) -> None:
+    def _warm_up(self) -> None:
         # What runs for the first time may allocate for good, load a module or compile, none of
         # which a capture can record: it happens here.
-        self._capturer.warm_up(partial(_run_until_compiled, self._fn))
+        self._capturer.warm_up(partial(run_until_compiled, self._fn))
+
+    def _record(self) -> None:
         with attribution.step(self._identity):
             self._capture = self._capturer.capture(self._fn)
         self.bytes = self._capture.bytes
@@ -214,9 +231,11 @@ class CudaGraphCapturer:
         self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):
             self._pool = torch.cuda.graph_pool_handle()
+        self._settled = False
 
     def warm_up(self, fn: Callable[[], object]) -> None:
         """Run `fn` once on the stream that captures come from, after all work queued so far."""
+        self._settled = False
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -227,59 +246,42 @@ class CudaGraphCapturer:
         """Record one run of `fn` and replay it once, so that its first launch uploads nothing.
 
         `bytes` is the free memory of the device before, less that after: the pool's growth and the
-        graph's own nodes, whoever allocated them. Other processes on the device blur it.
+        graph's own nodes, whoever allocated them. Nothing is freed or waited for in between, so
+        other threads and processes that use the device blur it.
         """
         with torch.cuda.device(self.device):
-            free_before = self._settled_free_bytes()
+            self._settle()
+            free_before, _ = torch.cuda.mem_get_info(self.device)
             graph = torch.cuda.CUDAGraph()
-            # "thread_local": another thread of the service may use the device meanwhile.
-            with (
-                # Puts this thread's stream back: a capture that fails leaves its own current.
-                torch.cuda.stream(torch.cuda.current_stream()),
-                _collector_paused(),
-                torch.cuda.graph(
-                    graph,
-                    pool=self._pool,
-                    stream=self._stream,
-                    capture_error_mode="thread_local",
-                ),
-                attribution.capturing(self._nodes) as tape,
-            ):
-                output = fn()
+            # `torch.cuda.graph` would wait for the device and empty the allocator's cache.
+            with torch.cuda.stream(self._stream), _collector_paused():
+                # "thread_local": another thread of the service may use the device meanwhile.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    with attribution.capturing(self._nodes) as tape:
+                        output = fn()
+                finally:
+                    graph.capture_end()
             if tape is not None:
                 tape.finish(graph)
             graph.replay()
-            free_after = self._settled_free_bytes()
+            free_after, _ = torch.cuda.mem_get_info(self.device)
         return Capture(graph.replay, output, max(0, free_before - free_after))
 
     def _nodes(self) -> attribution.NodeSource:
         """Return what tells the nodes of the capture that has begun."""
         return cuda_graph_nodes(self._stream.cuda_stream)
 
-    def _settled_free_bytes(self) -> int:
-        """Return the free memory of the device once its queue and the allocator's are empty."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free
+    def _settle(self) -> None:
+        """After warm-ups, give back the memory that they left in the allocator's cache.
 
-
-def _run_until_compiled(fn: Callable[[], object]) -> None:
-    """Run `fn` twice: once to compile what it is made of, once to prove that this was all.
-
-    Raises:
-        Exception: of torch, if a compiled part is at its recompile limit or compiles again. (A
-            callable without compiled parts just runs twice.)
-    """
-    # Imported here: it takes a second, and whoever runs eagerly never needs it.
-    from torch._dynamo import config
-
-    # These settings hold for this thread only. The public `set_stance("fail_on_recompile")` holds
-    # for the process, and would fail what another thread of the service compiles meanwhile.
-    with config.patch(fail_on_recompile_limit_hit=True):
-        fn()
-        with config.patch(error_on_recompile=True):
-            fn()
+        Captures allocate from a pool of their own, which cannot use it: the device would hold the
+        activations of the largest step twice.
+        """
+        if not self._settled:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self._settled = True
 
 
 @contextmanager

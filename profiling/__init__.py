@@ -7,8 +7,8 @@ summarises them with the number of samples they rest on, `roofline` says what a 
 what the session leaves, `trace` makes one without nsys, `plot` draws a timeline.
 
 Importing the package imports none of them: `stats`, `roofline`, `timeline`, `attribution` and
-`report` need the standard library only, `ranges` loads nvtx, `bandwidth` and `trace` load torch
-when they measure, `plot` matplotlib.
+`report` need the standard library only, `ranges` loads nvtx where it is installed, `bandwidth` and
+`trace` load torch when they measure, `plot` matplotlib.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -163,7 +163,7 @@ _RANGES: Final = (
     _range(COMMIT, STEP, "host", "taking in a finished step's tokens", "number of that step"),
     _range(LOAD, None, "start", "reading the weights", "bytes"),
     _range(WARMUP, None, "start", "making every bucket ready for the first request", "buckets"),
-    _range(CAPTURE, WARMUP, "start", "warming up and capturing one bucket", "bucket"),
+    _range(CAPTURE, WARMUP, "start", "warming up or capturing one bucket", "bucket"),
     _range(WINDOW, None, "profile", "what a profile is about, around its steps", "always 0"),
 )
 

@@ -1,18 +1,37 @@
-"""The NVTX tool of the process, if there is one, as a listener. See `ranges.py`."""
+"""The NVTX tool of the process, if there is one, as a listener. See `ranges.py`.
 
+The package `nvtx` carries ranges to a tool and does nothing else here: without it everything runs,
+and ranges reach no tool.
+"""
+
+import os
 import struct
 import threading
+import warnings
 from typing import Any, Final, Protocol
 
 import numpy as np
-import nvtx
+
+try:
+    import nvtx
+except ImportError as error:
+    _import_error: ImportError | None = error
+else:
+    _import_error = None
 
 from .dictionary import COUNTERS, DOMAIN, MARKS, RANGES, FieldInfo, MarkInfo, RangeInfo
 from .emitters import Payload, StepNumbers
 
-__all__ = ["NvtxDomain", "NvtxTool", "attached_domain"]
+__all__ = ["NvtxDomain", "NvtxMissingError", "NvtxTool", "attached_domain", "require_nvtx"]
+
+_TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+"""Set for a process that an NVTX tool is loaded into: by NVTX's convention, and by nsys."""
 
 _EVENTS: Final[tuple[RangeInfo | MarkInfo, ...]] = (*RANGES.values(), *MARKS.values())
+
+
+class NvtxMissingError(RuntimeError):
+    """The Python package `nvtx` cannot be imported, and what was asked for needs its ranges."""
 
 
 class NvtxDomain(Protocol):
@@ -119,6 +138,35 @@ def attached_domain(name: str = DOMAIN) -> NvtxDomain | None:
 
     nvtx answers with a stand-in that is no `nvtx.Domain` where no tool is attached or the tool
     leaves the domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too.
+    Under a tool but without the package `nvtx` a `RuntimeWarning` says that ranges are missing.
     """
+    if _import_error is not None:
+        if any(map(os.environ.get, _TOOL_VARIABLES)) and not os.environ.get("NVTX_DISABLE"):
+            warnings.warn(
+                f"this process runs under a profiler, and its trace will have no stepgraph ranges:"
+                f" {_reason(_import_error)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
     domain = nvtx.get_domain(name)
     return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
+
+
+def require_nvtx(purpose: str) -> None:
+    """Return if ranges can reach a tool.
+
+    Args:
+        purpose: what needs them, as the subject of the error's sentence.
+
+    Raises:
+        NvtxMissingError: the package `nvtx` cannot be imported; says how to install it.
+    """
+    if _import_error is not None:
+        raise NvtxMissingError(
+            f"{purpose} needs NVTX ranges: {_reason(_import_error)}"
+        ) from _import_error
+
+
+def _reason(error: ImportError) -> str:
+    return f"the package nvtx cannot be imported ({error}); pip install 'nvtx>=0.2.16'"

@@ -58,7 +58,7 @@ def instrument_steps(
     scope: Callable[[str], AbstractContextManager[object, bool | None]] = operation,
     scopes: int = 0,
     begin: Callable[[], object] | None = None,
-    elapsed_ns: Callable[[], int] | None = None,
+    elapsed_ns: Callable[[], int | None] | None = None,
 ) -> None:
     """Observe `count` steps in which nothing happens.
 
@@ -69,8 +69,9 @@ def instrument_steps(
         emitter: where the ranges go.
         scope: what a model says by which operation it launches.
         scopes: how often its code says so in a launch; a replayed graph runs none of it.
-        begin: records the event from which a device's time is counted; None: no such device.
-        elapsed_ns: reads what the device worked on the step before.
+        begin: records the event from which a device's time is counted, where it is asked for;
+            None: no such device.
+        elapsed_ns: reads what the device worked on the step before; None where it was not timed.
     """
     clock = time.perf_counter_ns
     for number in range(count):
@@ -94,8 +95,9 @@ def instrument_steps(
                 waiting = 0 if elapsed_ns is None else clock()
                 arrived = clock()
                 waited = 0 if elapsed_ns is None else arrived - waiting
-                if elapsed_ns is not None:
-                    timeline.set_device_ns(number - 1, elapsed_ns())
+                elapsed = None if elapsed_ns is None else elapsed_ns()
+                if elapsed is not None:
+                    timeline.set_device_ns(number - 1, elapsed)
             timeline.record(
                 number,
                 _ROWS,
@@ -119,7 +121,7 @@ def measure_overhead(
     scope: Callable[[str], AbstractContextManager[object, bool | None]] = operation,
     scopes: int = 0,
     begin: Callable[[], object] | None = None,
-    elapsed_ns: Callable[[], int] | None = None,
+    elapsed_ns: Callable[[], int | None] | None = None,
     rounds: int = ROUNDS,
     steps: int = STEPS_PER_ROUND,
 ) -> Overhead:

@@ -26,9 +26,9 @@ class StepRecord:
         launch_ns: starting it, without what the device did meanwhile.
         commit_ns: taking in its tokens, without the wait for them.
         wait_ns: what the host waited for the device.
-        device_ns: what the device worked on the step; None where that was not timed, or not yet. A
-            device that runs in the caller's thread works inside the launch: there this is taken
-            out of `launch_ns`.
+        device_ns: what the device worked on the step; None where that was not timed, or not yet.
+            Another processor is timed only where that was asked for. A device that runs in the
+            caller's thread works inside the launch: there this is taken out of `launch_ns`.
         steps: decode steps that were launched together, of whose tokens all of this is the time.
         joined: requests that took a row.
         blocks_in_use: blocks of the cache that requests held at the launch.

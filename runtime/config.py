@@ -11,10 +11,17 @@ import torch
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
 from .errors import ConfigError
-from .kernels import WeightStorage, have_compiler
+from .kernels import KernelChoice, WeightStorage, have_compiler, have_triton, native_obstacle
 from .models.config import ModelConfig
 
-__all__ = ["EngineConfig", "Mode", "ResolvedConfig", "max_prefill_rows", "resolve_device"]
+__all__ = [
+    "EngineConfig",
+    "Mode",
+    "ResolvedConfig",
+    "max_prefill_rows",
+    "resolve_device",
+    "resolve_kernels",
+]
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -55,10 +62,18 @@ class EngineConfig:
     `fp8` (e4m3), a scale for every 128 inputs of a channel; `auto`: as `dtype`."""
     kv_dtype: str = "auto"
     """Of the cache: `int8` or `fp8` (e4m3), a scale for each token and head; `auto`: as `dtype`."""
+    kernels: str = "auto"
+    """What runs the operations of a step. `native`: the C++ operators on a CPU, the Triton kernels
+    on CUDA; raises where one is missing or fails its check at start. `torch`: plain PyTorch around
+    the paged attention operation. `auto`: `native`, and `torch` for operations without a native
+    kernel or whose kernel fails its check; `torch` with `mode="eager"`. See docs/kernels.md."""
     mode: str = "auto"
-    """`eager`, `compile`, `graph`; `auto`: the fastest the device has."""
+    """`eager`: steps run as they are. `compile`: steps are prepared at start, and those without
+    native kernels are compiled whole by `torch.compile`. `graph`: the same, captured as CUDA
+    graphs. `auto`: the fastest that the device has."""
     compile: bool = True
-    """With `mode="graph"`: capture compiled kernels, or (False) eager ones."""
+    """With `mode="graph"` and steps that are not native: capture them as compiled by
+    `torch.compile`, or (False) as they are."""
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
     launch, compute capability 9.0). A captured step in which it changes a result has none."""
@@ -68,9 +83,11 @@ class EngineConfig:
     """Blocks of the cache, the null block included. Beside one of the `memory_*` fields the batch
     tokens are what the budget leaves."""
     memory_fraction: float | None = None
-    """Share of the free memory that the engine may use."""
+    """Share of the free memory that the engine may use: 0.9 on CUDA and 0.5 on a CPU where no
+    budget is given. The cache takes no more of it than `max_rows` requests of `max_model_len`
+    tokens can use; `num_blocks`, `memory_tokens` or `memory_bytes` keep more as prefix cache."""
     memory_bytes: int | None = None
-    """Bytes that the engine may use."""
+    """Bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is."""
     memory_tokens: int | None = None
     """Tokens of context that the cache must hold."""
     max_batch_tokens: int | None = None
@@ -119,6 +136,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
+        _check_choice("kernels", self.kernels, ("auto", "native", "torch"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
@@ -210,6 +228,10 @@ class ResolvedConfig:
     """How the weights of linear layers are stored."""
     storage: Storage
     """How the cache stores keys and values."""
+    kernels: KernelChoice
+    """What runs; `native_obstacle` says what of it falls back to `torch` for this model."""
+    native_obstacle: str | None
+    """Why some operations of the model have no native kernel; None where all of them have one."""
     mode: Mode
     max_model_len: int
     """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
@@ -219,6 +241,11 @@ class ResolvedConfig:
         """Whether the device works while the host goes on, so that a step may be under way and
         outputs have to be brought to where the host reads them."""
         return self.device.type != "cpu"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether what has no native kernel is compiled by `torch.compile`."""
+        return self.mode == "compile" or (self.mode == "graph" and self.user.compile)
 
     @property
     def kv_element_bytes(self) -> int:
@@ -235,8 +262,8 @@ class ResolvedConfig:
         """Make the choices that were left open.
 
         Raises:
-            ConfigError: the device does not exist, the mode cannot run on it, or `max_model_len`
-                exceeds what the model was made for.
+            ConfigError: the device does not exist, the mode or the kernels cannot run on it or
+                with this model, or `max_model_len` exceeds what the model was made for.
         """
         device = resolve_device(config.device)
         longest = model.max_position_embeddings
@@ -244,15 +271,21 @@ class ResolvedConfig:
             raise ConfigError(
                 f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
             )
+        dtype = DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype]
+        weights = cast(
+            WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
+        )
+        mode = _resolve_mode(config.mode, device)
+        obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
         return cls(
             user=config,
             device=device,
-            dtype=DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype],
-            weights="model"
-            if config.weight_dtype == "auto"
-            else cast(WeightStorage, config.weight_dtype),
+            dtype=dtype,
+            weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
-            mode=_resolve_mode(config.mode, device),
+            kernels=resolve_kernels(config.kernels, mode, obstacle, _missing_for_native(device)),
+            native_obstacle=obstacle,
+            mode=mode,
             max_model_len=config.max_model_len or longest,
         )
 
@@ -297,6 +330,47 @@ def _resolve_mode(mode: str, device: torch.device) -> Mode:
         logger.warning("no C++ compiler was found: decoding eagerly, which is several times slower")
         return "eager"
     return "compile" if mode == "auto" else _as_mode(mode)
+
+
+def resolve_kernels(
+    kernels: str, mode: Mode, obstacle: str | None, missing: str | None = None
+) -> KernelChoice:
+    """Return what runs where `kernels` was asked for.
+
+    Args:
+        kernels: `auto`, `native` or `torch`.
+        mode: how steps run.
+        obstacle: why the model has no native kernel for some operations, see `native_obstacle`.
+        missing: what native kernels need and this machine lacks.
+
+    Raises:
+        ConfigError: native kernels were asked for, and this machine or model cannot have them.
+    """
+    if kernels == "torch" or (kernels == "auto" and mode == "eager"):
+        return "torch"
+    if kernels == "native":
+        if missing is not None:
+            raise ConfigError(
+                f"kernels='native' needs {missing}, or use kernels='torch' or kernels='auto'"
+            )
+        if obstacle is not None:
+            raise ConfigError(
+                f"kernels='native' does not support this model: {obstacle}. Use kernels='auto',"
+                " which takes native kernels where there are any, or kernels='torch'"
+            )
+    elif missing is not None:
+        logger.warning(
+            "native kernels need %s; steps run in plain PyTorch, which is slower", missing
+        )
+        return "torch"
+    return "native"
+
+
+def _missing_for_native(device: torch.device) -> str | None:
+    """Return what native kernels need that this machine lacks."""
+    if device.type == "cpu":
+        return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
+    return None if have_triton() else "the package triton: install it"
 
 
 def _as_mode(mode: str) -> Mode:

@@ -21,6 +21,7 @@ from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
+from .models.decoder import Decoder
 from .prompt_embeds import EncodedContent, check_embeds
 from .request import RequestOutput
 from .sampling_params import SamplingParams
@@ -325,12 +326,37 @@ class Engine:
             return self._loop.score(group, forced)
 
     def timeline(self) -> Timeline:
-        """Return where the time of the last steps went; it goes on being written.
+        """Return a live view of where the time of the last steps went.
+
+        `device_ns` of its records is None on CUDA for steps outside of `device_timing`.
 
         Raises:
             EngineClosedError: the engine is closed.
         """
         return self._loop.timeline
+
+    @contextmanager
+    def device_timing(self) -> Iterator[Timeline]:
+        """Take the device's time of the steps launched in this block, and return the timeline.
+
+        On CUDA two timed events surround each of them, a few microseconds on the device: that is
+        why no step is timed without being asked for. Where the device is the host all steps are
+        timed anyway. Blocks may be nested.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        runner = self._loop.runner
+        before, runner.times_device = runner.times_device, True
+        try:
+            yield self._loop.timeline
+        finally:
+            runner.times_device = before
+
+    @property
+    def decoder(self) -> Decoder:
+        """The loaded model: its weights as the kernels store them."""
+        return self._open_parts().model
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -360,13 +386,14 @@ class Engine:
 
         `memory` holds planned and measured bytes of each term (measured None has a note that says
         why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `start`
-        has the seconds of each phase, and whether the kernels and compiled code were found in a
-        cache. `blocks` and `cache` tell what is free, cached, found at admission, copied and
-        swapped; `fallbacks` how often a launch found no prepared step. `steps` counts launches,
-        `multi_step_launches` those that decoded several tokens of each row. `collector` tells how
-        often Python's garbage collector ran since the engine was made, and its seconds.
-        `step_budget` (None without `max_itl_ms`) sets what steps with prefill took beside rows that
-        decode against what was predicted.
+        has the seconds of each phase, whether the kernels and compiled code were found in a cache,
+        and how many Triton kernels were compiled ahead of the steps, in how many threads. `blocks`
+        and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
+        how often a launch found no prepared step. `steps` counts launches, `multi_step_launches`
+        those that decoded several tokens of each row. `collector` tells how often Python's garbage
+        collector ran since the engine was made, and its seconds. `step_budget` (None without
+        `max_itl_ms`) sets what steps with prefill took beside rows that decode against what was
+        predicted.
         """
         return engine_stats(
             self._open_parts(),

@@ -64,6 +64,9 @@ def engine_stats(
             "phases": {phase.name: phase.seconds for phase in parts.phases},
             "kernels_built": None if library_file is None else library_file.built,
             "code_cache": asdict(parts.code_cache),
+            "compiled_kernels": None
+            if parts.compiled_kernels is None
+            else asdict(parts.compiled_kernels),
         },
         "collector": {
             "collections": loop.collector.collections,

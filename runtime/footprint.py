@@ -113,7 +113,7 @@ def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: in
     Compiled code joins what is computed element by element; eager code makes a tensor of each
     intermediate result, in float32 for norms and rotations.
     """
-    size, eager = config.dtype.itemsize, config.mode == "eager"
+    size, eager = config.dtype.itemsize, not config.compiled
     hidden, inner = model.hidden_size, model.intermediate_size
     queries = model.query_size
     attended = model.num_heads * model.value_dim
@@ -173,7 +173,7 @@ def _logit_bytes(config: ResolvedConfig) -> int:
     code has a dozen more such tensors, of those three at a time while it bisects thresholds. They
     are large pieces, which the heap of a CPU adds less to than to others.
     """
-    size, eager = config.dtype.itemsize, config.mode == "eager"
+    size, eager = config.dtype.itemsize, not config.compiled
     held = size + (44 if eager else 14)
     if config.device.type != "cpu":
         return held

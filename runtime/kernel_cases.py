@@ -1,36 +1,47 @@
 """The kernels of a decoder layer, one by one, each over tensors of a model's shapes.
 
-For compiling them ahead of time, where the tensors have no memory (device "meta"), and for timing
-them: then there are several copies of weights and cache, so that each launch reads what no cache
-holds any more. The tensors are shared as a step shares them: what one kernel writes the next reads.
-Needs triton.
+For compiling them ahead of time, where the tensors have no memory (device "meta"), for checking
+them against their references (`kernels/gpu/verify.py`), and for timing them: then there are several
+copies of weights and cache, so that each launch reads what no cache holds any more. The tensors are
+shared as a step shares them: what one kernel writes the next reads. Needs triton.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ..cache.arena import Arena
 from .config import ResolvedConfig
 from .kernels import AttentionForm, quantise_weight
 from .kernels.gpu.activation import activate_rows
-from .kernels.gpu.combine_output import combine_output, product_combines
-from .kernels.gpu.decode_attention import decode_attention
-from .kernels.gpu.gate_up import gate_up
-from .kernels.gpu.head import head
+from .kernels.gpu.combine_output import (
+    combine_output,
+    product_combines,
+    reference_combine_output,
+)
+from .kernels.gpu.decode_attention import decode_attention, reference_decode_attention
+from .kernels.gpu.gate_up import gate_up, reference_gate_up
+from .kernels.gpu.head import head, reference_head
 from .kernels.gpu.launch import num_multiprocessors
 from .kernels.gpu.linear import GpuLinear, Norm, Pending
 from .kernels.gpu.matmul import library_linear
 from .kernels.gpu.norm import norm_rows
-from .kernels.gpu.norm_linear import norm_linear
+from .kernels.gpu.norm_linear import norm_linear, reference_norm_linear
 from .kernels.gpu.paged_attention import triton_paged_attention
-from .kernels.gpu.residual_linear import residual_linear
-from .kernels.gpu.split_attention import choose_tile, new_counters, new_partials
+from .kernels.gpu.residual_linear import reference_residual_linear, residual_linear
+from .kernels.gpu.split_attention import (
+    choose_tile,
+    new_counters,
+    new_partials,
+    reference_combine_splits,
+)
 from .kernels.gpu.splits import choose_splits
 from .kernels.gpu.store import rotate_and_store, store_keys_and_values
+from .kernels.kv_storage import read_blocks
 from .models.config import ModelConfig
 from .startup import layer_groups
 
@@ -48,6 +59,16 @@ class KernelCase:
     """As in `profiling/kernel_costs.py`."""
     run: Callable[[int], None]
     """Launches it over copy number `i` (modulo their number) of what it reads."""
+    outputs: Callable[[], Sequence[Tensor]]
+    """Tensors that the last launch wrote and does not read: workspace and results."""
+    results: Callable[[], Sequence[Tensor]]
+    """What the last launch over copy 0 found, as `reference` returns it."""
+    reference: Callable[[], Sequence[Tensor]]
+    """The same in plain torch, from what the launch would read now; changes no tensor of it."""
+    updates: tuple[Tensor, ...] = ()
+    """Tensors that it overwrites with a result, and that it or an earlier kernel reads."""
+    library: Callable[[int], object] | None = None
+    """The library's product of the same shape, without what the kernel does around it."""
 
 
 def decode_cases(
@@ -73,7 +94,7 @@ def decode_cases(
     shapes = _Tensors(model, config, device)
     hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
     kv_heads, size = model.num_kv_heads, model.head_dim
-    family, gelu = model.family, model.hidden_act != "silu"
+    family = model.family
     form = _form(model, config)
     width = (heads + 2 * kv_heads) * size
     biased, mlp_biased = model.attention_bias, model.mlp_bias
@@ -89,6 +110,9 @@ def decode_cases(
     tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
     partials, counters = new_partials(rows, heads, splits, size, device), new_counters(device)
+    partials.acc.normal_()
+    partials.m.normal_()
+    partials.l.uniform_(0.5, 1.5)
     combining = product_combines(partials.acc, output[0], config.dtype)
     x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
     qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
@@ -97,32 +121,37 @@ def decode_cases(
     cos_TE, sin_TE = angles.cos(), angles.sin()
 
     # Families that norm what attention and MLP return leave it to the next kernel to add that.
-    def pending() -> Pending | None:
-        return Pending(delta, norms[0], x_next) if family.output_norms else None
+    def pending(out: Tensor = x_next) -> Pending | None:
+        return Pending(delta, norms[0], out) if family.output_norms else None
 
     residual, target = (None, delta) if family.output_norms else (x, x)
+    added = [x_next] if family.output_norms else []
+    softcap, gelu = model.final_logit_softcapping or 0.0, model.hidden_act != "silu"
+    scores: list[Tensor] = []
 
     def attend(i: int) -> None:
         decode_attention(
-            qkv_TN,
-            cache.arena,
-            i % copies,
-            q_norm,
-            k_norm,
-            model.rms_norm_eps,
-            family.offset_norms,
-            cos_TE,
-            sin_TE,
-            cache.slots_T,
-            cache.block_tables,
-            cache.token_rows_T,
-            cache.positions_T,
-            form,
-            partials,
+            *(qkv_TN, cache.arena, i % copies, q_norm, k_norm, model.rms_norm_eps),
+            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
+            *(cache.token_rows_T, cache.positions_T, form, partials),
             attended_TN=None if combining else attended_TK,
             counters=counters,
             next_weight=output[i % copies].weight,
         )
+
+    def attended() -> list[Tensor]:
+        if combining:
+            return [reference_combine_splits(partials).to(config.dtype), *cache.newest(cache.arena)]
+        return [attended_TK, *cache.newest(cache.arena)]
+
+    def reference_attend() -> list[Tensor]:
+        arena = cache.arena.clone()
+        out_TK = reference_decode_attention(
+            *(qkv_TN, arena, 0, q_norm, k_norm, model.rms_norm_eps),
+            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
+            *(cache.token_rows_T, cache.positions_T, cache.block_tables.shape[1], form),
+        )
+        return [out_TK, *cache.newest(arena)]
 
     def combine(i: int) -> None:
         if combining:
@@ -130,25 +159,94 @@ def decode_cases(
         else:
             residual_linear(attended_TK, output[i % copies], residual, target)
 
+    def reference_combine() -> list[Tensor]:
+        if combining:
+            out = reference_combine_output(*partials, output[0], residual, config.dtype)
+        else:
+            out = reference_residual_linear(attended_TK, output[0], residual)
+        return [out]
+
     def project(i: int) -> None:
         linear = vocabulary[i % len(vocabulary)]
-        head(x, norms[i % copies], linear, model.final_logit_softcapping or 0.0, pending())
+        scores.clear()  # its memory may be taken again
+        scores[:] = head(x, norms[i % copies], linear, softcap, pending())
+
+    def picked() -> list[Tensor]:
+        """The logits, and that of the token which the chunks lead to."""
+        logits_TV, maxima_TC, ids_TC = scores
+        id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
+        return [logits_TV, logits_TV.gather(1, id_T1), *added]
+
+    def with_sum(function: Callable[[Pending | None], Tensor]) -> list[Tensor]:
+        """Of a kernel that adds what is pending: its result, and the sum."""
+        sums = [torch.empty_like(tensor) for tensor in added]
+        return [function(pending(*sums)), *sums]
+
+    def reference_project() -> list[Tensor]:
+        logits_TV, *sums = with_sum(
+            lambda pending: reference_head(x, norms[0], vocabulary[0], softcap, pending)[0]
+        )
+        return [logits_TV, logits_TV.amax(1, keepdim=True), *sums]
+
+    def product(x_TK: Tensor, linears: list[GpuLinear]) -> Callable[[int], object] | None:
+        if config.weights != "model":
+            return None
+        return lambda i: torch.mm(x_TK, linears[i % len(linears)].weight.T)
 
     return [
         KernelCase(
             "norm_linear",
             lambda i: norm_linear(x, norms[i % copies], qkv[i % copies], qkv_TN, pending()),
+            lambda: [qkv_TN, *added],
+            lambda: [qkv_TN, *added],
+            lambda: with_sum(lambda p: reference_norm_linear(x, norms[0], qkv[0], p)),
+            library=product(x, qkv),
         ),
-        KernelCase("decode_attention", attend),
-        KernelCase("combine_output", combine),
+        KernelCase(
+            "decode_attention",
+            attend,
+            lambda: [*partials, attended_TK],
+            attended,
+            reference_attend,
+        ),
+        KernelCase(
+            "combine_output",
+            combine,
+            lambda: [],
+            lambda: [target],
+            reference_combine,
+            (target,),
+            product(attended_TK, output),
+        ),
         KernelCase(
             "gate_up",
             lambda i: gate_up(
                 x, norms[i % copies], gates[i % copies], gated_TF, gelu=gelu, pending=pending()
             ),
+            lambda: [gated_TF, *added],
+            lambda: [gated_TF, *added],
+            lambda: with_sum(
+                lambda p: reference_gate_up(x, norms[0], gates[0], gelu=gelu, pending=p)
+            ),
+            library=product(x, gates),
         ),
-        KernelCase("down", lambda i: residual_linear(gated_TF, down[i % copies], residual, target)),
-        KernelCase("head", project),
+        KernelCase(
+            "down",
+            lambda i: residual_linear(gated_TF, down[i % copies], residual, target),
+            lambda: [],
+            lambda: [target],
+            lambda: [reference_residual_linear(gated_TF, down[0], residual)],
+            (target,),
+            product(gated_TF, down),
+        ),
+        KernelCase(
+            "head",
+            project,
+            lambda: [*scores, *added],
+            picked,
+            reference_project,
+            library=product(x, vocabulary),
+        ),
     ]
 
 
@@ -267,8 +365,15 @@ class _Cache:
         self.positions_T = torch.full((rows,), context - 1, device=device)
         last = self.block_tables[:, -1].to(torch.int64) * form.block_size
         self.slots_T = last + (context - 1) % form.block_size
+        self._form = form
         if device.type != "meta":
             self._fill(model, config, device, form, copies)
+
+    def newest(self, arena: Tensor) -> list[Tensor]:
+        """The last block of each row in the first layer, keys and values, as they would be read."""
+        last = self.block_tables[:, -1:]
+        size, storage = self._form.block_size, self._form.storage
+        return [read_blocks(side, last, size, storage) for side in arena[0]]
 
     def _fill(
         self,

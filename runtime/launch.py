@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,7 +15,15 @@ from .sampling import SampleOutput
 from .sampling_params import MAX_LOGPROBS
 from .step_functions import StepOutput
 
-__all__ = ["HostOutputs", "Launch", "Sampled", "current_stream", "sampled_tokens", "timed_event"]
+__all__ = [
+    "HostOutputs",
+    "Launch",
+    "OutputEvents",
+    "Sampled",
+    "current_stream",
+    "sampled_tokens",
+    "timed_event",
+]
 
 Phase = Literal["decode", "prefill"]
 
@@ -46,10 +54,11 @@ class Launch:
     device_ns: int
     """What the launching thread itself worked as the device; 0 where that is another processor."""
     began: torch.cuda.Event | None = None
-    """Recorded before the first of its parts; None where the device is the host."""
+    """Recorded before the first of its parts; None where the device is the host, or where the
+    time of the device is not asked for."""
 
     def elapsed_ns(self) -> int | None:
-        """What another processor worked on it, from `began` to `arrived`; None: there is none.
+        """Nanoseconds that another processor worked on it, from `began` to `arrived`, or None.
 
         To be asked once it has arrived, and before the launch after the next: events are few.
         """
@@ -69,13 +78,17 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostOutputs:
-    """Where the outputs of steps arrive on the host, in memory taken once.
+    """Where the outputs of steps arrive on the host, in memory taken once: one copy a launch.
 
     The copies stand in the stream before the next launch: captured steps share their memory, so
     any of them may overwrite the outputs of another. Two sets take turns, for while the tokens of
     a step are read the next one is under way: what a step leaves here is valid until the launch
     after the next.
     """
+
+    timed = False
+    """Whether events take the time of the steps to come. Two timed events lie between two steps
+    then, where there is one that is not timed."""
 
     def __init__(
         self,
@@ -91,85 +104,113 @@ class HostOutputs:
         `device` is where they come from: CUDA copies them while the host goes on.
         """
         self._device = device
-        pinned = device.type == "cuda"
-        lanes: dict[Phase, int] = {"decode": steps * max_rows, "prefill": prefill_rows}
+        self._is_cuda = device.type == "cuda"
+        sizes = self._sizes(max_rows, prefill_rows, vocab_size, steps)
+        self._sets: list[dict[Phase, torch.Tensor]] = [
+            {
+                phase: torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+                for phase, size in sizes.items()
+            }
+            for _ in range(OUTPUT_SETS)
+        ]
+        self._events: list[OutputEvents] | None = None
+        if self._is_cuda:
+            self._events = [
+                OutputEvents(timed_event(), timed_event(), torch.cuda.Event())
+                for _ in range(OUTPUT_SETS)
+            ]
+        self._views: dict[tuple[int, Phase, torch.Size, bool], _HostViews] = {}
+
+    @staticmethod
+    def _sizes(max_rows: int, prefill_rows: int, vocab_size: int, steps: int) -> dict[Phase, int]:
+        """Bytes of a set. A set of several steps has room for each of them by itself."""
         best = min(MAX_LOGPROBS, vocab_size)
-
-        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
-
-        self._whole = {
-            (index, phase): SampleOutput(
-                tokens=empty(count, dtype=torch.int64),
-                logprob=empty(count, dtype=torch.float32),
-                top_logprobs=empty(count, best, dtype=torch.float32),
-                top_ids=empty(count, best, dtype=torch.int64),
-            )
-            for index in range(OUTPUT_SETS)
-            for phase, count in lanes.items()
+        return {
+            "decode": steps * SampleOutput.packed_bytes(max_rows, best),
+            "prefill": SampleOutput.packed_bytes(prefill_rows, best),
         }
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
-        """Of each set: begun, and arrived."""
-        if pinned:
-            self._events = [(timed_event(), timed_event()) for _ in range(OUTPUT_SETS)]
-        self._views: dict[tuple[int, Phase, torch.Size], SampleOutput] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sets."""
-        return sum(
-            getattr(whole, field.name).nbytes
-            for whole in self._whole.values()
-            for field in fields(whole)
-        )
+        return sum(whole.nbytes for phases in self._sets for whole in phases.values())
 
     @staticmethod
     def bytes_for(max_rows: int, prefill_rows: int, vocab_size: int, steps: int = 1) -> int:
         """Bytes that a `HostOutputs` of these sizes takes."""
-        lane = (8 + 4) * (1 + min(MAX_LOGPROBS, vocab_size))
-        return OUTPUT_SETS * (steps * max_rows + prefill_rows) * lane
+        sizes = HostOutputs._sizes(max_rows, prefill_rows, vocab_size, steps)
+        return OUTPUT_SETS * sum(sizes.values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
-        """Record, before anything of step `number`, the event that its time is counted from."""
-        return self._record(number, 0)
+        """Record, before anything of step `number`, the event that its time is counted from.
+
+        Returns None where the steps are not `timed`.
+        """
+        if self._events is None or not self.timed:
+            return None
+        return self._record(self._events[number % OUTPUT_SETS].began)
 
     def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
-        """Queue the copies of what step `number` leaves; return them as they will be.
+        """Queue the copy of what step `number` leaves; return it as it will be.
 
-        The logits stay where they are.
+        Details that are not one piece of memory take four copies. The logits stay where they are.
         """
-        lanes = output.tokens.shape
-        index = number % OUTPUT_SETS
-        views = self._views.get((index, phase, lanes))
-        if views is None:
-            whole = self._whole[index, phase]
-            views = SampleOutput(
-                **{
-                    f.name: getattr(whole, f.name)[: lanes.numel()].unflatten(0, lanes)
-                    for f in fields(whole)
-                }
-            )
-            self._views[index, phase, lanes] = views
         details = output.details
-        if details is None:
+        index = number % OUTPUT_SETS
+        key = (index, phase, output.tokens.shape, details is not None)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = _HostViews.of(self._sets[index][phase], output)
+        if details is None or views.details is None:
             views.tokens.copy_(output.tokens, non_blocking=True)
-            return StepOutput(views.tokens, output.logits, None)
-        views.tokens.copy_(details.tokens, non_blocking=True)
-        views.logprob.copy_(details.logprob, non_blocking=True)
-        views.top_logprobs.copy_(details.top_logprobs, non_blocking=True)
-        views.top_ids.copy_(details.top_ids, non_blocking=True)
-        return StepOutput(views.tokens, output.logits, views)
+        elif details.packed is not None and views.details.packed is not None:
+            views.details.packed.copy_(details.packed, non_blocking=True)
+        else:
+            views.details.copy_(details)
+        return StepOutput(views.tokens, output.logits, views.details)
 
-    def depart(self, number: int) -> torch.cuda.Event | None:
-        """Record, behind the copies of step `number`, the event that they have arrived with."""
-        return self._record(number, 1)
+    def depart(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Record, behind the copies of step `number`, the event that they have arrived with.
 
-    def _record(self, number: int, which: int) -> torch.cuda.Event | None:
+        `began` is what `begin` returned for the step: only with it the time is taken.
+        """
         if self._events is None:
             return None
-        event = self._events[number % OUTPUT_SETS][which]
+        events = self._events[number % OUTPUT_SETS]
+        return self._record(events.arrived if began is None else events.timed_arrived)
+
+    def _record(self, event: torch.cuda.Event) -> torch.cuda.Event:
         event.record(current_stream(self._device))
         return event
+
+
+class OutputEvents(NamedTuple):
+    """Of the steps that use one set of outputs."""
+
+    began: torch.cuda.Event
+    """With timing, like the next one."""
+    timed_arrived: torch.cuda.Event
+    arrived: torch.cuda.Event
+    """Without timing."""
+
+
+class _HostViews(NamedTuple):
+    """A set's memory as the output of a step."""
+
+    tokens: torch.Tensor
+    details: SampleOutput | None
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, output: StepOutput) -> _HostViews:
+        shape = output.tokens.shape
+        if output.details is None:
+            tokens = whole[: shape.numel() * 8].view(torch.int64).unflatten(0, shape)
+            return cls(tokens, None)
+        lanes, tops = output.details.top_ids.shape[-2:]
+        steps, size = shape[:-1], SampleOutput.packed_bytes(lanes, tops)
+        packed = whole[: steps.numel() * size].view(*steps, size)
+        details = SampleOutput.unpack(packed, lanes, tops)
+        return cls(details.tokens, details)
 
 
 def sampled_tokens(launch: Launch) -> Iterable[Sampled]:

@@ -10,7 +10,7 @@ is read.
     decode step of few and all rows, full sampler  logits
 
 A step that takes too long for a start is not run: its peak follows from two smaller ones. Captured
-steps cannot be watched while they are replayed; they are watched while they are prepared.
+steps cannot be watched while they are replayed; they are watched while they are warmed up.
 
 On a CPU this concerns the whole process: for each peak the C library gives back what it keeps for
 later (`malloc_trim`), and the peak of the resident set that the kernel keeps (VmHWM, which
@@ -94,36 +94,52 @@ class StepMemory:
 
 
 class CapturePeaks:
-    """Peaks of CUDA memory while each step of a library is prepared; called after each of them."""
+    """CUDA memory while a library is prepared: peaks of warm-ups, and what all captures hold.
+
+    See `PreparationWatcher`. The steps are warmed up before the first of them is captured, so that
+    a peak is that of a step, and what the device loses from then on is held by captures.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Begin before the first step is prepared."""
         self._device = device
         self.peaks: dict[StepKey, int] = {}
-        self._reserved = self._begin_reserved()
+        self.pool_bytes = 0
+        """What the memory pool of the captures has grown to: it holds what steps hold."""
+        self.captured_bytes = 0
+        """What the device has lost to all captures: their pool and the nodes of their graphs."""
+        self._reserved, self._free = 0, 0
         self._held = self._begin()
 
-    def __call__(self, key: StepKey) -> None:
+    def warmed_up(self, key: StepKey) -> None:
         """Take the peak since the last call as that of `key`.
 
-        What stays behind (outputs, workspaces of libraries) is not of the step but of the pool.
+        What stays behind (workspaces of libraries) is not of the step.
         """
         peak, held = torch.cuda.max_memory_allocated(self._device), self._held
         self._held = self._begin()
         self.peaks[key] = max(0, peak - max(held, self._held))
 
-    @property
-    def pool_bytes(self) -> int:
-        """What the memory pool of the captures has grown to: it holds what steps hold."""
-        return max(0, self._begin_reserved() - self._reserved)
+    def begin_captures(self) -> None:
+        """Note what the device has left before the first capture."""
+        self._reserved, self._free = self._settled()
+
+    def end_captures(self) -> None:
+        """Compare with what it has left after the last one."""
+        reserved, free = self._settled()
+        self.pool_bytes = max(0, reserved - self._reserved)
+        self.captured_bytes = max(0, self._free - free)
 
     def _begin(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(torch.cuda.memory_allocated(self._device))
 
-    def _begin_reserved(self) -> int:
+    def _settled(self) -> tuple[int, int]:
+        """Return bytes that torch reserves and that the device has free, with nothing under way."""
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        return int(torch.cuda.memory_reserved(self._device))
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(torch.cuda.memory_reserved(self._device)), int(free)
 
 
 def measure_steps(
@@ -195,8 +211,12 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
 
 def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
     """Add what captures hold beside the pool in which their activations lie."""
-    held, pool = sum(report.bytes for report in runner.library.reports()), captured.pool_bytes
+    held, pool = captured.captured_bytes, captured.pool_bytes
     note = f"beside a pool of {pool} bytes for activations, logits and masks"
+    each = sum(report.bytes for report in runner.library.reports())
+    if each != held:
+        # The one is measured around all captures at once, the other around each of them.
+        note += f"; the captures one by one took {each} bytes of {held}"
     return StepMemory(
         {**memory.measured, "captured_graphs": max(0, held - pool)},
         {**memory.notes, "captured_graphs": note},

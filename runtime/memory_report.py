@@ -14,9 +14,9 @@ import torch
 from ..cache.device_memory import DeviceMemory
 from ..cache.memory import MemoryBudget, MemoryBudgetError, plan_memory
 from ..cache.memory_plan import format_bytes
-from .config import MAX_ROWS, EngineConfig, Mode, ResolvedConfig
+from .config import MAX_ROWS, EngineConfig, Mode, ResolvedConfig, resolve_kernels
 from .footprint import model_footprint
-from .kernels import Kernels, select_kernels
+from .kernels import Kernels, native_obstacle, select_kernels
 from .loading import resolve_source
 from .models.config import ModelConfig
 from .startup import RESERVE_BYTES, layer_groups, plan_engine
@@ -80,7 +80,9 @@ def explain_memory(
         shared = resolved.device.type == "cpu"
         memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
         place = f"{resolved.device.type} with {format_bytes(device_memory)}"
-    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
+    kernels = select_kernels(
+        resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+    )
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
@@ -105,12 +107,19 @@ def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     """Make the choices of `ResolvedConfig.resolve` without asking for the device."""
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
         return ResolvedConfig.resolve(config, model)
-    on_cpu = dataclasses.replace(config, device="cpu", mode="eager")
+    on_cpu = dataclasses.replace(config, device="cpu", mode="eager", kernels="torch")
+    resolved = ResolvedConfig.resolve(on_cpu, model)
+    mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
+    obstacle = native_obstacle(
+        "cuda", resolved.dtype, resolved.weights, latent=model.latent is not None
+    )
     return dataclasses.replace(
-        ResolvedConfig.resolve(on_cpu, model),
+        resolved,
         user=config,
         device=torch.device("cuda"),
-        mode=cast(Mode, "graph" if config.mode == "auto" else config.mode),
+        kernels=resolve_kernels(config.kernels, mode, obstacle),
+        native_obstacle=obstacle,
+        mode=mode,
     )
 
 

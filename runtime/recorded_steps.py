@@ -77,7 +77,9 @@ def record_steps(
     config = dataclasses.replace(config, device="cuda", mode="graph")
     resolved = resolve_absent(config, model)
     groups = layer_groups(model, resolved)
-    kernels = select_kernels("cuda", resolved.mode, resolved.dtype, resolved.weights)
+    kernels = select_kernels(
+        "cuda", resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+    )
     arena = Arena(groups, _BLOCKS, config.block_size, resolved.dtype, _META, resolved.storage)
     decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)
     decoder.store(

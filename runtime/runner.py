@@ -5,18 +5,27 @@ Nothing here waits for the device except `read`, and that waits for the tokens o
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..cache.arena import Arena, HostArena
 from ..cache.spec import LayerGroup
 from ..graphs.buffers import StaticBuffers
-from ..graphs.library import StepLibrary
-from ..graphs.steps import CapturedStep, CompiledStep, CudaGraphCapturer, EagerStep, Step
+from ..graphs.library import PreparationWatcher, StepLibrary
+from ..graphs.steps import (
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    GraphCapturer,
+    Step,
+)
 from ..profiling import ranges
 from .batch import (
     EmbedInputs,
@@ -35,6 +44,9 @@ from .request import Request
 from .rows import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
+
+if TYPE_CHECKING:
+    from .kernels.gpu.precompile import CompiledKernels
 
 __all__ = ["Runner"]
 
@@ -109,9 +121,11 @@ class Runner:
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
         )
-        compiled = config.mode == "compile" or (config.mode == "graph" and user.compile)
-        self._functions = bind(compiled=compiled)
-        self.library = _library(config, self._functions, bind(compiled=False), self.sizes.keys())
+        self._functions, self._eager = bind(compiled=config.compiled), bind(compiled=False)
+        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
+        self.library = _library(
+            config, self._functions, self._eager, self._capturer, self.sizes.keys()
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -152,9 +166,28 @@ class Runner:
         assert int(self.state.positions[self.null_row]) == 0
         assert not self.state.block_tables[:, self.null_row].any()
 
-    def prepare(self, progress: Callable[[int, int, StepKey], None] | None = None) -> None:
-        """Compile and capture every step before there is a request."""
-        self.library.prepare(progress)
+    def compile_kernels(self) -> CompiledKernels:
+        """Compile the Triton kernels of all steps in parallel, which `prepare` would one by one."""
+        from .kernels.gpu.precompile import compile_kernels  # needs triton, as CUDA's kernels do
+
+        # Several steps of a launch run the kernels of one.
+        keys = self.sizes.keys()
+        keys = list(dict.fromkeys(dataclasses.replace(key, steps=1) for key in keys))
+        steps = [(str(key), self._eager.bind(key)) for key in keys]
+        if self._capturer is None:
+            return compile_kernels(steps)
+        # Libraries keep a workspace for each stream: it is the one that captures need anyway.
+        compiled: list[CompiledKernels] = []
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
+        return compiled[0]
+
+    def prepare(
+        self,
+        progress: Callable[[int, int, StepKey], None] | None = None,
+        watcher: PreparationWatcher[StepKey] | None = None,
+    ) -> None:
+        """Compile and capture every step before there is a request; see `StepLibrary.prepare`."""
+        self.library.prepare(progress, watcher)
 
     def close(self) -> None:
         """Let go of all steps and of what was compiled for them."""
@@ -227,8 +260,18 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
-        arrived = self._outputs.depart(number)
+        arrived = self._outputs.depart(number, began)
         return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
+
+    @property
+    def times_device(self) -> bool:
+        """Whether events take the time that another processor works on a step."""
+        return self._outputs is not None and self._outputs.timed
+
+    @times_device.setter
+    def times_device(self, wanted: bool) -> None:
+        if self._outputs is not None:
+            self._outputs.timed = wanted
 
     def read(self, launch: Launch) -> Iterable[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""
@@ -336,16 +379,16 @@ def _library(
     config: ResolvedConfig,
     functions: StepFunctions,
     eager: StepFunctions,
+    capturer: GraphCapturer | None,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
     """Return the unprepared library of the mode. A key it lacks runs as plain PyTorch code."""
-    capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         if config.mode == "eager":
             return EagerStep(eager.bind(key), str(key))
         if capturer is None:
-            return CompiledStep(functions.bind(key), str(key), compiles=functions.compiles)
+            return CompiledStep(functions.bind(key), str(key))
         return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
 
     def make_fallback(key: StepKey) -> Step[StepOutput]:

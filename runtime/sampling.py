@@ -24,12 +24,15 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import RequestError
+from .kernels.choice import SamplerName
 from .kernels.cpu_sampling import fused_full, fused_greedy
+from .kernels.feedback import Feedback
 from .kernels.selection import draw, largest, uniform
 from .kernels.thresholds import bisect_thresholds
 from .sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
 
 __all__ = [
+    "SAMPLERS",
     "SampleOutput",
     "Sampler",
     "SamplingState",
@@ -37,6 +40,7 @@ __all__ = [
     "sample_full",
     "sample_greedy",
     "torch_sampler",
+    "triton_sampler",
 ]
 
 MAX_ROW_STOP_IDS = 32
@@ -72,18 +76,61 @@ class SampleOutput:
     """float32 `[B, min(20, V)]`: the highest log-probabilities, highest first."""
     top_ids: torch.Tensor
     """int64 `[B, min(20, V)]`: their tokens."""
+    packed: torch.Tensor | None = None
+    """uint8 `[packed_bytes]`: the memory that the four are views of, if it is one."""
+
+    @staticmethod
+    def packed_bytes(lanes: int, tops: int) -> int:
+        """Bytes of the four of `lanes` lanes with `tops` highest log-probabilities each."""
+        return -(-lanes * (1 + tops) * 12 // 8) * 8
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor, lanes: int, tops: int) -> SampleOutput:
+        """Return the four as views of uint8 `[packed_bytes]`, or `[steps, packed_bytes]`."""
+        views, at = [], 0
+        for width, dtype in (
+            (1, torch.int64),
+            (tops, torch.int64),
+            (1, torch.float32),
+            (tops, torch.float32),
+        ):
+            end = at + lanes * width * dtype.itemsize
+            views.append(packed[..., at:end].view(dtype).unflatten(-1, (lanes, width)))
+            at = end
+        tokens, top_ids, logprob, top_logprobs = views
+        return cls(tokens.squeeze(-1), logprob.squeeze(-1), top_logprobs, top_ids, packed)
+
+    def in_one_piece(self) -> SampleOutput:
+        """Return itself if it is `packed`, or what becomes of a copy in one piece of memory."""
+        if self.packed is not None:
+            return self
+        lanes, tops = self.top_ids.shape[-2:]
+        parts = (self.tokens, self.top_ids.flatten(-2), self.logprob, self.top_logprobs.flatten(-2))
+        as_bytes = [part.contiguous().view(torch.uint8) for part in parts]
+        missing = self.packed_bytes(lanes, tops) - sum(part.shape[-1] for part in as_bytes)
+        packed = torch.cat((*as_bytes, as_bytes[0][..., :missing]), dim=-1)
+        return SampleOutput.unpack(packed, lanes, tops)
+
+    def copy_(self, source: SampleOutput) -> None:
+        """Copy tensor by tensor, without waiting for the device."""
+        for own, other in zip(self._four(), source._four(), strict=True):
+            own.copy_(other, non_blocking=True)
 
     @classmethod
     def stack(cls, steps: Sequence[SampleOutput]) -> SampleOutput:
         """Return what several steps drew, with a dimension of steps before all others."""
-        return cls(
-            **{f.name: torch.stack([getattr(step, f.name) for step in steps]) for f in fields(cls)}
-        )
+        packed = [step.packed for step in steps if step.packed is not None]
+        if len(packed) == len(steps):
+            return cls.unpack(torch.stack(packed), *steps[0].top_ids.shape)
+        return cls(*(torch.stack(column) for column in zip(*map(cls._four, steps), strict=True)))
 
     def unbind(self) -> list[SampleOutput]:
         """Return what each of the stacked steps drew, as views."""
-        columns = zip(*(getattr(self, f.name).unbind() for f in fields(self)), strict=True)
+        columns = zip(*(tensor.unbind() for tensor in self._four()), strict=True)
         return [SampleOutput(*column) for column in columns]
+
+    def _four(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.tokens, self.logprob, self.top_logprobs, self.top_ids
 
 
 @dataclass(frozen=True)
@@ -178,8 +225,13 @@ class SamplingState:
         _copy(torch.tensor(integers, dtype=torch.int64), self.integers[row])
 
 
+def _biases(params: SamplingParams) -> dict[int, float]:
+    """Those that change anything: kernels look for a first one to know whether there are some."""
+    return {token_id: bias for token_id, bias in params.logit_bias.items() if bias != 0.0}
+
+
 def _row_reals(params: SamplingParams) -> list[float]:
-    bias = list(params.logit_bias.values())
+    bias = list(_biases(params).values())
     return [
         max(params.temperature, _MIN_DIVISOR) if params.temperature > 0.0 else 0.0,
         params.top_p,
@@ -195,7 +247,7 @@ def _row_reals(params: SamplingParams) -> list[float]:
 def _row_integers(
     params: SamplingParams, seed: int, ban_until: int, stop_ids: Sequence[int], vocab_size: int
 ) -> list[int]:
-    bias = list(params.logit_bias)
+    bias = list(_biases(params))
     spare = stop_ids[0] if stop_ids else 0
     return [
         min(params.top_k or vocab_size, vocab_size),
@@ -295,6 +347,50 @@ def _sample_full_fused(
     )
 
 
+def _triton_greedy(logits_BV: torch.Tensor, feed: Feedback | None = None) -> torch.Tensor:
+    from .kernels.gpu.sampler import greedy_rows  # needs triton
+
+    return greedy_rows(logits_BV, feed)
+
+
+def _triton_full(
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    feed: Feedback | None = None,
+) -> SampleOutput:
+    """Do what `sample_full` does, in two Triton kernels."""
+    from .kernels.gpu.sampler import full_rows  # needs triton
+
+    lanes, vocab_size = logits_BV.shape
+    tops = min(MAX_LOGPROBS, vocab_size)
+    size = SampleOutput.packed_bytes(lanes, tops)
+    packed = torch.empty(size, dtype=torch.uint8, device=logits_BV.device)
+    output = SampleOutput.unpack(packed, lanes, tops)
+    full_rows(
+        logits_BV,
+        state.reals,
+        state.integers,
+        state.token_counts,
+        rows_B,
+        positions_B,
+        (output.tokens, output.logprob, output.top_ids, output.top_logprobs),
+        feed,
+    )
+    return output
+
+
+def _triton_greedy_step(logits_BV: torch.Tensor, feed: Feedback) -> torch.Tensor:
+    return _triton_greedy(logits_BV, feed)
+
+
+def _triton_full_step(
+    logits_BV: torch.Tensor, state: SamplingState, feed: Feedback
+) -> SampleOutput:
+    return _triton_full(logits_BV, state, feed.rows, feed.positions, feed)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """One choice of implementations."""
@@ -303,6 +399,10 @@ class Sampler:
     """Signature of `sample_greedy`."""
     full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
     """Signature of `sample_full`."""
+    greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
+    """Logits to tokens, which it writes into the rows' state; None: only `greedy`."""
+    full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
+    """Likewise with sampling parameters; None: only `full`."""
 
 
 torch_sampler = Sampler(sample_greedy, sample_full)
@@ -310,6 +410,16 @@ torch_sampler = Sampler(sample_greedy, sample_full)
 
 fused_sampler = Sampler(fused_greedy, _sample_full_fused)
 """For CPUs after `load_cpu_ops`: nothing that a compiler could improve."""
+
+triton_sampler = Sampler(_triton_greedy, _triton_full, _triton_greedy_step, _triton_full_step)
+"""For CUDA devices: two kernels for either, token feedback included. Needs triton."""
+
+SAMPLERS: dict[SamplerName, Sampler] = {
+    "torch": torch_sampler,
+    "cpu": fused_sampler,
+    "triton": triton_sampler,
+}
+"""The samplers by the name that `Kernels.sampler` gives them."""
 
 
 def _penalise(

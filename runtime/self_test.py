@@ -19,11 +19,12 @@ from ..graphs.steps import CudaGraphCapturer, GraphCapturer
 from .config import MAX_ROWS, ResolvedConfig
 from .errors import KernelSelfTestError
 from .kernels import Kernels, paged_attention, reference_paged_attention, select_kernels
+from .kernels.choice import SamplerName
 from .kernels.gpu.dependent import dependent_launch
 from .kernels.self_test import Fallback, disagreement, tolerance, warn_of_fallbacks
 from .models.config import ModelConfig
 from .sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
-from .sampling import SamplingState, fused_sampler, torch_sampler
+from .sampling import SAMPLERS, SamplingState
 from .sampling_params import SamplingParams
 
 __all__ = ["check_kernels", "dependent_launch_failure"]
@@ -109,6 +110,8 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         tokens=config.user.prefill_chunk,
         longest=_GPU_LONGEST,
     )
+    if config.device.type == "cuda":
+        _compile_ahead(SampleSteps(cut, config, kernels, cases, seed), cases)
     steps = SampleSteps(cut, config, both, cases, seed)
     for case in cases:
         checks.read_blocks, checks.tokens = case.read_blocks(size), case.tokens
@@ -124,6 +127,11 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         mixed = dataclasses.replace(mixed, attention=plain)
     if not _ATTENTION.isdisjoint(checks.failures):
         mixed = dataclasses.replace(mixed, bounded_by_length=False, masks=1)
+    if mixed.sampler == "triton":
+        wrong = _sampler_failure("triton", model.vocab_size, config.device, generator)
+        if wrong is not None:
+            failed = (*failed, wrong)
+            mixed = dataclasses.replace(mixed, sampler="torch")
     if config.mode == "graph" and mixed.dependent_launch and _can_depend(config.device):
         steps = SampleSteps(cut, config, mixed, cases, seed)
         unequal = dependent_launch_failure(steps, cases, CudaGraphCapturer(config.device))
@@ -132,6 +140,14 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
             failed = (*failed, unequal)
             mixed = dataclasses.replace(mixed, dependent_launch=False)
     return dataclasses.replace(mixed, fallbacks=failed) if failed else kernels
+
+
+def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
+    """Compile what the checks will launch, in parallel; what fails does so again in its check."""
+    from .kernels.gpu.precompile import compile_kernels
+
+    compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
+    steps.close()
 
 
 def _can_depend(device: torch.device) -> bool:
@@ -213,8 +229,8 @@ def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         steps = SampleSteps(cut, config, native, cases, seed)
         failure = _step_failure(steps, cases, expected, config)
         steps.close()
-        if failure is None and native.fused_sampling:
-            failure = _sampler_failure(cut.vocab_size, generator)
+        if failure is None and native.sampler == "cpu":
+            failure = _sampler_failure("cpu", cut.vocab_size, config.device, generator)
         if failure is None:
             return dataclasses.replace(native, fallbacks=tuple(fallbacks)) if fallbacks else native
         fallbacks.append(failure)
@@ -255,20 +271,23 @@ def _step_failure(
     return None
 
 
-def _sampler_failure(vocab_size: int, generator: torch.Generator) -> Fallback | None:
-    """Compare greedy and random draws of a few rows."""
+def _sampler_failure(
+    name: SamplerName, vocab_size: int, device: torch.device, generator: torch.Generator
+) -> Fallback | None:
+    """Compare greedy and random draws of a few rows with those of the plain sampler."""
     params = (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, top_k=20, logit_bias={3: 4.0}),
         SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01),
         SamplingParams(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.5),
     )
-    rows_B = torch.arange(len(params))
-    positions_B = torch.randint(100, (len(params),), generator=generator)
-    logits_BV = 3 * torch.randn(len(params), vocab_size, generator=generator)
+    title = {"cpu": "C++ sampler", "triton": "Triton sampler"}[name]
+    rows_B = torch.arange(len(params), device=device)
+    positions_B = torch.randint(100, (len(params),), generator=generator).to(device)
+    logits_BV = 3 * torch.randn(len(params), vocab_size, generator=generator).to(device)
     drawn = []
-    for sampler in (fused_sampler, torch_sampler):
-        state = SamplingState.allocate(len(params), vocab_size, torch.device("cpu"))
+    for sampler in (SAMPLERS[name], SAMPLERS["torch"]):
+        state = SamplingState.allocate(len(params), vocab_size, device)
         for row, wanted in enumerate(params):
             state.write_row(
                 row, wanted, seed=row, prompt_ids=[1, 2], output_ids=[2], stop_token_ids=[]
@@ -277,9 +296,7 @@ def _sampler_failure(vocab_size: int, generator: torch.Generator) -> Fallback | 
             greedy = sampler.greedy(logits_BV)
             drawn.append((greedy, sampler.full(logits_BV, state, rows_B, positions_B)))
         except Exception as failure:
-            return Fallback(
-                "C++ sampler", _sizes(logits_BV), f"{type(failure).__name__}: {failure}"
-            )
+            return Fallback(title, _sizes(logits_BV), f"{type(failure).__name__}: {failure}")
     (greedy, full), (plain_greedy, plain) = drawn
     error = disagreement(greedy, plain_greedy, 0.0)
     # One draw may lie so close to a boundary that sums in another order decide it.
@@ -287,7 +304,7 @@ def _sampler_failure(vocab_size: int, generator: torch.Generator) -> Fallback | 
         error = "drawn tokens differ"
     if error is None:
         error = disagreement(full.top_logprobs, plain.top_logprobs, tolerance(torch.float32))
-    return None if error is None else Fallback("C++ sampler", _sizes(logits_BV), error)
+    return None if error is None else Fallback(title, _sizes(logits_BV), error)
 
 
 def _sizes(logits_BV: torch.Tensor) -> str:

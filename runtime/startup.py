@@ -10,10 +10,13 @@ import dataclasses
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..cache.arena import Arena, HostArena
 from ..cache.device_memory import DeviceMemory
@@ -26,6 +29,7 @@ from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
+from .kernels.self_test import Fallback
 from .loading import Source, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
@@ -34,6 +38,9 @@ from .runner import Runner
 from .self_test import check_kernels
 from .step_functions import StepKey
 from .tokenizer import TextTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from .kernels.gpu.precompile import CompiledKernels
 
 __all__ = ["RESERVE_BYTES", "EngineParts", "layer_groups", "plan_engine", "start"]
 
@@ -80,10 +87,12 @@ class EngineParts:
     """What steps hold while they run."""
     phases: tuple[Phase, ...]
     """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
-    is one, "static_buffers", "prepare", "measure"."""
+    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
     start_seconds: float
     """The phases and what lies between them; the calibration of a time budget comes on top."""
     code_cache: CodeCache
+    compiled_kernels: CompiledKernels | None = None
+    """Triton kernels that were compiled ahead of the steps; None where there are none."""
 
     @property
     def load_seconds(self) -> float:
@@ -148,9 +157,7 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     resolved = ResolvedConfig.resolve(config, found.config)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
-        kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
-        kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
-        kernels = check_kernels(kernels, found.config, resolved, required=False)
+        kernels = _checked_kernels(found.config, resolved)
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())
@@ -174,10 +181,14 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     with log.phase("static_buffers"):
         prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
         runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
+    compiled_kernels = None
+    if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
+        with log.phase("compile_kernels"):
+            compiled_kernels = runner.compile_kernels()
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         with _preparation_bar(shown=progress) as report:
-            runner.prepare(report if captured is None else _both(report, captured))
+            runner.prepare(report, captured)
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
@@ -194,9 +205,30 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
         tuple(log.phases),
         time.perf_counter() - began,
         CodeCache.now().since(code_before),
+        compiled_kernels,
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
+
+
+def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
+    """Return the kernels of an engine: those that exist for its model and pass their self-test."""
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels
+    )
+    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
+    kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
+    if config.kernels == "torch" or config.native_obstacle is None:
+        return kernels
+    dtype = str(config.dtype).removeprefix("torch.")
+    fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
+    message = (
+        f"no native decoder layers for {fallback.shape}: {fallback.error}."
+        " Plain PyTorch takes their place, which is slower"
+    )
+    logger.warning("%s", message)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
 
 
 def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
@@ -213,12 +245,18 @@ def plan_engine(
 ) -> MemoryPlan:
     """Size the cache; no weight is read for it, and no device is asked but `memory`.
 
+    A cache sized by a share of the free memory has no more blocks than `max_rows` requests of
+    `max_model_len` tokens use. `num_blocks` and `memory_tokens`, and `memory_bytes` where the
+    memory is not that of the operating system, may ask for more.
+
     Raises:
         MemoryBudgetError: the budget has no room for the smallest cache, or the host none for
             what lies there.
         ConfigError: `max_model_len` was asked for, and the cache cannot hold one such sequence.
     """
     user = config.user
+    # A share of the free memory is a limit; on a device of its own memory_bytes is an amount.
+    capped = memory.shared_with_os or user.memory_bytes is None
     footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
     plan = plan_memory(
         footprint,
@@ -228,7 +266,7 @@ def plan_engine(
         max_batch_tokens=user.max_batch_tokens,
         # As many batch tokens as slots, but no more than a step can use.
         batch_tokens_per_block=user.block_size,
-        cap_blocks=footprint.most_blocks if memory.shared_with_os else None,
+        cap_blocks=footprint.most_blocks if capped else None,
         reserve_bytes=RESERVE_BYTES[config.device.type],
     )
     if not plan.host_shared and plan.host_total > memory.host_available:
@@ -261,18 +299,6 @@ def _load(
         with CheckpointReader(source.directory) as reader:
             model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()
-
-
-def _both(
-    report: Callable[[int, int, StepKey], None], captured: CapturePeaks
-) -> Callable[[int, int, StepKey], None]:
-    """Return a progress callback that also takes the peak of the step that was prepared."""
-
-    def progress(done: int, total: int, key: StepKey) -> None:
-        captured(key)
-        report(done, total, key)
-
-    return progress
 
 
 @contextmanager

@@ -7,36 +7,33 @@ go back into the state.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-A step is two parts, the forward pass with the head, and the sampler. A part that kernels do as a
-whole is called as it is: there is nothing left that a compiler could join, and calling compiled
-code costs the checks of its guards. The others are compiled. Decode and prefill share them, so all
-buckets run the same two pieces of code: compiled once for any number of tokens, and once more for
-a single one, which torch specialises. For that, what they get must differ in nothing but its
-length: inputs are small copies, since torch compiles anew for a view of another buffer, and for two
-arguments that are the same tensor.
+Where native kernels run all layers as one operation nothing is compiled: a compiler could join
+nothing, and calling compiled code costs the checks of its guards. Other steps are compiled whole,
+forward pass, head, sampling and feedback of the tokens. All buckets share the code of a phase and a
+sampler: compiled once for any number of tokens, and once more for a single one, which torch
+specialises. For that, inputs must differ in nothing but their length, so they are small copies:
+torch compiles anew for a view at another offset, and for two arguments that are the same tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from .batch import EmbedInputs, StepInputs
 from .kernels import DecodeStep
+from .kernels.feedback import Feedback
 from .kernels.gpu.dependent import dependent_launch
 from .models.decoder import AttentionInputs, Decoder
 from .naming import operation
 from .rows import RowState
-from .sampling import SampleOutput, fused_sampler, torch_sampler
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .sampling import SAMPLERS, SampleOutput
 
 _serial = itertools.count()
 
@@ -96,19 +93,15 @@ class StepFunctions:
         self.state = state
         self.inputs = inputs
         self.embeds = embeds
-        fused_sampling = model.kernels.fused_sampling
-        self._sampler = fused_sampler if fused_sampling else torch_sampler
+        self._sampler = SAMPLERS[model.kernels.sampler]
         self._compiled: dict[str, Callable[..., Any]] = {}
         if compiled and model.stack is None:
-            self._compile(self._forward_pass)
-        if compiled and not fused_sampling:
-            self._compile(self._greedy)
-            self._compile(self._full)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether parts of the steps are compiled; until `close`."""
-        return bool(self._compiled)
+            if model.kernels.sampler == "triton":  # whose launches torch.compile cannot trace
+                self._sampler = SAMPLERS["torch"]
+            self._compile(self._decode_parts)
+            self._compile(self._prefill_parts)
+        elif compiled and model.kernels.sampler == "torch":
+            self._compile(self._sampled)
 
     def _compile(self, part: Callable[..., Any]) -> None:
         for tensor in (self.arena, *self.state.tensors().values()):
@@ -155,12 +148,23 @@ class StepFunctions:
     def _decode_step(self, key: StepKey) -> StepOutput:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
+        rows_B = self.inputs.decode_rows[: key.size]
+        tensors = self._copied(self._decode_parts, rows_B, rows_B)
+        return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
+
+    def _decode_parts(
+        self,
+        rows_B: torch.Tensor,
+        table_rows_B: torch.Tensor,
+        read_blocks: int,
+        full_sampler: bool,
+    ) -> StepOutput:
+        """A decode step of the rows `[B]`, int64, which are given twice: see `_forward_pass`."""
         with operation("inputs"):
-            rows = self.inputs.decode_rows[: key.size].clone()
-            positions = self.state.positions[rows]
-            token_ids, table_rows = self.state.token_ids[rows], rows.clone()
-        hidden = self._forward(token_ids, positions, rows, table_rows, key.read_blocks)
-        return self._sample(key, self.model.logits(hidden), rows, positions)
+            positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
+        hidden_BD = self._forward_pass(token_ids_B, positions_B, rows_B, table_rows_B, read_blocks)
+        logits_BV = self.model.logits(hidden_BD)
+        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
 
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
         """As `_decode_step`, by kernels that begin with the state and, if greedy, end with it."""
@@ -175,39 +179,75 @@ class StepFunctions:
             self.block_size,
         )
         if key.full_sampler:
-            with operation("inputs"):
-                rows_B = rows_B.clone()
-            return self._sample(key, result.logits, rows_B, result.positions)
+            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
+            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
-        with operation("inputs"):
-            token_ids, positions = inputs.token_ids[:size].clone(), inputs.positions[:size].clone()
-            token_rows, rows = inputs.token_rows[:size].clone(), inputs.prefill_rows.clone()
-            embeds = self._embeds(size)
-        hidden = self._forward(token_ids, positions, token_rows, rows, key.read_blocks, *embeds)
+        tensors = self._copied(
+            self._prefill_parts,
+            inputs.token_ids[:size],
+            inputs.positions[:size],
+            inputs.token_rows[:size],
+            inputs.prefill_rows,
+            inputs.sample_index,
+            inputs.sample_rows,
+        )
+        embeds = self._copied(self._prefill_parts, *self._embeds(size))
+        sizes = key.read_blocks, key.full_sampler
+        return self._call(self._prefill_parts, *tensors, *sizes, *embeds)
+
+    def _prefill_parts(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_rows_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        last_R: torch.Tensor,
+        sample_rows_R: torch.Tensor,
+        read_blocks: int,
+        full_sampler: bool,
+        *embeds: torch.Tensor,
+    ) -> StepOutput:
+        """A prefill step; `last_R` are the indices of the last token of each chunk."""
+        hidden_TD = self._forward_pass(
+            token_ids_T, positions_T, token_rows_T, rows_R, read_blocks, *embeds
+        )
         with operation("last_tokens"):
-            last, sample_rows = inputs.sample_index, inputs.sample_rows.clone()
-            hidden, positions = hidden[last], positions[last]
-        return self._sample(key, self.model.logits(hidden), sample_rows, positions)
+            hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
+        logits_RV = self.model.logits(hidden_RD)
+        return self._sampled(logits_RV, sample_rows_R, positions_R, full_sampler)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or nothing where there are never any."""
         if self.embeds is None:
             return ()
-        return self.embeds.embeds[:size].clone(), self.embeds.mask[:size].clone()
+        return self.embeds.embeds[:size], self.embeds.mask[:size]
 
-    def _forward(self, *arguments: Any) -> torch.Tensor:
-        """Run `_forward_pass`, or what it was compiled to, which has no scopes of its own."""
-        compiled = self._compiled.get(self._forward_pass.__name__)
+    def _copied(
+        self, part: Callable[..., StepOutput], *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the inputs of a part: copies if it is compiled, see the top of this file."""
+        if part.__name__ not in self._compiled:
+            return tensors
+        with operation("inputs"):
+            return [tensor.clone() for tensor in tensors]
+
+    def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
+        """Run a part of a step, or what it was compiled to, which has no scopes of its own."""
+        compiled = self._compiled.get(part.__name__)
         if compiled is None:
-            return self._forward_pass(*arguments)
-        with operation("forward"):
-            hidden: torch.Tensor = compiled(*arguments)
-            return hidden
+            output = part(*arguments)
+        else:
+            with operation("compiled"):
+                output = compiled(*arguments)
+        if output.details is None or not output.logits.is_cuda:
+            return output
+        details = output.details.in_one_piece()  # which one copy brings to the host
+        return StepOutput(details.tokens, output.logits, details)
 
     def _forward_pass(
         self,
@@ -242,38 +282,34 @@ class StepFunctions:
         )
         return self.model.decode(x_TD, self.arena, inputs)
 
-    def _sample(
+    def _sampled(
         self,
-        key: StepKey,
         logits_BV: torch.Tensor,
         rows_B: torch.Tensor,
         positions_B: torch.Tensor,
+        full_sampler: bool,
     ) -> StepOutput:
-        sampler = self._part(self._full if key.full_sampler else self._greedy)
-        with operation("sample" if key.full_sampler else "greedy"):
-            return sampler(logits_BV, rows_B, positions_B)
-
-    def _part(self, part: Callable[P, R]) -> Callable[P, R]:
-        """Return a part of a step, compiled if there is a compiled one."""
-        return self._compiled.get(part.__name__, part)
+        """Sample the token that follows each position, and make it the row's newest."""
+        sampler, state = self._sampler, self.state
+        feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
+        if not full_sampler:
+            with operation("greedy"):
+                if sampler.greedy_step is not None:
+                    return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
+                tokens_B = sampler.greedy(logits_BV)
+                self._feed_back(tokens_B, rows_B, positions_B + 1)
+                return StepOutput(tokens_B, logits_BV, None)
+        with operation("sample"):
+            if sampler.full_step is not None:
+                details = sampler.full_step(logits_BV, state.sampling, feedback)
+            else:
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
+                self._feed_back(details.tokens, rows_B, positions_B + 1)
+            return StepOutput(details.tokens, logits_BV, details)
 
     def close(self) -> None:
         """Let go of compiled code, which refers back to this object."""
         self._compiled = {}
-
-    def _greedy(
-        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
-    ) -> StepOutput:
-        tokens = self._sampler.greedy(logits_BV)
-        self._feed_back(tokens, rows_B, positions_B + 1)
-        return StepOutput(tokens, logits_BV, None)
-
-    def _full(
-        self, logits_BV: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
-    ) -> StepOutput:
-        details = self._sampler.full(logits_BV, self.state.sampling, rows_B, positions_B + 1)
-        self._feed_back(details.tokens, rows_B, positions_B + 1)
-        return StepOutput(details.tokens, logits_BV, details)
 
     def _feed_back(
         self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor

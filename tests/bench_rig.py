@@ -1,8 +1,10 @@
 """bench.py as its command line runs it, in this process, with a bandwidth that stays the same."""
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from stepgraph.runtime.benchmarks import run_scenarios
@@ -18,6 +20,19 @@ def load_bench() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def schema_errors(document: Any, definition: str | None = None) -> list[str]:
+    """What docs/benchmark.schema.json, or one of its definitions, finds wrong in a document.
+
+    Skips the test where the package jsonschema is missing.
+    """
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
+    if definition is not None:
+        schema = {"$defs": schema["$defs"], "$ref": f"#/$defs/{definition}"}
+    validator = jsonschema.Draft202012Validator(schema)
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
 def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:

@@ -162,6 +162,8 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EOS_TOKEN_IDS = [13, 22]
+GPU_BLOCKS = 2048
+"""More than any test's rows use, and a few MiB of a tiny model."""
 
 
 @dataclass(frozen=True)
@@ -314,11 +316,16 @@ def base(tiny: Callable[[str], TinyModel]) -> TinyModel:
 
 @pytest.fixture
 def open_engine(tiny: Callable[[str], TinyModel]) -> Iterator[Callable[..., Engine]]:
-    """Open an engine on a variant for one test: eager on the CPU unless told otherwise."""
+    """Open an engine on a variant for one test: eager on the CPU unless told otherwise.
+
+    On a GPU its cache has a fixed size, because tests of several processes share the memory.
+    """
     engines: list[Engine] = []
 
     def make(variant: str, **config: Any) -> Engine:
         settings = {"device": "cpu", "mode": "eager", "max_rows": 4} | config
+        if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
+            settings.setdefault("num_blocks", GPU_BLOCKS)
         engines.append(Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings)))
         return engines[-1]
 

@@ -31,7 +31,7 @@ from stepgraph.profiling import attribution
 from stepgraph.runtime import config, launch, runner, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels, select_kernels
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.rows import RowState
 from stepgraph.runtime.runner import Runner
 from stepgraph.runtime.sampling import SamplingState
@@ -201,10 +201,12 @@ class FakeStream:
 
 
 class FakeEvent:
-    """In the place of `torch.cuda.Event` with timing."""
+    """In the place of `torch.cuda.Event`."""
 
-    def __init__(self, stream: FakeStream) -> None:
+    def __init__(self, stream: FakeStream, *, timed: bool = True) -> None:
         self.stream = stream
+        self.timed = timed
+        self.records = 0
         self.ticket = 0
         self.at_ns = 0
 
@@ -212,6 +214,7 @@ class FakeEvent:
         def note() -> None:
             self.at_ns = stream.now_ns
 
+        self.records += 1
         self.ticket = stream.put(note)
 
     def synchronize(self) -> None:
@@ -220,16 +223,26 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         """Milliseconds; an error where it would be one, and no wait."""
         for event in (self, end):
+            assert event.timed, "both events need timing"
             if event.ticket == 0 or event.stream.done < event.ticket:
                 raise RuntimeError("device not ready")
         return (end.at_ns - self.at_ns) / 1e6
+
+
+def fake_events(stream: FakeStream) -> list[Any]:
+    """The events of all sets of outputs."""
+    return [
+        OutputEvents(*(FakeEvent(stream, timed=timed) for timed in (True, True, False)))  # type: ignore[arg-type]
+        for _ in range(OUTPUT_SETS)
+    ]
 
 
 @dataclass
 class FakeGraphs:
     """What happened, in order, over all capturers and buffers of a test.
 
-    Events: ("capturer", device), ("warm up",), ("capture", index), ("replay", index),
+    Events: ("capturer", device), ("warm up",), ("begin captures",), ("capture", index),
+    ("end captures",), ("replay", index),
     ("copy", name of the buffers), ("bring", phase), ("read", number of the step).
     """
 
@@ -323,15 +336,24 @@ class MirroredBuffers(StaticBuffers[Any]):
 
 
 class FakePeaks:
-    """In the place of `CapturePeaks`: a kilobyte for each row or token."""
+    """In the place of `CapturePeaks`: a kilobyte for each row or token, and a pool of one more."""
 
     pool_bytes = 1024
 
-    def __init__(self, device: object) -> None:
+    def __init__(self, graphs: FakeGraphs, device: object) -> None:
         self.peaks: dict[StepKey, int] = {}
+        self.captured_bytes = 0
+        self._graphs = graphs
 
-    def __call__(self, key: StepKey) -> None:
+    def warmed_up(self, key: StepKey) -> None:
         self.peaks[key] = 1024 * key.size
+
+    def begin_captures(self) -> None:
+        self._graphs.log.append(("begin captures",))
+
+    def end_captures(self) -> None:
+        self._graphs.log.append(("end captures",))
+        self.captured_bytes = 4096 * len(self._graphs.graphs) + self.pool_bytes
 
 
 @pytest.fixture(name="fake_graphs")
@@ -348,8 +370,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         plain = allocate(StaticBuffers, layout, specs, device)
         return MirroredBuffers.beside(plain, layout, graphs)
 
-    def chosen_kernels(device: Any, mode: Any, *rest: Any) -> Kernels:
-        return select_kernels(device, graphs.kernels, *rest)
+    def chosen_kernels(device: Any, mode: Any, dtype: Any, weights: Any, kernels: Any) -> Kernels:
+        return select_kernels(device, graphs.kernels, dtype, weights)
 
     def queued(owner: Any, name: str) -> None:
         """Let a method of something on the device take effect in the order of the stream."""
@@ -383,8 +405,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
     def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
         make_outputs(self, *args, **kwargs)
-        events = [(FakeEvent(graphs.stream), FakeEvent(graphs.stream)) for _ in range(OUTPUT_SETS)]
-        self._events = events  # type: ignore[assignment]
+        self._events = fake_events(graphs.stream)
 
     def logged_read(self: Runner, launch: Any) -> Any:
         graphs.log.append(("read", launch.number))
@@ -405,7 +426,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(HostArena, "swap_in")
     waiting(EagerStep, "launch")
     waiting(Runner, "check_integrity")
-    monkeypatch.setattr(startup, "CapturePeaks", FakePeaks)
+    monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "bring", logged_bring)

@@ -44,7 +44,7 @@ LAYERS = {
         *(*MLP, "residual"),
     ],
 }
-BEGIN = ["inputs", "begin", "rotations"]
+BEGIN = ["begin", "rotations"]
 FUSED_LAYER = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down"]
 
 
@@ -55,6 +55,7 @@ def scopes(step: StepNodes) -> list[str]:
 
 def expected(step: StepNodes, layers: int, of_layer: list[str]) -> list[str]:
     return [
+        *(["inputs"] if step.phase == "decode" else []),
         *BEGIN,
         *(f"{layer}/{operation}" for layer in range(layers) for operation in of_layer),
         "final_norm",

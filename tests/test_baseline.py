@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 import transformers
@@ -30,13 +29,10 @@ from stepgraph.runtime.benchmarks.tables import columns, rows
 from stepgraph.runtime.benchmarks.workload import equal_share
 from stepgraph.runtime.loading import read_config
 
-from .bench_rig import run_bench
+from .bench_rig import run_bench, schema_errors
 from .conftest import TinyModel
 
 CPU = torch.device("cpu")
-SCHEMA = json.loads(
-    (Path(__file__).resolve().parent.parent / "docs" / "benchmark.schema.json").read_text()
-)
 ARGUMENTS = "--mode eager --batch-size 2 --input-len 24 --output-len 8 --num-warmup 0"
 ARGUMENTS += " --baseline transformers --num-iters"
 
@@ -231,7 +227,6 @@ def test_the_benchmark_takes_turns(
     arguments = f"{ARGUMENTS} 2 --dtype float32 --output-json {file}"
     assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
-    jsonschema.validate(document, SCHEMA)
     (case,) = document["cases"]
     assert [entry["tokens_equal"] for entry in case["baselines"]] == [1.0, 1.0]
     for entry in case["baselines"]:
@@ -242,6 +237,7 @@ def test_the_benchmark_takes_turns(
     assert cells[-2:] == (f"{case['baselines'][1]['speedup']:.2f}", "100%")
     assert cells[-3].endswith("(14)")
     assert "weights and cache in float32" in " ".join(capsys.readouterr().err.split())
+    assert schema_errors(document) == []
 
 
 def test_a_failing_method_is_a_dash(
@@ -256,7 +252,6 @@ def test_a_failing_method_is_a_dash(
     captured = capsys.readouterr()
     assert "continuous is left out: of no such kind" in captured.err
     document = json.loads(file.read_text())
-    jsonschema.validate(document, SCHEMA)
     failed, static = document["cases"][0]["baselines"]
     assert (failed["error"], static["error"]) == ("of no such kind", None)
     (cells,) = rows(document)
@@ -266,3 +261,4 @@ def test_a_failing_method_is_a_dash(
     assert run_bench(monkeypatch, f"{ARGUMENTS} 1") == 1
     message = "continuous: of no such kind; static: of no such kind\n"
     assert capsys.readouterr().err.endswith(message)
+    assert schema_errors(document) == []

@@ -16,6 +16,9 @@ from stepgraph.runtime.benchmarks.options import parse_arguments
 
 from .bench_rig import run_bench
 
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs the package matplotlib"
+)
 SMALL = "--mode eager --input-len 24 --output-len 12 --num-warmup 1 --num-iters 2"
 
 
@@ -31,6 +34,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+@needs_matplotlib
 def test_steady_draws_the_repetitions_of_the_largest_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[dict[str, Any]]
 ) -> None:
@@ -55,6 +59,7 @@ def test_steady_draws_the_repetitions_of_the_largest_case(
     assert sum(r.prefill_tokens for r in records) == 2 * 2 * 24, "all repetitions, no warm-up"
 
 
+@needs_matplotlib
 def test_of_two_modes_the_faster_one_is_drawn() -> None:
     def case(mode: str, size: int, ms: float) -> dict[str, Any]:
         return {"mode": mode, "roofline": {"bytes_per_step": size}, "step_ms": {"p50": ms}}
@@ -67,6 +72,7 @@ def test_of_two_modes_the_faster_one_is_drawn() -> None:
     assert steps._drawn[0]["mode"] == "c"
 
 
+@needs_matplotlib
 def test_interference_draws_the_run_with_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[dict[str, Any]]
 ) -> None:
@@ -88,6 +94,7 @@ def test_interference_draws_the_run_with_the_budget(
     assert len(call["records"]) == 30 + 30
 
 
+@needs_matplotlib
 def test_churn_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (
         "--scenario churn --mode eager --batch-size 2 --input-len 16 --output-len 6"
@@ -138,6 +145,7 @@ def test_without_matplotlib_nothing_is_measured(
     assert 'pip install "stepgraph[plot]"' in capsys.readouterr().err.splitlines()[-1]
 
 
+@needs_matplotlib
 def test_a_picture_that_cannot_be_written_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from jsonschema import Draft202012Validator
 from stepgraph.cache import benchmark as cache_benchmark
 from stepgraph.cache.memory_plan import TERMS
 from stepgraph.runtime.benchmarks import host, start
@@ -21,10 +20,9 @@ from stepgraph.runtime.benchmarks.comparison import ENVIRONMENT
 from stepgraph.runtime.benchmarks.environment import describe_environment
 from stepgraph.runtime.benchmarks.flags_together import FLAGS_OF_SCENARIO
 
-from .bench_rig import ROOT, run_bench
+from .bench_rig import ROOT, run_bench, schema_errors
 
 SCHEMA = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
-VALIDATOR = Draft202012Validator(SCHEMA)
 RESULTS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
 SMALL = "--mode eager --batch-size 2 --input-len 24 --output-len 6 --num-warmup 0 --num-iters 2"
 
@@ -87,16 +85,9 @@ def output(folder: Path, name: str) -> dict[str, Any]:
     return document
 
 
-def problems(document: dict[str, Any]) -> list[str]:
-    return [
-        f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
-        for error in VALIDATOR.iter_errors(document)
-    ]
-
-
 def test_the_schema_is_one():
-    Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["properties"]["schema_version"] == {"const": SCHEMA_VERSION}
+    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
 
 
 def objects(schema: Any, way: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,7 +132,7 @@ def test_lists_of_names_are_those_of_the_code():
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_writes(folder, name):
     document = output(folder, name)
-    assert problems(document) == []
+    assert schema_errors(document) == []
     (entries,) = [v for v in document.values() if isinstance(v, list) and v]
     assert entries
 
@@ -183,12 +174,12 @@ def test_what_a_comparison_writes(folder, monkeypatch, tmp_path, name):
     assert run_bench(monkeypatch, arguments) == 0
     document = json.loads((tmp_path / "a.json").read_text())
     assert document["comparison"]["entries"]
-    assert problems(document) == []
+    assert schema_errors(document) == []
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_results_in_the_repository(path):
-    assert problems(json.loads(path.read_text())) == []
+    assert schema_errors(json.loads(path.read_text())) == []
 
 
 @pytest.mark.parametrize(
@@ -204,7 +195,7 @@ def test_results_in_the_repository(path):
     ],
 )
 def test_other_documents_are_refused(folder, key, value):
-    assert problems({**output(folder, "steady"), key: value})
+    assert schema_errors({**output(folder, "steady"), key: value})
 
 
 def test_other_cases_are_refused(folder):
@@ -215,11 +206,11 @@ def test_other_cases_are_refused(folder):
             if value == "?" and key in ("model", "device", "dtype", "weight_dtype", "kv_dtype"):
                 continue  # names that could be
             other["cases"][0][key] = value
-            assert problems(other), (key, value)
+            assert schema_errors(other), (key, value)
     other = copy.deepcopy(document)
     other["cases"][0]["surprise"] = 1
-    assert problems(other)
+    assert schema_errors(other)
     for key in ("model", "step_ms", "samples", "correct"):
         other = copy.deepcopy(document)
         del other["cases"][0][key]
-        assert problems(other), key
+        assert schema_errors(other), key

@@ -42,6 +42,7 @@ def steady_case(repeated: list[list[float]], **changes: Any) -> dict[str, Any]:
         "weight_dtype": "bfloat16",
         "kv_dtype": "int8",
         "mode": "eager",
+        "kernels": "torch",
         "device": "cpu",
         "batch_size": 1,
         "input_len": 128,
@@ -436,7 +437,7 @@ def test_two_files_are_compared(tmp_path, monkeypatch, capsys, limit, status):
     assert captured.out == (tmp_path / "both.md").read_text()
     lines = captured.out.splitlines()
     assert lines[0] == f"{new} against {old}: ratios of times, below 1 is faster"
-    cells = [cell.strip() for cell in lines[4].split("|")[9:-1]]
+    cells = [cell.strip() for cell in lines[4].split("|")[10:-1]]
     assert cells[:7] == ["step p50", "10.000", "11.000", "1.100", "1.048 - 1.200", "3, 3", "3, 3"]
     assert cells[7] == ("slower; above the limit" if status else "slower")
     assert "they hold with 56% or more" in captured.out

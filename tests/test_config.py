@@ -119,7 +119,9 @@ def test_memory_fraction_in_range(fraction: float) -> None:
     assert EngineConfig(memory_fraction=fraction).memory_fraction == fraction
 
 
-@pytest.mark.parametrize("field", ["dtype", "weight_dtype", "kv_dtype", "mode", "preemption"])
+@pytest.mark.parametrize(
+    "field", ["dtype", "weight_dtype", "kv_dtype", "kernels", "mode", "preemption"]
+)
 @pytest.mark.parametrize("value", ["float64", "GRAPH", "", None, 3])
 def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} must be one of auto, .*not {value!r}$"):
@@ -266,6 +268,43 @@ def test_a_gpu_needs_no_compiler(
     monkeypatch.setattr(config_module, "have_compiler", lambda: False)
     assert resolve().mode == "graph"
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("kernels", "mode", "resolved"),
+    [
+        ("auto", "eager", "torch"),
+        ("auto", "compile", "native"),
+        ("native", "eager", "native"),
+        ("torch", "compile", "torch"),
+    ],
+)
+def test_kernels(kernels: str, mode: str, resolved: str, no_cuda: None) -> None:
+    assert resolve(kernels=kernels, mode=mode).kernels == resolved
+
+
+def test_native_kernels_without_what_they_need(
+    two_cuda_devices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
+    monkeypatch.setattr(config_module, "have_triton", lambda: False)
+    for device, needed in (("cpu", "C++ compiler"), ("cuda", "package triton")):
+        message = f"kernels='native' needs .*{re.escape(needed)}.*kernels='torch'"
+        with pytest.raises(ConfigError, match=message):
+            resolve(device=device, mode="eager", kernels="native")
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+        assert resolve(device="cuda", mode="graph").kernels == "torch"
+    assert "triton" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "choices", [{"dtype": "float16"}, {"weight_dtype": "fp8"}], ids=["float16", "fp8"]
+)
+def test_native_kernels_for_a_model_without_them(choices: dict[str, str], no_cuda: None) -> None:
+    with pytest.raises(ConfigError, match=r"does not support this model: .*kernels='auto'"):
+        resolve(kernels="native", **choices)
+    auto = resolve(**choices)
+    assert (auto.kernels, auto.native_obstacle is None) == ("native", False)
 
 
 def test_resolving_changes_nothing(no_cuda: None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.benchmarks.instrumentation import measure_instrumentation
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs
+from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, OutputEvents
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
@@ -50,8 +51,15 @@ class Rig:
 
 
 @pytest.fixture
-def rig(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Rig:
+def untimed(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Rig:
     return Rig(open_engine("base", **CAPTURED), fake_graphs)
+
+
+@pytest.fixture
+def rig(untimed: Rig) -> Iterator[Rig]:
+    with untimed.engine.device_timing() as timeline:
+        assert timeline is untimed.engine.timeline()
+        yield untimed
 
 
 def replace_timeline(engine: Engine, capacity: int) -> Timeline:
@@ -137,16 +145,42 @@ def test_on_the_host_s_own_device_it_is(open_engine: Callable[..., Engine]) -> N
         assert before.started_ns < ended < after.started_ns
 
 
-def test_events_are_recorded_where_the_outputs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_timed_unless_asked_for(untimed: Rig) -> None:
+    rig, runner = untimed, untimed.engine._loop.runner
+    assert runner._outputs is not None
+    assert runner._outputs._events is not None
+    events: Any = runner._outputs._events
+    rig.add([1, 2, 3], [4, 5], max_tokens=16)
+    timed = set()
+    for turn in range(12):
+        timing = contextlib.nullcontext()
+        if turn in (3, 4, 8):
+            timing = rig.engine.device_timing()
+            timed.add(rig.engine.stats()["steps"])
+        with timing, rig.engine.device_timing() if turn == 8 else contextlib.nullcontext():
+            rig.step()
+    rig.drain()
+    assert rig.shown() == {n: ns if n in timed else None for n, ns in rig.expected.items()}
+    assert sum(each.began.records for each in events) == len(timed)
+    assert sum(each.timed_arrived.records for each in events) == len(timed)
+    assert sum(each.arrived.records for each in events) == len(rig.expected) - len(timed)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_events_are_recorded_where_the_outputs_come_from(
+    monkeypatch: pytest.MonkeyPatch, timed: bool
+) -> None:
     """The device of an engine need not be the current one of the thread that runs it."""
     recorded: list[Any] = []
     outputs = HostOutputs(2, 1, 8, device=torch.device("cpu"))
-    outputs._device = torch.device("cuda:1")
-    event: Any = SimpleNamespace(record=recorded.append)
-    outputs._events = [(event, event)] * OUTPUT_SETS
+    outputs._device, outputs.timed = torch.device("cuda:1"), timed
+    events: Any = [SimpleNamespace(record=recorded.append) for _ in OutputEvents._fields]
+    outputs._events = [OutputEvents(*events)] * OUTPUT_SETS
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
-    assert outputs.begin(0) is outputs.depart(0) is event
-    assert recorded == [("stream of", torch.device("cuda:1"))] * 2
+    began = outputs.begin(0)
+    assert began is (events[0] if timed else None)
+    assert outputs.depart(0, began) is events[1 if timed else 2]
+    assert recorded == [("stream of", torch.device("cuda:1"))] * (2 if timed else 1)
 
 
 def test_joins_and_blocks_are_those_of_the_step(rig: Rig) -> None:
@@ -178,8 +212,10 @@ def test_on_cuda_every_finished_step_is_timed(
     open_engine: Callable[..., Engine], mode: str
 ) -> None:
     engine = open_engine("base", device="cuda", mode=mode, compile=False)
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
-    records = engine.timeline().records()
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with engine.device_timing() as timeline:
+        engine.generate([[1, 2, 3]], params)
+    records = timeline.records()
     assert len(records) >= 20
     first, last = records[0], records[-1]
     worked = [record.device_ns for record in records]

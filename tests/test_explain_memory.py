@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from stepgraph.cache.memory import MemoryBudgetError
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.memory_report import explain_memory, parse_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
+from .bench_rig import run_bench
 
 
 @pytest.mark.parametrize(
@@ -100,6 +98,43 @@ def test_this_machine() -> None:
     assert answer(text, "longest context of 1 row") == 2048
 
 
+ROWS = 4
+USED_BY_ROWS = ROWS * 2048 // 16 + 1
+"""Blocks that four rows of the demo model's 2,048 positions use, and the null block."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("budget", [{}, {"memory_fraction": 0.7}], ids=str)
+def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
+    device: str, budget: dict[str, float]
+) -> None:
+    text = explain("demo", "80GB", device=device, mode="eager", max_rows=ROWS, **budget)
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: 8,192 " in text
+
+
+@pytest.mark.parametrize(
+    ("budget", "blocks"),
+    [
+        ({"num_blocks": 5000}, range(5000, 5001)),
+        ({"memory_tokens": 100_000}, range(6250, 6260)),
+        # A token of the demo model takes less than 4 KiB, a block less than 64.
+        ({"memory_bytes": 8 << 30}, range((7 << 30) >> 16, 1 << 30)),
+        ({"num_blocks": 5000, "memory_fraction": 0.5}, range(5000, 5001)),
+    ],
+    ids=str,
+)
+def test_a_larger_prefix_cache_can_be_asked_for(budget: dict[str, float], blocks: range) -> None:
+    text = explain("demo", "80GB", mode="graph", max_rows=ROWS, **budget)
+    found = re.search(r"^([\d,]+) blocks of 16 slots: ", text, re.MULTILINE)
+    assert found is not None, text
+    assert int(found[1].replace(",", "")) in blocks
+
+
+def test_bytes_of_the_operating_system_are_a_limit() -> None:
+    text = explain("demo", "80GB", device="cpu", mode="eager", max_rows=ROWS, memory_bytes=8 << 30)
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: " in text
+
+
 def test_a_card_too_small() -> None:
     with pytest.raises(MemoryBudgetError, match=r"memory budget of .* is too small: .* weights"):
         explain("preset:llama-3.1-8b", "8GB")
@@ -115,46 +150,53 @@ def test_the_plan_is_that_of_an_engine() -> None:
     assert smaller != text
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "bench.py", "--explain-memory", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+@pytest.fixture
+def bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """Run `bench.py --explain-memory`; return the exit status, stdout and stderr."""
+
+    def run(arguments: str) -> tuple[int, str, str]:
+        status = run_bench(monkeypatch, f"--explain-memory {arguments}")
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_command_line() -> None:
-    done = bench("--model", "preset:llama-3.2-1b", "--device-memory", "24GB", "--batch-size", "3")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert "most rows of 131,072 tokens" in done.stdout
-    assert "longest context of 3 rows" in done.stdout
+def test_command_line(bench: Callable[[str], tuple[int, str, str]]) -> None:
+    status, out, err = bench("--model preset:llama-3.2-1b --device-memory 24GB --batch-size 3")
+    assert (status, err) == (0, "")
+    assert "\x1b" not in out
+    assert "most rows of 131,072 tokens" in out
+    assert "longest context of 3 rows" in out
 
 
-def test_command_line_of_a_card_too_small() -> None:
-    done = bench("--model", "preset:llama-3.1-8b", "--device-memory", "8GB")
-    assert (done.returncode, done.stdout) == (1, "")
+def test_command_line_of_a_card_too_small(bench: Callable[[str], tuple[int, str, str]]) -> None:
+    status, out, err = bench("--model preset:llama-3.1-8b --device-memory 8GB")
+    assert (status, out) == (1, "")
     message = "bench.py: error: preset:llama-3.1-8b: the memory budget of 7200000000 bytes"
-    assert done.stderr.startswith(message)
-    assert len(done.stderr.splitlines()) == 1
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 1
 
 
-def test_command_line_of_several_of_which_one_does_not_fit() -> None:
+def test_command_line_of_several_of_which_one_does_not_fit(
+    bench: Callable[[str], tuple[int, str, str]],
+) -> None:
     models = ["preset:llama-3.2-1b", "preset:llama-3.1-8b", "preset:qwen3-0.6b"]
-    done = bench("--model", *models, "--device-memory", "8GB", "--mode", "eager", "graph")
-    assert done.returncode == 1
-    plans = re.findall(r"^(preset:\S+) in .*, (eager|graph), 8 rows$", done.stdout, re.MULTILINE)
+    status, out, err = bench(f"--model {' '.join(models)} --device-memory 8GB --mode eager graph")
+    assert status == 1
+    plans = re.findall(r"^(preset:\S+) in .*, (eager|graph), 8 rows$", out, re.MULTILINE)
     assert plans == [(name, mode) for name in models[::2] for mode in ("eager", "graph")]
-    assert done.stdout.count("\n\npreset:") == 3
-    lines = done.stderr.splitlines()
+    assert out.count("\n\npreset:") == 3
+    lines = err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("bench.py: error: preset:llama-3.1-8b: ") for line in lines)
 
 
-def test_command_line_without_a_size() -> None:
-    done = bench("--device-memory", "much")
-    assert done.returncode == 2
-    assert "'much' is no amount of memory" in done.stderr
+def test_command_line_without_a_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_bench(monkeypatch, "--explain-memory --device-memory much")
+    assert ended.value.code == 2
+    assert "'much' is no amount of memory" in capsys.readouterr().err

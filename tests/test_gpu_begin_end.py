@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from stepgraph.runtime.kernels.feedback import Feedback
 from stepgraph.runtime.kernels.gpu.begin import (
     Embedding,
     Rotations,
@@ -88,9 +89,12 @@ def test_the_best_token_becomes_the_newest(tokens: int, chunks: int) -> None:
     token_ids, state_positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE)
     state_positions[5] = 0
     expected_ids, expected_positions = token_ids.clone(), state_positions.clone()
-    picked = pick_greedy(maxima, ids, rows, positions, token_ids, state_positions)
-    expected = reference_pick_greedy(maxima, ids, rows, positions, expected_ids, expected_positions)
+    picked = pick_greedy(maxima, ids, Feedback(rows, positions, token_ids, state_positions))
+    expected = reference_pick_greedy(
+        maxima, ids, Feedback(rows, positions, expected_ids, expected_positions)
+    )
     assert torch.equal(picked, expected)
+    assert torch.equal(pick_greedy(maxima, ids), expected)
     assert torch.equal(token_ids, expected_ids)
     assert torch.equal(state_positions, expected_positions)
     assert int(state_positions[5]) == 0
@@ -100,7 +104,5 @@ def test_a_row_without_numbers_gets_a_token_of_the_vocabulary() -> None:
     maxima = torch.full((2, 300), float("nan"), device=DEVICE)
     maxima[1] = float("-inf")
     ids = torch.arange(300, dtype=torch.int32, device=DEVICE).repeat(2, 1)
-    rows = torch.tensor([0, 1], device=DEVICE)
-    state = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    picked = pick_greedy(maxima, ids, rows, rows, state, state.clone())
+    picked = pick_greedy(maxima, ids)
     assert bool(((picked >= 0) & (picked < 300)).all())

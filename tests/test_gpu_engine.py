@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, recorded_steps, startup
-from stepgraph.runtime.kernels import Kernels, WeightStorage
+from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
 
@@ -49,7 +49,7 @@ def gpu_engine(
 ) -> Callable[..., Engine]:
     """Open an engine whose steps are eager calls of the kernels."""
 
-    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+    def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
         kernels = gpu_kernels(weights)
         # The operator around it is for CUDA's tensors.
         return dataclasses.replace(kernels, attention=triton_paged_attention)
@@ -65,6 +65,7 @@ def gpu_engine(
             "max_rows": 3,
             "block_size": 4,
             "max_model_len": 64,
+            "num_blocks": 512,
             "prefill_chunk": 8,
         } | config
         return Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings))
@@ -103,10 +104,22 @@ def test_sampled_tokens_are_those_of_the_plain_engine(
     open_engine: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],
 ) -> None:
-    prompts = tiny("base").prompts(5, 9)
-    params = SamplingParams(
-        max_tokens=3, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2
-    )
+    prompts = tiny("base").prompts(5, 9, 2)
+    every: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True, "logprobs": 2}
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, **every),
+        SamplingParams(
+            temperature=1.2,
+            top_k=9,
+            repetition_penalty=1.3,
+            frequency_penalty=0.4,
+            logit_bias={5: 2.0},
+            min_tokens=2,
+            seed=4,
+            **every,
+        ),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, **every),
+    ]
     expected = open_engine("base").generate(prompts, params)
     with gpu_engine("base") as engine:
         outputs = engine.generate(prompts, params)
@@ -186,6 +199,14 @@ def test_more_rows_than_the_kernels_for_few_take(
     with gpu_engine("micro", max_rows=34, buckets=(34,), max_model_len=8) as engine:
         outputs = engine.generate(prompts, params)
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
+
+
+def test_a_step_ends_in_the_kernels_of_its_sampler() -> None:
+    steps = record_steps("demo", EngineConfig(max_rows=4), rows=[2], tokens=[16])
+    greedy, sampled, prefill = ([launch.name for launch in step.launches] for step in steps)
+    assert sampled == [*greedy[:-1], "chunk_statistics", "finish_rows"]
+    assert greedy[-1:] == ["_pick_greedy"]
+    assert prefill[-2:] == ["_best_of_chunks", "_pick_greedy"]
 
 
 def test_kernels_of_a_layer_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:

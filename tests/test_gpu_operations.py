@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, startup
-from stepgraph.runtime.kernels import Kernels, WeightStorage, reference_paged_attention
+from stepgraph.runtime.kernels import Kernels, reference_paged_attention
 
 pytest.importorskip("triton")
 
@@ -38,9 +38,11 @@ def open_with(
     """Open an eager engine of tiny steps over operations of the test's choice."""
 
     def make(operations: Operations, variant: str, **settings: Any) -> Engine:
-        def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+        def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
             chosen = gpu_kernels(weights, operations)
-            return dataclasses.replace(chosen, attention=operations.paged_attention)
+            return dataclasses.replace(
+                chosen, attention=operations.paged_attention, sampler="torch"
+            )
 
         monkeypatch.setattr(startup, "select_kernels", select)
         monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)

@@ -13,7 +13,10 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import reference_paged_attention
 from stepgraph.runtime.kernels.gpu.launch import record_launches
-from stepgraph.runtime.kernels.gpu.paged_attention import register, triton_paged_attention
+from stepgraph.runtime.kernels.gpu.paged_attention import (
+    paged_attention_on_gpu,
+    triton_paged_attention,
+)
 
 from .attention_cases import check, make_case
 
@@ -84,14 +87,19 @@ def test_the_host_reads_no_tensor(chunks: list[tuple[int, int]]) -> None:
     assert attention in [launch.name for launch in launches]
 
 
-def test_the_operation_on_cuda_becomes_the_kernels() -> None:
-    register()
-    register()
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("stepgraph::paged_attention", "CUDA")
+def test_both_operations_are_registered_for_cuda() -> None:
+    """Engines with different kernels share a process, so neither may replace the other."""
+    for name in ("stepgraph::paged_attention", "stepgraph::triton_paged_attention"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        operation = getattr(torch.ops.stepgraph, name.removeprefix("stepgraph::"))
+
+        def call(*args: Any, operation: Any = operation) -> torch.Tensor:
+            return operation(*args[:-1], *args[-1])
+
+        case = make_case(PREFILL)
+        out, _ = case.to("meta").run(call, case.read_blocks)
+        assert out.shape == case.q.shape
     if DEVICE == "cuda":
         case = make_case(PREFILL).to(DEVICE)
-
-        def operation(*args: Any) -> torch.Tensor:
-            return torch.ops.stepgraph.paged_attention(*args[:-1], *args[-1])
-
-        assert torch.equal(case.run(operation)[0], case.run(triton_paged_attention)[0])
+        out = case.run(paged_attention_on_gpu)[0]
+        assert torch.equal(out, case.run(triton_paged_attention)[0])

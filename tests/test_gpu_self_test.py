@@ -11,7 +11,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, startup
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.kernels import Kernels, WeightStorage
+from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.self_test import check_kernels, dependent_launch_failure
 
@@ -155,7 +155,7 @@ def test_an_engine_replaces_what_fails_and_says_so(
     expected = open_engine("micro", mode="eager").generate(prompts, params)
     use(monkeypatch, **{name: wrong})
 
-    def select(device: object, mode: object, dtype: object, weights: WeightStorage) -> Kernels:
+    def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
         return dataclasses.replace(gpu_kernels(weights), attention=PLAIN.paged_attention)
 
     def check_all(kernels: Kernels, *arguments: Any, **keywords: Any) -> Kernels:

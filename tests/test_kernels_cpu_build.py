@@ -1,14 +1,15 @@
 """Building and loading the CPU kernels, the portable version, and who gets which kernels."""
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import cpu
+from stepgraph.runtime.kernels.gpu.paged_attention import paged_attention_on_gpu
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -208,19 +209,41 @@ def test_kernels_know_how_weights_are_stored() -> None:
 
 
 @needs_compiler
-def test_fp8_weights_of_a_cpu_run_in_plain_torch_and_say_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
-        kernels.select_kernels("cpu", "eager", torch.bfloat16, "fp8")
-        kernels.select_kernels("cuda", "graph", torch.bfloat16, "fp8")
-        kernels.select_kernels("cpu", "compile", torch.bfloat16, "int8")
-        assert not caplog.records
-        chosen = kernels.select_kernels("cpu", "compile", torch.bfloat16, "fp8")
-    assert "fp8 weights are widened by plain PyTorch" in caplog.text
+def test_fp8_weights_of_a_cpu_run_in_plain_torch_around_native_attention() -> None:
+    chosen = kernels.select_kernels("cpu", "compile", torch.bfloat16, "fp8")
     assert chosen.linear is kernels.reference_linear
     assert (chosen.pack, chosen.make_stack) == (None, None)
     assert chosen.attention is kernels.paged_attention
+
+
+@needs_compiler
+def test_torch_kernels_are_plain_torch_around_paged_attention() -> None:
+    for device in ("cpu", "cuda"):
+        chosen = kernels.select_kernels(device, "compile", torch.bfloat16, "model", "torch")
+        assert chosen.attention is kernels.paged_attention
+        assert (chosen.linear, chosen.pack) == (kernels.reference_linear, None)
+        assert (chosen.make_stack, chosen.make_decode_step) == (None, None)
+        assert chosen.bounded_by_length
+    native = kernels.select_kernels("cpu", "eager", torch.bfloat16, "model", "native")
+    assert native.make_stack is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "weights", "latent", "reason"),
+    [
+        ("cpu", torch.bfloat16, "int8", False, None),
+        ("cuda", torch.float16, "fp8", False, None),
+        ("cpu", torch.float32, "model", True, "latent attention"),
+        ("cuda", torch.bfloat16, "model", True, "latent attention"),
+        ("cpu", torch.float16, "model", False, "no linear layer in float16"),
+        ("cpu", torch.bfloat16, "fp8", False, "no linear layer over fp8 weights"),
+    ],
+)
+def test_what_native_kernels_do_not_support(
+    device: str, dtype: torch.dtype, weights: Any, latent: bool, reason: str | None
+) -> None:
+    obstacle = kernels.native_obstacle(device, dtype, weights, latent=latent)
+    assert (obstacle is None) if reason is None else (reason in str(obstacle))
 
 
 def test_eager_gets_plain_torch() -> None:
@@ -232,23 +255,22 @@ def test_eager_gets_plain_torch() -> None:
         assert (eager.bounded_by_length, eager.masks) == (False, 1)
 
 
-def test_cuda_gets_kernels_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cuda_gets_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("compile", "graph"):
         chosen = kernels.select_kernels("cuda", mode, torch.bfloat16)
-        assert chosen.attention is kernels.paged_attention
         assert chosen.make_stack is not None
         assert (chosen.bounded_by_length, chosen.masks) == (True, 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for mode in ("compile", "graph"):
-        with pytest.raises(kernels.KernelBuildError, match="TRITON_INTERPRET=1 has kernels interp"):
-            kernels.select_kernels("cuda", mode, torch.bfloat16)
+    for choice in ("native", "torch"):
+        with pytest.raises(kernels.KernelBuildError, match="unset it, or use mode='eager'"):
+            kernels.select_kernels("cuda", "graph", torch.bfloat16, "model", choice)
     assert kernels.select_kernels("cuda", "eager", torch.bfloat16).name == "torch"
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
-        plain = kernels.select_kernels("cuda", "graph", torch.bfloat16)
-    assert "Triton is not installed" in caplog.text
-    assert (plain.make_stack, plain.linear) == (None, kernels.reference_linear)
+    for choice in ("native", "torch"):
+        chosen = kernels.select_kernels("cuda", "graph", torch.bfloat16, "model", choice)
+        assert chosen.attention is paged_attention_on_gpu
+    monkeypatch.setattr(kernels, "have_triton", lambda: False)
+    plain = kernels.select_kernels("cuda", "graph", torch.bfloat16, "model", "torch")
+    assert plain.attention is kernels.paged_attention
+    assert (plain.bounded_by_length, plain.masks) == (False, 1)

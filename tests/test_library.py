@@ -85,7 +85,7 @@ def test_captures_largest_first_in_one_pool():
     order = [Key(16, 4), Key(16, 2), Key(8), Key(4), Key(2), Key(1)]
     assert runner.made == order  # a key given twice is made once
     assert runner.capturer.order == [key.rows for key in order]
-    assert seen == [(i, 6, key) for i, key in enumerate(order, start=1)]
+    assert seen == [(i, 12, key) for i, key in enumerate(order * 2, start=1)]
     reports = library.reports()
     assert [report.key for report in reports] == order
     assert [report.bytes for report in reports] == [64, 0, 0, 0, 0, 0]
@@ -99,12 +99,34 @@ def test_the_ranges_nest_as_their_dictionary_says():
         Runner().library([Key(1), Key(2)]).prepare()
     assert heard.events == [
         ("push", "warmup", 2),
-        ("push", "capture", 2),
-        ("pop",),
-        ("push", "capture", 1),
-        ("pop",),
+        *[("push", "capture", 2), ("pop",), ("push", "capture", 1), ("pop",)] * 2,
         ("pop",),
     ]
+
+
+@pytest.mark.parametrize("kind", ["graph", "compile"])
+def test_all_is_warmed_up_before_anything_is_captured(kind):
+    runner, log = Runner(), []
+
+    class Watcher:
+        def warmed_up(self, key):
+            log.append(key.rows)
+
+        def begin_captures(self):
+            log.append(f"{len(runner.capturer.order)} captured")
+
+        def end_captures(self):
+            log.append(f"{len(runner.capturer.order)} captured")
+
+    make_step = runner.make_step
+    if kind == "compile":
+        make_step = lambda key: CompiledStep(runner.fn(key), str(key))  # noqa: E731
+    seen = []
+    library = runner.library([Key(1), Key(4)], make_step=make_step)
+    library.prepare(lambda done, total, key: seen.append((done, total)), Watcher())
+    captures = 2 * (kind == "graph")
+    assert log == [4, 1, "0 captured", f"{captures} captured"]
+    assert seen == [(done, 2 + captures) for done in range(1, 3 + captures)]
 
 
 def test_every_miss_is_marked():

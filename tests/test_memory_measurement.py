@@ -9,12 +9,16 @@ from typing import Any, cast
 import pytest
 import torch
 from stepgraph.graphs.buckets import Buckets
+from stepgraph.graphs.library import StepLibrary
+from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer, EagerStep
 from stepgraph.runtime import memory_measurement
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.memory_measurement import PhaseLog, measure_steps
+from stepgraph.runtime.memory_measurement import CapturePeaks, PhaseLog, measure_steps
 from stepgraph.runtime.runner import Runner
 from stepgraph.runtime.step_functions import StepKey
 from stepgraph.runtime.step_sizes import StepSizes
+
+from .fake_cuda_memory import GRAPH_NODES, FakeDevice, make_fake_device  # noqa: F401
 
 ROWS, TOKENS, WIDE, NARROW = 16, 512, 64, 8
 PER_TOKEN, MASK, GATHER, PER_ROW = 9000, 300, 5000, 700_000
@@ -157,3 +161,54 @@ def test_phases_are_logged_in_order() -> None:
     assert (load.name, cache.name) == ("load", "cache")
     assert load.after - load.before > kept.nbytes // 2
     assert load.seconds > 0
+
+
+def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevice) -> None:
+    """Peaks come from warm-ups; what the pool holds is not counted as that of the graphs."""
+    machine, workspace = Machine(0.01), 8000
+    fake_device.keep(500)
+    peaks = CapturePeaks(torch.device("cuda"))
+    capturer = CudaGraphCapturer("cuda")
+
+    def step(key: StepKey) -> CapturedStep[None]:
+        def fn() -> None:
+            if fake_device.allocated == 500:
+                fake_device.keep(workspace)
+            fake_device.run(peak_of(key))
+
+        return CapturedStep(fn, str(key), capturer)
+
+    keys = machine.sizes.keys()
+    library = StepLibrary[StepKey, None](
+        step, keys, lambda key: key.size, lambda key: EagerStep(lambda: None, str(key))
+    )
+    library.prepare(watcher=peaks)
+    assert peaks.peaks == {key: peak_of(key) for key in keys}
+    largest = max(map(peak_of, keys))
+    assert peaks.pool_bytes == largest
+    assert peaks.captured_bytes == largest + len(keys) * GRAPH_NODES
+    grown = [report.bytes for report in library.reports()]
+    assert sum(grown) == peaks.captured_bytes
+    assert min(grown) == GRAPH_NODES
+    captures = fake_device.log.index("capture")
+    assert "empty cache" not in fake_device.log[captures:-1]
+    assert fake_device.log[captures:-1] == ["capture", "replay"] * len(keys)
+    machine.library.reports = library.reports
+    memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
+    assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
+    assert memory.notes["captured_graphs"].startswith(f"beside a pool of {largest} bytes")
+
+
+def test_memory_that_another_process_takes_during_captures_shows(fake_device: FakeDevice) -> None:
+    peaks = CapturePeaks(torch.device("cuda"))
+    peaks.begin_captures()
+    fake_device.nodes += 700
+    peaks.end_captures()
+    machine = Machine(0.01)
+    keys = machine.sizes.keys()
+    for key in keys:
+        peaks.warmed_up(key)
+    machine.library.reports = lambda: [SimpleNamespace(bytes=300)]
+    memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
+    assert memory.measured["captured_graphs"] == 700
+    assert "took 300 bytes of 700" in memory.notes["captured_graphs"]

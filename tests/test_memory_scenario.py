@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 from rich.console import Console
 from stepgraph.cache.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
@@ -18,7 +17,7 @@ from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLU
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table, tables
 
-from .bench_rig import BANDWIDTH_GB_S, ROOT, refusal, run_bench
+from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
 
 CASE = MemoryCase("base", batch_size=4, input_lens=(16, 60), output_len=64, num_steps=30)
 CHUNK = 40
@@ -139,8 +138,6 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
-    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
-    assert list(Draft202012Validator(schema).iter_errors(document)) == []
     (entry,) = document["memory"]
     assert document["cases"] == []
     assert [step["input_len"] for step in entry["steps"]] == [16, 60]
@@ -149,6 +146,7 @@ def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
         assert run["roofline"]["bandwidth_gb_s"] == BANDWIDTH_GB_S
         assert run["repetitions"] == 2
         assert run["blocks_left"] == 0
+    assert schema_errors(document) == []
 
 
 def test_the_tables(document: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def solve_or_prove_too_small(case: Case, least: int, **fixed: int) -> MemoryPlan
     return case.solve(**fixed)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_both_free(case: Case) -> None:
     least = case.footprint.least_blocks
@@ -190,7 +190,7 @@ def test_both_free(case: Case) -> None:
     assert case.total(more, case.tokens_of(more)) > case.ceiling
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(1, 1 << 13))
 def test_batch_tokens_fixed(case: Case, extra: int) -> None:
     tokens = case.footprint.max_rows + extra
@@ -201,7 +201,7 @@ def test_batch_tokens_fixed(case: Case, extra: int) -> None:
         assert case.total(plan.num_blocks + 1, tokens) > case.ceiling
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(0, 1 << 20))
 def test_blocks_fixed(case: Case, extra: int) -> None:
     blocks = case.footprint.least_blocks + extra
@@ -252,7 +252,7 @@ def test_cap(case: Case, extra: int) -> None:
     assert plan.max_batch_tokens == case.tokens_of(plan.num_blocks)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(footprints(), sizes(1 << 12), sizes(1 << 12))
 def test_no_term_falls(footprint: ModelFootprint, blocks: int, tokens: int) -> None:
     """What makes bisection right."""
@@ -264,7 +264,7 @@ def test_no_term_falls(footprint: ModelFootprint, blocks: int, tokens: int) -> N
 # --- requests and blocks ------------------------------------------------------------------------
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(footprints(), st.integers(1, 1 << 22))
 def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
     def ask(budget: MemoryBudget) -> MemoryPlan:
@@ -277,7 +277,7 @@ def test_budget_of_context(footprint: ModelFootprint, tokens: int) -> None:
         assert footprint.context_tokens(plan.num_blocks - 1) < tokens
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(footprints(), sizes(1 << 16))
 def test_longest_request(footprint: ModelFootprint, blocks: int) -> None:
     longest = footprint.longest_request(blocks)

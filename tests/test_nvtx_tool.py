@@ -12,6 +12,8 @@ import pytest
 from stepgraph.profiling import ranges
 from stepgraph.profiling.dictionary import MARKS, STEP_NUMBERS
 
+pytest.importorskip("nvtx")
+
 # The smallest tool that NVTX accepts: it is asked to put its functions into the tables of the
 # process and prints what arrives. Payloads and counters are extensions, which ask on their own.
 # Layouts as in the headers of NVTX 3.

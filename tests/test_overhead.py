@@ -21,9 +21,9 @@ from stepgraph.runtime.benchmarks.instrumentation import (
     instrumentation_to_json,
     scopes_of_a_launch,
 )
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, Launch
+from stepgraph.runtime.launch import HostOutputs, Launch
 
-from .fake_graphs import FakeEvent, FakeGraphs, FakeStream, make_fake_graphs  # noqa: F401
+from .fake_graphs import FakeGraphs, FakeStream, fake_events, make_fake_graphs  # noqa: F401
 from .listeners import Heard
 
 WARM = 4
@@ -57,7 +57,7 @@ class Trace(Heard):
         return [event[:2] if event[0] == "push" else event for event in self.events]
 
 
-def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) -> Trace:
+def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, timed: bool) -> Trace:
     rig = HostRig(5, 3, num_blocks=200, num_steps=40, block_size=1024, in_flight=int(beside_host))
     trace = Trace(monkeypatch)
     if beside_host:
@@ -65,8 +65,8 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) ->
             HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu")),
             FakeStream(),
         )
-        pairs = [(FakeEvent(stream), FakeEvent(stream)) for _ in range(OUTPUT_SETS)]
-        outputs._events = pairs  # type: ignore[assignment]
+        outputs._events = fake_events(stream)
+        outputs.timed = timed
         monkeypatch.setattr(launch, "current_stream", lambda device: stream)
         rig.runner._outputs = outputs
     for _ in range(WARM):
@@ -82,13 +82,15 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) ->
     return trace
 
 
-def trace_of_what_is_timed(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool) -> Trace:
+def trace_of_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, timed: bool
+) -> Trace:
     trace = Trace(monkeypatch)
     trace.begin()
     device: dict[str, Any] = {}
     if beside_host:
         device["begin"] = lambda: trace._note("begin")
-        device["elapsed_ns"] = lambda: trace._note("elapsed") or 5
+        device["elapsed_ns"] = lambda: trace._note("elapsed") or (5 if timed else None)
     watch = CollectorWatch()
     with ranges.listening(trace):
         instrument_steps(STEPS, Timeline(8), watch, ranges, **device)
@@ -105,15 +107,16 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("beside_host", [False, True])
-def test_what_is_timed_is_what_a_steady_step_does(beside_host: bool) -> None:
+@pytest.mark.parametrize(("beside_host", "timed"), [(False, False), (True, False), (True, True)])
+def test_what_is_measured_is_what_a_steady_step_does(beside_host: bool, timed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = trace_of_an_engine(patch, beside_host=beside_host)
+        engine = trace_of_an_engine(patch, beside_host=beside_host, timed=timed)
     with pytest.MonkeyPatch.context() as patch:
-        timed = trace_of_what_is_timed(patch, beside_host=beside_host)
-    assert timed.shape() == engine.shape()
-    assert timed.names("push") == ["step", "plan", "launch", "replay", "commit"] * STEPS
-    assert [event for event in timed.shape() if event[0] == "record"] == [("record", 14)] * STEPS
+        measured = trace_of_what_is_measured(patch, beside_host=beside_host, timed=timed)
+    assert measured.shape() == engine.shape()
+    assert measured.names("push") == ["step", "plan", "launch", "replay", "commit"] * STEPS
+    records = [event for event in measured.shape() if event[0] == "record"]
+    assert records == [("record", 14)] * STEPS
 
 
 def test_its_records_are_those_of_steps() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.benchmarks import prefix
 from stepgraph.runtime.benchmarks.pool import RequestBlocks
@@ -16,7 +15,7 @@ from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
 from stepgraph.runtime.benchmarks.steady import BenchmarkCase, longest_sequence
 from stepgraph.runtime.benchmarks.tables import columns, rows
 
-from .bench_rig import BANDWIDTH_GB_S, ROOT, refusal, run_bench
+from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
 
 CASE = BenchmarkCase("base", batch_size=3, input_len=72, output_len=6)
 SMALL = "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4 --num-iters 2"
@@ -137,9 +136,6 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
-    schema = json.loads((ROOT / "docs" / "benchmark.schema.json").read_text())
-    errors = list(Draft202012Validator(schema).iter_errors(document))
-    assert errors == []
     (entry,) = document["prefix"]
     assert document["cases"] == []
     assert (entry["prefix_len"], entry["prefixes"], entry["batch_size"]) == (32, NUM_PREFIXES, 2)
@@ -147,6 +143,7 @@ def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
     assert entry["fallbacks"] == 0
     assert entry["roofline"]["bandwidth_gb_s"] == BANDWIDTH_GB_S
     assert 0 < entry["hit_rate"] < 32 / 64
+    assert schema_errors(document) == []
 
 
 def test_the_table(document: dict[str, Any]) -> None:

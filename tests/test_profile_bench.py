@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
@@ -22,6 +23,8 @@ from stepgraph.runtime.engine import Engine
 
 from .bench_rig import ROOT, load_bench, run_bench
 from .fake_graphs import make_fake_graphs  # noqa: F401
+
+needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
 
 CASE = "--mode eager --device cpu --input-len 16 --output-len 10 --num-warmup 0"
 
@@ -111,6 +114,7 @@ def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
     assert profile._form(device) == form
 
 
+@needs_nvtx
 @pytest.mark.parametrize("told", [True, False])
 def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeypatch, capfd):
     """The whole way: what is printed is what is run, and that takes the profile.
@@ -146,6 +150,7 @@ def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeyp
     assert case["step_ms"]["n"] == 9
 
 
+@needs_nvtx
 def test_the_exit_status_of_nsys_is_passed_on(fake_nsys, monkeypatch, capsys):
     fake_nsys.with_name("nsys").write_text('#!/bin/sh\necho "$1" >> "$NSYS_LOG"\nexit 3\n')
     assert run_bench(monkeypatch, "--profile nsys --device cpu") == 3
@@ -153,6 +158,7 @@ def test_the_exit_status_of_nsys_is_passed_on(fake_nsys, monkeypatch, capsys):
     assert "to read it" not in capsys.readouterr().err
 
 
+@needs_nvtx
 def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
     """What the child does: its steps are counted while the window is open."""
     monkeypatch.chdir(tmp_path)
@@ -184,6 +190,7 @@ def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.kernels.json"]
 
 
+@needs_nvtx
 def test_an_nsys_that_cannot_be_run_is_one_line(fake_nsys, monkeypatch, capsys):
     nothing = fake_nsys.with_name("nsys")
     nothing.write_text("#!/no/such/shell\n")
@@ -316,6 +323,7 @@ def test_names_are_recorded_while_an_engine_captures(monkeypatch, tmp_path):
     assert (said["model"], said["bandwidth_gb_s"]) == ("demo", 30.0)
 
 
+@needs_nvtx
 @pytest.mark.usefixtures("small_graphs")
 def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

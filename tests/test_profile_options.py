@@ -1,5 +1,7 @@
 """The flags of a profile: what they default to, and what they refuse, each in one line."""
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +63,13 @@ def test_default_steps_lie_within_the_run(steps):
         ("--profile torch --steps-per-launch 4", "--steps-per-launch is 4, it must be 1"),
         ("--profile torch --baseline transformers", "--baseline cannot go with --profile"),
         ("--profile torch --compare old.json", "--compare cannot go with --profile"),
-        ("--profile torch --plot a.png", "--plot cannot go with --profile: a profiled run is"),
+        pytest.param(
+            "--profile torch --plot a.png",
+            "--plot cannot go with --profile: a profiled run is",
+            marks=pytest.mark.skipif(
+                find_spec("matplotlib") is None, reason="needs the package matplotlib"
+            ),
+        ),
         ("--profile torch --scenario churn", "--profile: no effect together with --scenario churn"),
         ("--profile nsys --explain-memory", "--profile: no effect together with --explain-memory"),
         ("--profile torch --profile-output nowhere/x", "nowhere is not a directory"),

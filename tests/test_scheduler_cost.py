@@ -34,6 +34,8 @@ def operations_of(plan: Callable[[], StepPlan]) -> int:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 looks for frames that want opcodes when tracing begins, and not again.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         plan()

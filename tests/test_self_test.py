@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, self_test
+from stepgraph.runtime import (
+    Engine,
+    EngineConfig,
+    KernelSelfTestError,
+    SamplingParams,
+)
+from stepgraph.runtime import config as config_module
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.self_test import disagreement
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.sampling import SAMPLERS
 from stepgraph.runtime.self_test import check_kernels
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
@@ -91,8 +98,10 @@ def test_a_wrong_stack_leaves_its_place_to_plain_layers(
     prompt = [[5, 7, 11, 13, 17]]
     expected = open_engine("micro", mode="eager").generate(prompt, params)
     spoilt(monkeypatch, change)
+    # Eager steps, as torch.compile would take most of the time.
+    monkeypatch.setattr(config_module, "resolve_kernels", lambda *_: "native")
     with pytest.warns(RuntimeWarning, match=r"C\+\+ decoder stack"):
-        engine = open_engine("micro", mode="compile")
+        engine = open_engine("micro", mode="eager")
     outputs = engine.generate(prompt, params)
     (fallback,) = engine.stats()["kernel_fallbacks"]
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
@@ -123,12 +132,12 @@ def test_attention_that_is_wrong_too_is_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = self_test.fused_sampler
+    right = SAMPLERS["cpu"]
     shifted = dataclasses.replace(right, greedy=lambda logits: right.greedy(logits) + 1)
-    monkeypatch.setattr(self_test, "fused_sampler", shifted)
+    monkeypatch.setitem(SAMPLERS, "cpu", shifted)
     with pytest.warns(RuntimeWarning, match=r"C\+\+ sampler"):
         checked = check_kernels(*chosen(), required=False)
-    assert not checked.fused_sampling
+    assert checked.sampler == "torch"
 
 
 def test_plain_kernels_need_no_test() -> None:

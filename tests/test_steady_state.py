@@ -138,6 +138,24 @@ def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
     return StepOutput(tokens, torch.empty(0), details)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_outputs_in_one_piece_are_one_copy(steps: int) -> None:
+    outputs = HostOutputs(8, 2, 50, steps=3, device=torch.device("cpu"))
+    details = [output_of(lanes, lanes, True).details for lanes in (3, 3, 3)]
+    whole = [each.in_one_piece() for each in details if each is not None]
+    sent = SampleOutput.stack(whole) if steps else whole[0]
+    output = StepOutput(sent.tokens, torch.empty(0), sent)
+    outputs.bring(0, "decode", output)  # its views are known now
+    with Recorder() as recorder:
+        brought = outputs.bring(2, "decode", output)
+    assert recorder.ops == {"aten.copy_.default": 1}
+    assert brought.details is not None
+    assert torch.equal(brought.tokens, sent.tokens)
+    for index, each in enumerate(brought.details.unbind() if steps else [brought.details]):
+        for name in ("tokens", "logprob", "top_logprobs", "top_ids"):
+            assert torch.equal(getattr(each, name), getattr(details[index], name)), name
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
     outputs = HostOutputs(8, 2, 50, device=torch.device("cpu"))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,8 @@ from stepgraph.runtime.kernels.gpu.linear_configs import default_config
 from stepgraph.runtime.models.presets import preset
 from stepgraph.runtime.step_report import MULTIPROCESSORS, decoder_shape, explain_step
 
-ROOT = Path(__file__).resolve().parent.parent
+from .bench_rig import run_bench
+
 BANDWIDTH = 4.3e12
 # Microseconds of a bf16 step at 4.3 TB/s: model, rows, context, floor.
 FLOORS = [
@@ -135,36 +133,28 @@ def test_what_cannot_be_told() -> None:
         explain("preset:llama-3.2-1b", context=131073)
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "bench.py", "--explain-step", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def test_command_line() -> None:
-    points = ("--batch-size", "1", "8", "--input-len", "128", "1024", "--bandwidth-gb-s", "4300")
-    result = bench("--model", "demo", "preset:mla-small", *points)
-    assert result.returncode == 1
-    titles = re.findall(r"^demo in bfloat16, (.*) at 4,300 GB/s$", result.stdout, re.MULTILINE)
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    points = "--batch-size 1 8 --input-len 128 1024 --bandwidth-gb-s 4300"
+    assert run_bench(monkeypatch, f"--explain-step --model demo preset:mla-small {points}") == 1
+    out, err = capsys.readouterr()
+    titles = re.findall(r"^demo in bfloat16, (.*) at 4,300 GB/s$", out, re.MULTILINE)
     assert titles == [
         f"{rows} of {context} tokens"
         for context in ("128", "1,024")
         for rows in ("1 row", "8 rows")
     ]
-    (line, *others) = result.stderr.splitlines()
+    (line, *others) = err.splitlines()
     assert line.startswith("bench.py: error: preset:mla-small: the layers of a model with latent")
     assert others == [line] * 3
 
 
-def test_command_line_without_a_card() -> None:
-    result = bench("--device", "cpu")
-    assert (result.returncode, result.stdout) == (1, "")
-    (line,) = result.stderr.splitlines()
+def test_command_line_without_a_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(monkeypatch, "--explain-step --device cpu") == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
     assert line == (
         "bench.py: error: --explain-step is about a GPU, and the device is 'cpu': give its"
         " --bandwidth-gb-s"

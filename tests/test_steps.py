@@ -2,9 +2,11 @@
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from stepgraph.graphs.errors import StepCompilationError
 from stepgraph.graphs.steps import (
     Capture,
     CapturedStep,
@@ -18,6 +20,12 @@ needs_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch keeps compiled code with the code object, which all cases of a test share."""
+    torch._dynamo.reset()
 
 
 class RecordingCapturer:
@@ -86,21 +94,35 @@ def test_one_face(kind):
         assert torch.equal(output, fn.reference())
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("eager", 0), ("compile", 2), ("graph", 3)])
-def test_runs_of_preparation(kind, runs):
+@pytest.mark.parametrize(("kind", "runs"), [("eager", 0), ("compile", 1), ("graph", 2)])
+def test_what_is_not_compiled_is_warmed_up_by_one_run(kind, runs):
     fn = Counter()
     make(kind, fn).prepare()
     assert fn.runs == runs
 
 
-def test_a_step_without_compiled_parts_is_warmed_up_by_one_run():
+@pytest.mark.parametrize(("kind", "captures"), [("compile", 0), ("graph", 1)])
+def test_what_is_compiled_is_run_until_nothing_is(kind, captures):
+    """Twice where something was compiled; once where an earlier step had it compiled."""
     fn = Counter()
-    step = CompiledStep(fn, "demo", compiles=False)
-    with pytest.raises(AssertionError, match="demo is launched before"):
-        step.launch()
-    step.prepare()
-    assert fn.runs == 1
-    assert torch.equal(step.launch(), fn.reference())
+    part = compiled(lambda x: x * 2)
+    for warm_ups in (2, 1):
+        before = fn.runs
+        make(kind, lambda: part(fn())).prepare()
+        assert fn.runs - before == warm_ups + captures
+
+
+def test_warm_ups_of_all_steps_may_come_before_the_captures():
+    capturer = RecordingCapturer()
+    steps = [CapturedStep(Counter(), "demo", capturer) for _ in range(2)]
+    for step in steps:
+        step.warm_up()
+        with pytest.raises(AssertionError, match="demo is launched before"):
+            step.launch()
+    for step in steps:
+        step.record()
+        assert step.bytes == 4096
+    assert capturer.log == ["warm up"] * 2 + ["capture"] * 2
 
 
 def test_a_capture_comes_after_its_warm_up_and_keeps_its_output():
@@ -159,29 +181,49 @@ def test_interrupts_pass_unwrapped():
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_steps_that_share_a_compiled_part(kind):
     """More sizes than torch's default recompile limit of 8, where it would go on eagerly."""
-    part = compiled(lambda x: (x * 3).relu().sum(-1), recompile_limit=12)
-    inputs = [torch.randn(n, 4) for n in range(1, 13)]
-    for x in inputs:
-        step = make(kind, lambda x=x: part(x))
-        step.prepare()
-        assert torch.equal(step.launch(), (x * 3).relu().sum(-1))
+    part = compiled(lambda x: (x * 3).relu().sum(-1))
+    with torch._dynamo.config.patch(recompile_limit=12):
+        for n in range(1, 13):
+            x = torch.randn(n, 4)
+            step = make(kind, lambda x=x: part(x))
+            step.prepare()
+            assert torch.equal(step.launch(), (x * 3).relu().sum(-1))
 
 
 @pytest.mark.parametrize("kind", ["compile", "graph"])
-def test_a_recompile_limit_that_is_reached_is_no_secret(kind):
-    part = compiled(lambda x: x * 5, recompile_limit=2)
-    for n in (1, 2):
-        make(kind, lambda n=n: part(torch.ones(n))).prepare()
-    with pytest.raises(StepPreparationError, match="recompile_limit"):
-        make(kind, lambda: part(torch.ones(3))).prepare()
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_recompile_limit_that_is_reached_is_no_secret(kind, fullgraph):
+    part = compiled(lambda x: x * 5, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for n in (1, 2):
+            make(kind, lambda n=n: part(torch.ones(n))).prepare()
+        with pytest.raises(StepPreparationError, match=r"(?i)recompile.limit") as caught:
+            make(kind, lambda: part(torch.ones(3))).prepare()
+    assert isinstance(caught.value.__cause__, StepCompilationError) != fullgraph
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_part_that_torch_cannot_compile_is_no_secret():
+    def eager_inside(x):
+        with threading.Lock():
+            torch._dynamo.graph_break()
+            return x * 2
+
+    part = compiled(eager_inside)
+    with pytest.raises(StepPreparationError, match="parts and runs the others in eager mode"):
+        make("compile", lambda: part(torch.ones(3))).prepare()
 
 
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_a_part_that_compiles_on_every_run_is_refused(kind):
     """A host scalar that changes from launch to launch would compile in the middle of traffic."""
-    scale = compiled(lambda x, position: x * position)
+
+    def scaled(x, position):
+        return x * position
+
+    scale = compiled(scaled)
     positions = iter(range(2, 1000))
-    with pytest.raises(StepPreparationError, match="RecompileError: Recompiling"):
+    with pytest.raises(StepPreparationError, match=r"compiled again: scaled \(.*test_steps.py"):
         make(kind, lambda: scale(torch.ones(3), next(positions))).prepare()
 
 
@@ -191,21 +233,60 @@ def test_preparation_leaves_the_compiler_as_it_was():
     assert part(torch.ones(3)).tolist() == [7, 7, 7]  # a new shape may be compiled again
 
 
+def in_another_thread(fn):
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(fn).result()
+
+
 def test_other_threads_may_compile_while_a_step_is_prepared():
     """Two runs, and in the midst of each another thread compiles a new shape."""
     own, foreign = compiled(lambda x: x * 7), compiled(lambda x: x * 5)
     foreign(torch.ones(1))
-    sizes = iter((2, 3))
     answers = []
 
     def fn():
-        thread = threading.Thread(target=lambda: answers.append(foreign(torch.ones(next(sizes)))))
-        thread.start()
-        thread.join()
+        size = len(answers) + 2
+        answers.append(in_another_thread(lambda: foreign(torch.ones(size))))
         return own(torch.ones(2))
 
     CompiledStep(fn, "demo").prepare()
     assert [answer.tolist() for answer in answers] == [[5] * 2, [5] * 3]
+
+
+def test_other_threads_may_reach_their_recompile_limit_meanwhile():
+    """Which is theirs to know: torch runs their code in eager mode."""
+    foreign = compiled(lambda x: x * 5)
+
+    def fn():
+        answers.append(in_another_thread(lambda: foreign(torch.ones(3))))
+        return torch.ones(2) * 7
+
+    answers = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        foreign(torch.ones(2))
+        CompiledStep(fn, "demo").prepare()
+    assert [answer.tolist() for answer in answers] == [[5, 5, 5]]
+
+
+def test_two_threads_may_prepare_at_once():
+    """Each is refused for its own code only."""
+    barrier = threading.Barrier(2)
+    steady, unsteady = compiled(lambda x: x * 7), compiled(lambda x, position: x * position)
+    positions = iter(range(2, 1000))
+
+    def meeting(fn):
+        def run():
+            barrier.wait(timeout=30)
+            return fn()
+
+        return CompiledStep(run, "demo")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meeting(lambda: steady(torch.ones(2))).prepare)
+        second = threads.submit(meeting(lambda: unsteady(torch.ones(3), next(positions))).prepare)
+        first.result()
+        with pytest.raises(StepPreparationError, match="compiled again"):
+            second.result()
 
 
 def test_graphs_are_refused_where_there_are_none():
@@ -231,7 +312,7 @@ class TestCudaGraphs:
             assert output.data_ptr() == address
             assert torch.equal(fn.state, before + 1)
             torch.testing.assert_close(output, fn.reference())
-        assert fn.runs == 3  # two to warm up, one recorded; Python sees no replay
+        assert fn.runs == 2  # one to warm up, one recorded; Python sees no replay
 
     def test_many_sizes_share_one_pool(self):
         """Scratch memory of many sizes takes about what the largest takes, not the sum."""

@@ -18,6 +18,7 @@ from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.benchmarks import run_steady, shares
 from stepgraph.runtime.benchmarks import steady as steady_module
 from stepgraph.runtime.benchmarks.caveats import warnings
+from stepgraph.runtime.benchmarks.document import Way
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
 from stepgraph.runtime.benchmarks.shares import share_memory
@@ -220,7 +221,7 @@ def test_the_baseline_runs_once_a_round(machine, monkeypatch):
 
     run = steady("--mode eager --batch-size 1 --num-warmup 1 --output-len 9 --num-iters 3")
     engines = [
-        machine.start("demo", run.config(("demo", *["auto"] * 3), mode, None), False)
+        machine.start("demo", run.config(("demo", *["auto"] * 3), Way(mode, "auto"), None), False)
         for mode in ("eager", "compile")
     ]
     cases = list(run.measure("demo", engines, {}, Baseline()))

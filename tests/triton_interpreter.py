@@ -65,8 +65,32 @@ def patch_lang_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+_original_patch_all = interpreter._patch_lang
+_patched: set[frozenset[int]] = set()
+
+
+class _Scope(interpreter._LangPatchScope):  # type: ignore[misc]
+    """The changes of a kernel's launch, which those of the functions that it calls end with."""
+
+    def restore(self) -> None:
+        super().restore()
+        _patched.clear()
+
+
+def patch_lang(function: Any) -> Any:
+    """`_patch_lang`, once a launch: each call of a function (`tl.sum` is one) does it anew."""
+    modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+    key = frozenset(map(id, modules))
+    scope = _Scope()
+    if key not in _patched:
+        scope._changes = _original_patch_all(function)._changes
+        _patched.add(key)
+    return scope
+
+
 def install() -> None:
     """Put the functions in their places."""
+    interpreter._patch_lang = patch_lang
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter._patch_lang_tensor = patch_lang_tensor

@@ -1,4 +1,5 @@
-"""What of a benchmark's results is to be read with care: noise, missing turns, throttling."""
+"""What of a benchmark's results is to be read with care, or not to be used: wrong tokens, noise,
+missing turns, throttling."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from ...profiling.device_state import describe_throttling
 from .turns import SPREAD_LIMIT
 
-__all__ = ["warnings"]
+__all__ = ["failed_checks", "warnings"]
 
 _WITH_DEVICE_STATE = ("cases", "interference", "churn", "prefix", "memory")
 """Lists of a document whose entries tell the state of the device."""
@@ -18,7 +19,28 @@ _SIZES = ("batch_size", "input_len", "output_len")
 
 def warnings(document: dict[str, Any]) -> list[str]:
     """Return a line for each kind of warning, and for each case that was held back."""
-    return [*_noise(document), *_missing_turns(document["cases"]), *_throttling(document)]
+    return [
+        *failed_checks(document),
+        *_noise(document),
+        *_missing_turns(document["cases"]),
+        *_throttling(document),
+    ]
+
+
+def failed_checks(document: dict[str, Any]) -> list[str]:
+    """Return a line for each case whose tokens are not those of the reference."""
+    lines = []
+    for case in document["cases"]:
+        check = case.get("check")
+        if check is not None and not check["passed"]:
+            gap = "not finite" if check["worst_gap"] is None else f"{check['worst_gap']:.2g}"
+            why = check["error"] or (
+                f"a token's reference logit lies {gap} standard deviations below the largest,"
+                f" {check['tolerance']:g} are allowed; {check['equal']} of {check['tokens']} tokens"
+                " are the reference's"
+            )
+            lines.append(f"FAILED: {_name(case)}: its times do not count: {why}")
+    return lines
 
 
 def _noise(document: dict[str, Any]) -> Iterator[str]:

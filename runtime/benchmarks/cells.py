@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["engine_cells", "median", "percentiles", "roofline", "share"]
+__all__ = ["engine_cells", "median", "mode_cell", "percentiles", "roofline", "share"]
 
 
 def engine_cells(entry: dict[str, Any]) -> tuple[str, ...]:
     """Return model, dtypes and mode."""
-    names = ("model", "dtype", "weight_dtype", "kv_dtype", "mode")
-    return tuple(entry[name] for name in names)
+    names = ("model", "dtype", "weight_dtype", "kv_dtype")
+    return (*(entry[name] for name in names), mode_cell(entry))
+
+
+def mode_cell(entry: dict[str, Any]) -> str:
+    """Return the mode, and the kernels where they are not those that `auto` takes."""
+    usual = "torch" if entry["mode"] == "eager" else "native"
+    kernels = entry.get("kernels", usual)
+    return entry["mode"] if kernels == usual else f"{entry['mode']}, {kernels}"
 
 
 def median(summary: dict[str, Any] | None) -> str:

@@ -33,7 +33,7 @@ class Compared(NamedTuple):
     """Distributions in milliseconds, and which of their values."""
 
 
-_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "device")
+_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
 _GAPS = (("itl_ms", "p50"), ("itl_ms", "p99"))
 
 COMPARED = {
@@ -68,7 +68,7 @@ COMPARED = {
 
 _ABSENT_MEANS_DTYPE = "weight_dtype"
 """Written since weights can be stored in another dtype than that of the activations."""
-_MAY_BE_ABSENT = ("prefill_chunk", "steps_per_launch")
+_MAY_BE_ABSENT = ("kernels", "prefill_chunk", "steps_per_launch")
 """Written since some version; what an earlier run had in their place is not known."""
 
 _LEAST_MS, _MOST_MS = 1e-9, 1e12

@@ -20,7 +20,7 @@ _HEADS = {
 }
 _SELDOM = ("device", "prefill_chunk", "steps_per_launch", "steps")
 """Left out where all cases have the same."""
-_TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "device")
+_TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
 
 
 def comparison_text(comparison: Mapping[str, Any]) -> str:

@@ -7,7 +7,9 @@ one token a step.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -55,7 +57,12 @@ class ContinuousBatching:
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=new_tokens
         )
         make = self._transformers.ContinuousBatchingConfig
-        pages = -(-(length + new_tokens) // make().page_size) + 1
+        default = make()
+        if hasattr(default, "page_size"):
+            page_size, groups = default.page_size, 1
+        else:  # transformers 5.17, where layer groups draw their blocks from one pool
+            page_size, groups = default.block_size, _layer_groups(self._model.config)
+        pages = -(-(length + new_tokens) // page_size) + 1
         # Graphs and asynchronous batching are asked for where there are graphs; where transformers
         # fails with them, it is left to choose. What ran is said.
         choices: list[dict[str, Any]] = [{}]
@@ -63,7 +70,7 @@ class ContinuousBatching:
             choices.insert(0, {"use_cuda_graph": True, "use_async_batching": True})
         while True:
             self._batching = make(
-                num_blocks=2 * count * pages,
+                num_blocks=2 * count * pages * groups,
                 max_blocks_per_request=pages + pages % 2,
                 max_requests_per_batch=count,
                 max_batch_tokens=max(max_batch_tokens, count),
@@ -134,6 +141,12 @@ class ContinuousBatching:
     def forget(self) -> None:
         """Let go of the cache and the graphs of the last case."""
         self._model.destroy_cached_continuous_batching_manager()
+
+
+def _layer_groups(config: Any) -> int:
+    """Return how many groups of equally many layers of one kind a model has."""
+    counts = Counter(getattr(config, "layer_types", None) or ["full_attention"]).values()
+    return sum(counts) // math.gcd(*counts)
 
 
 def whole_batch_steps(times: Sequence[Sequence[float]]) -> list[float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from .compared import SCHEMA_VERSION
 from .environment import describe_environment
 from .options import MODES
 
-__all__ = ["modes_of", "new_document", "write_json"]
+__all__ = ["Way", "modes_of", "new_document", "ways_of", "write_json"]
 
 
 def new_document(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -24,6 +25,21 @@ def new_document(device: torch.device, bandwidth: float) -> dict[str, Any]:
         "environment": describe_environment(device, bandwidth),
         "cases": [],
     }
+
+
+class Way(NamedTuple):
+    """How the steps of an engine run, as flags name it."""
+
+    mode: str
+    kernels: str
+
+    def __str__(self) -> str:
+        return self.mode if self.kernels == "auto" else f"{self.mode} with {self.kernels} kernels"
+
+
+def ways_of(options: argparse.Namespace, modes: Iterable[str]) -> list[Way]:
+    """Return every combination of `modes` and the kernels on the command line, each once."""
+    return list(dict.fromkeys(Way(mode, k) for mode in modes for k in options.kernels))
 
 
 def modes_of(device: torch.device) -> tuple[str, ...]:

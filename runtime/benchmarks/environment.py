@@ -58,6 +58,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "model": model,
         **dtype_names(engine),
         "mode": engine.config.mode,
+        "kernels": engine.config.kernels,
         "device": str(engine.config.device),
         "prefill_chunk": engine.config.user.prefill_chunk,
         "fallbacks": engine.stats()["fallbacks"],

@@ -16,7 +16,16 @@ __all__ = ["FLAGS_OF_SCENARIO", "check_files", "check_together", "fill_in_defaul
 
 _OUTPUTS = ("output_json", "output_md", "seed")
 _COMPARE = ("compare", "fail_above")
-_ENGINE = ("model", "device", "dtype", "weight_dtype", "kv_dtype", "mode", "prefill_chunk")
+_ENGINE = (
+    "model",
+    "device",
+    "dtype",
+    "weight_dtype",
+    "kv_dtype",
+    "mode",
+    "kernels",
+    "prefill_chunk",
+)
 
 FLAGS_OF_EXPLAIN_MEMORY: tuple[str, ...] = (
     "explain_memory",
@@ -33,13 +42,13 @@ FLAGS_OF_SCENARIO = {
     "steady": (
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_warmup", "num_iters", "baseline"),
-        *("steps_per_launch", "plot", *_COMPARE, *PROFILE_FLAGS),
+        *("steps_per_launch", "check", "plot", *_COMPARE, *PROFILE_FLAGS),
     ),
     "cache": ("scenario", *_OUTPUTS),
     "host": ("scenario", *_OUTPUTS, "num_steps"),
     "start": ("scenario", *_ENGINE, *_OUTPUTS, "batch_size"),
     "kernels": (
-        *("scenario", *_ENGINE[:-2], *_OUTPUTS),
+        *("scenario", *_ENGINE[:-3], *_OUTPUTS),
         *("batch_size", "input_len"),
     ),
     "interference": (

@@ -1,5 +1,8 @@
 """Times each kernel of a decode step on a CUDA device, beside what is predicted for it.
 
+Of those that multiply by a weight of the model's dtype the library's bare product (`torch.mm`) is
+timed too: without norm, activation or residual, which the kernel does on top.
+
 A kernel is captured as a graph of many launches, one after the other over copies of its weights and
 cache that together exceed the device's caches: each reads from memory, as in a step. A sample is a
 replay, timed by events of the device and divided by its launches, edges between them included.
@@ -7,6 +10,7 @@ replay, timed by events of the device and divided by its launches, edges between
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,7 +69,7 @@ def _measure(
     rows: int,
     context: int,
     bandwidth: float,
-    seconds: Callable[[Callable[[int], None], int], list[float]],
+    seconds: Callable[[Callable[[int], object], int], list[float]],
 ) -> Iterator[dict[str, Any]]:
     # These need triton, which is where torch has CUDA.
     from ..kernel_cases import decode_cases
@@ -90,10 +94,12 @@ def _measure(
     cases = decode_cases(model, config, device, rows=rows, context=context, copies=copies)
     for case in cases:
         cost = costs[case.name]
-        samples = seconds(case.run, max(copies, _LEAST_LAUNCHES))
-        measured = Summary.of([1e6 * s for s in samples])
-        edges = cost.edge_seconds(DEPENDENT_EDGE_SECONDS)
-        predicted = 1e6 * (cost.seconds(bandwidth) + edges)
+        launches = max(copies, _LEAST_LAUNCHES)
+        measured = Summary.of([1e6 * s for s in seconds(case.run, launches)])
+        library = None
+        if case.library is not None:
+            library = statistics.median(1e6 * s for s in seconds(case.library, launches))
+        predicted = 1e6 * (cost.seconds(bandwidth) + cost.edge_seconds(DEPENDENT_EDGE_SECONDS))
         yield {
             "kernel": case.name,
             "launches": cost.launches,
@@ -101,11 +107,12 @@ def _measure(
             "copies": copies,
             "predicted_us": predicted,
             "measured_us": measured.to_json(),
+            "library_us": library,
             "bandwidth_fraction": cost.bytes / (1e-6 * measured.p50) / bandwidth,
         }
 
 
-def _seconds_on_cuda(run: Callable[[int], None], launches: int) -> list[float]:
+def _seconds_on_cuda(run: Callable[[int], object], launches: int) -> list[float]:
     """Return the seconds of a launch in each of several replays."""
     run(0)  # compiles
     torch.cuda.synchronize()

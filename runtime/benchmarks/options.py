@@ -102,6 +102,14 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " scenarios the fastest)",
     )
     parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "native", "torch"),
+        help="native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around"
+        " the paged attention operation; auto: native, but torch with --mode eager (default: auto)",
+    )
+    parser.add_argument(
         "--prefill-chunk",
         type=positive_integer,
         default=EngineConfig().prefill_chunk,
@@ -172,6 +180,13 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         metavar="MS",
         help="time budgets of a step that prefills beside rows that decode; interference runs"
         " without one first (default: then with eight times its decode step; churn: none)",
+    )
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="after a case is timed, score its prompts and tokens again with the plain PyTorch"
+        " reference on the device; a case with a token that the reference would not have sampled"
+        " fails, and the exit status is 1 (default: on CUDA; --no-check: never)",
     )
     parser.add_argument(
         "--baseline",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...profiling.plot import plot_steps
 from ...profiling.timeline import StepRecord
+from ..engine import Engine
 
 __all__ = ["MeasuredSteps"]
 
@@ -35,6 +37,15 @@ class MeasuredSteps:
         steady = self._options.scenario == "steady"
         if self._drawn is None or not steady or _weight(entry) >= _weight(self._drawn[0]):
             self._drawn = (entry, records)
+
+    @contextlib.contextmanager
+    def timed(self, *engines: Engine) -> Iterator[None]:
+        """Take the device's time of what engines run in this block, if a picture is asked for."""
+        with contextlib.ExitStack() as stack:
+            if self._options.plot is not None:
+                for engine in engines:
+                    stack.enter_context(engine.device_timing())
+            yield
 
     def write(self, document: Mapping[str, Any]) -> None:
         """Draw and write the picture, if one is asked for and something was measured.

@@ -19,11 +19,12 @@ import torch
 
 from ...profiling import attribution, nsys
 from ...profiling.kernel_names import KernelNames
+from ...profiling.nvtx_tool import require_nvtx
 from ...profiling.trace import torch_trace, trace_operations
 from ..config import EngineConfig
 from ..engine import Engine
 from ..step_report import decode_operation_costs
-from .document import modes_of
+from .document import modes_of, ways_of
 from .profile_options import StepRange, kernels_path, trace_path
 from .run_steady import SteadyRun
 from .steady import BenchmarkCase, CaseRun
@@ -43,6 +44,9 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status of nsys; 0 where the PATH has none.
+
+    Raises:
+        NvtxMissingError: there is nsys, but not the package `nvtx`.
     """
     form = _form(options.device)
     command = nsys.nsys_command(
@@ -56,6 +60,7 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if found is None:
         print("bench.py: nsys was not found on the PATH: nothing was run", file=sys.stderr)
         return 0
+    require_nvtx("--profile nsys")
     status = _run([found, *command[1:]])
     if status == 0:  # what nsys exports by itself lacks payloads of several numbers
         status = _run(nsys.export_command(Path(f"{options.profile_output}.nsys-rep")))
@@ -121,9 +126,15 @@ class ProfileRun(SteadyRun):
     profiled = True
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the device and measure its bandwidth; the fastest mode unless told otherwise."""
+        """Check the device and measure its bandwidth; the fastest mode unless told otherwise.
+
+        Raises:
+            NvtxMissingError: nsys profiles this process, which lacks the package `nvtx`.
+        """
+        if options.profile == "nsys":
+            require_nvtx("--profile nsys")
         super().__init__(options)
-        self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.ways = ways_of(options, options.mode or [modes_of(self.device)[-1]])
         self.names = KernelNames()
         self._windows = contextlib.ExitStack()
 

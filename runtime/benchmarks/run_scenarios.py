@@ -19,7 +19,7 @@ from ..engine import Engine
 from ..loading import resolve_source
 from . import memory, prefix
 from .churn import ChurnCase, churn_to_json, measure_churn
-from .document import modes_of, new_document, write_json
+from .document import Way, modes_of, new_document, ways_of, write_json
 from .interference import InterferenceCase, interference_to_json, measure_interference
 from .kernels import measure_kernels
 from .plot import MeasuredSteps
@@ -49,11 +49,11 @@ class ScenarioRun:
         self.console = Console(stderr=True)
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
-        self.modes = options.mode or [modes_of(self.device)[-1]]
+        self.ways = ways_of(options, options.mode or [modes_of(self.device)[-1]])
         dtypes = itertools.product(options.dtype, options.weight_dtype, options.kv_dtype)
-        self.engines = list(itertools.product(options.model, dtypes, self.modes))
-        for model, stored, mode in self.engines:  # nothing is measured unless all of them can be
-            resolve_engine(model, EngineConfig(**self._choices(stored, mode)))
+        self.engines = list(itertools.product(options.model, dtypes, self.ways))
+        for model, stored, way in self.engines:  # nothing is measured unless all of them can be
+            resolve_engine(model, EngineConfig(**self._choices(stored, way)))
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has an entry as soon as it is measured."""
@@ -73,14 +73,14 @@ class ScenarioRun:
                 entries.append(entry)
                 write_json(options, self.document)
 
-    def interference(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def interference(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield the results without a budget, and with each."""
         options = self.options
         for input_len, batch_size in itertools.product(options.input_len, options.batch_size):
             case = InterferenceCase(model, batch_size, input_len, options.num_steps)
             rows = range(batch_size, batch_size + 3)  # nobody is timed in a far larger bucket
             config = EngineConfig(
-                **self._choices(dtypes, mode),
+                **self._choices(dtypes, way),
                 max_rows=case.max_rows,
                 buckets=tuple(rows),
                 max_model_len=case.longest_sequence,
@@ -89,7 +89,8 @@ class ScenarioRun:
             for max_itl_ms in budgets:
                 with self._engine(case, dataclasses.replace(config, max_itl_ms=max_itl_ms)) as e:
                     read_again = watch(self.monitor)
-                    measured = measure_interference(e, case, seed=options.seed)
+                    with self.steps.timed(e):
+                        measured = measure_interference(e, case, seed=options.seed)
                     state, reads = read_again(), self.bandwidth
                     entry = interference_to_json(e, measured, max_itl_ms, bandwidth=reads)
                 if max_itl_ms is None and not options.max_itl_ms:  # one that the next run takes
@@ -98,7 +99,7 @@ class ScenarioRun:
                 automatic = max_itl_ms is not None and not options.max_itl_ms
                 yield {**entry, "automatic_budget": automatic, "device_state": state}
 
-    def churn(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def churn(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield the results with each budget, or without one."""
         options = self.options
         points = itertools.product(options.output_len, options.input_len, options.batch_size)
@@ -106,20 +107,21 @@ class ScenarioRun:
             case = ChurnCase(model, batch_size, input_len, output_len, options.num_steps)
             for max_itl_ms in options.max_itl_ms or (None,):
                 config = EngineConfig(
-                    **self._choices(dtypes, mode),
+                    **self._choices(dtypes, way),
                     max_rows=batch_size,
                     max_model_len=case.longest_sequence,
                     max_itl_ms=max_itl_ms,
                 )
                 with self._engine(case, config) as engine:
                     read_again = watch(self.monitor)
-                    measured = measure_churn(engine, case, seed=options.seed)
+                    with self.steps.timed(engine):
+                        measured = measure_churn(engine, case, seed=options.seed)
                     state, reads = read_again(), self.bandwidth
                     entry = churn_to_json(engine, measured, max_itl_ms, bandwidth=reads)
                 self.steps.add(entry, measured.records)
                 yield {**entry, "device_state": state}
 
-    def prefix(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def prefix(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield what sharing brings, for each point of the grid."""
         options = self.options
         source = resolve_source(model, config_only=True).config
@@ -129,7 +131,7 @@ class ScenarioRun:
             case = BenchmarkCase(model, batch_size, input_len, output_len)
             longest = longest_sequence(case, options.prefill_chunk)
             config = EngineConfig(
-                **self._choices(dtypes, mode),
+                **self._choices(dtypes, way),
                 max_rows=batch_size,
                 buckets=(batch_size,),
                 max_model_len=longest,
@@ -138,7 +140,7 @@ class ScenarioRun:
             blocks = RequestBlocks.of(source, config, longest).pool(batch_size)
             sized.append((case, dataclasses.replace(config, num_blocks=blocks)))
         for case, config in sized:  # nothing is measured unless all of it can be
-            self._say_case(model, dtypes, mode, case.batch_size, f"prompts of {case.input_len}")
+            self._say_case(model, dtypes, way, case.batch_size, f"prompts of {case.input_len}")
             sharing = dataclasses.replace(config, prefix_cache=True)
             with self._start(model, config) as unshared, self._start(model, sharing) as shared:
                 read_again = watch(self.monitor)
@@ -153,11 +155,11 @@ class ScenarioRun:
                 entry = prefix.to_json(*runs, bandwidth=self.bandwidth)
                 yield {**entry, "device_state": read_again()}
 
-    def memory(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def memory(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield what memory there is and what it costs, for each number of rows."""
         options = self.options
         source = resolve_source(model, config_only=True).config
-        base = EngineConfig(**self._choices(dtypes, mode))
+        base = EngineConfig(**self._choices(dtypes, way))
         input_lens = tuple(sorted(set(options.input_len)))
         sized = []
         for output_len, batch_size in itertools.product(options.output_len, options.batch_size):
@@ -165,7 +167,7 @@ class ScenarioRun:
             sized.append((case, case.roomy(base, source), case.scarce(base, source)))
         for case, roomy, scarce in sized:  # nothing is measured unless all of it can be
             lengths = ", ".join(map(str, input_lens))
-            self._say_case(model, dtypes, mode, case.batch_size, f"prompts of {lengths}")
+            self._say_case(model, dtypes, way, case.batch_size, f"prompts of {lengths}")
             before = resident_bytes(self.device)
             with ExitStack() as stack:
 
@@ -195,19 +197,21 @@ class ScenarioRun:
                 entry |= {"interleaved": True, "scarcity": scarcity, "device_state": read_again()}
                 yield entry
 
-    def start(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def start(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""
         buckets = sorted(self.options.batch_size)
-        config = self._choices(dtypes, mode)
+        config = self._choices(dtypes, way)
         config |= {"max_rows": buckets[-1], "buckets": buckets}
-        EngineConfig(**{**config, "buckets": tuple(buckets)})  # refused here, not in a process
-        self.say(f"{model} {' '.join(dtypes)} {mode}: two starts, the first with empty caches")
+        # Refused here, not in a process.
+        found = resolve_engine(model, EngineConfig(**{**config, "buckets": tuple(buckets)}))
+        self.say(f"{model} {' '.join(dtypes)} {way}: two starts, the first with empty caches")
         for number, measured in enumerate(measure_starts(model, config), start=1):
-            yield {"model": model, "mode": mode, "buckets": buckets, "number": number, **measured}
+            engine = {"model": model, "mode": way.mode, "kernels": found.kernels}
+            yield {**engine, "buckets": buckets, "number": number, **measured}
 
-    def kernels(self, model: str, dtypes: Dtypes, mode: str) -> Iterator[dict[str, Any]]:
+    def kernels(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield what each kernel of a decode step takes, beside what is predicted."""
-        config = EngineConfig(**self._choices(dtypes, mode))
+        config = EngineConfig(**self._choices(dtypes, way))
         model_config = resolve_source(model, config_only=True).config
         resolved = ResolvedConfig.resolve(config, model_config)
         for context, rows in itertools.product(self.options.input_len, self.options.batch_size):
@@ -223,24 +227,23 @@ class ScenarioRun:
             ):
                 yield {"model": model, **names, "rows": rows, "context": context, **entry}
 
-    def _choices(self, dtypes: Dtypes, mode: str) -> dict[str, Any]:
+    def _choices(self, dtypes: Dtypes, way: Way) -> dict[str, Any]:
         dtype, weight_dtype, kv_dtype = dtypes
         return {
             "device": str(self.device),
             "dtype": dtype,
             "weight_dtype": weight_dtype,
             "kv_dtype": kv_dtype,
-            "mode": mode,
+            "mode": way.mode,
+            "kernels": way.kernels,
             "prefill_chunk": self.options.prefill_chunk,
             "prefix_cache": False,
             "seed": self.options.seed,
         }
 
-    def _say_case(self, model: str, dtypes: Dtypes, mode: str, rows: int, what: str) -> None:
+    def _say_case(self, model: str, dtypes: Dtypes, way: Way, rows: int, what: str) -> None:
         dtype, weight_dtype, kv_dtype = dtypes
-        self.say(
-            f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {mode}, {rows} rows, {what}"
-        )
+        self.say(f"{model} {dtype} weights {weight_dtype} KV {kv_dtype} {way}, {rows} rows, {what}")
 
     def _start(self, model: str, config: EngineConfig) -> Engine:
         return Engine.from_pretrained(model, config, progress=False)
@@ -249,5 +252,6 @@ class ScenarioRun:
         budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
         dtypes = (config.dtype, config.weight_dtype, config.kv_dtype)
         what = f"prompts of {case.input_len}, {budget}"
-        self._say_case(case.model, dtypes, config.mode, case.batch_size, what)
+        way = Way(config.mode, config.kernels)
+        self._say_case(case.model, dtypes, way, case.batch_size, what)
         return self._start(case.model, config)

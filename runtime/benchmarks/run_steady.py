@@ -19,13 +19,14 @@ from ..config import DTYPES, EngineConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
 from .baseline import BaselineCase, TransformersBaseline
-from .document import modes_of, new_document, write_json
+from .check import TokenCheck
+from .document import Way, modes_of, new_document, ways_of, write_json
 from .hf_config import import_transformers
 from .options import MODES
 from .plot import MeasuredSteps
 from .resolved import resolve_engine
 from .shares import share_memory
-from .steady import BenchmarkCase, CaseRun, Measurement, longest_sequence, to_json
+from .steady import BenchmarkCase, CaseRun, Measurement, is_reference, longest_sequence, to_json
 from .tables import describe_start
 from .turns import take_turns
 
@@ -57,8 +58,10 @@ class SteadyRun:
             import_transformers()  # before anything is measured for a comparison that cannot be
         self.device = resolve_device(options.device)
         self.monitor = DeviceMonitor.of(self.device)
+        self.checks = self.device.type == "cuda" if options.check is None else options.check
         # Eager first: it is what the other modes' tokens and logits are compared with.
-        self.modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
+        modes = [m for m in MODES if m in (options.mode or modes_of(self.device))]
+        self.ways = ways_of(options, modes)
         self.grid = [
             (batch_size, input_len, output_len)
             for output_len in options.output_len
@@ -82,7 +85,7 @@ class SteadyRun:
         with Progress(
             console=self.console, transient=True, disable=not self.console.is_terminal
         ) as progress:
-            engines = len(self.kinds) * len(self.modes)
+            engines = len(self.kinds) * len(self.ways)
             task = progress.add_task("starting", total=engines * len(self.grid))
             for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
                 with self.baseline(model, dtype) as baseline:
@@ -106,8 +109,8 @@ class SteadyRun:
         for kind in itertools.product(
             options.model, options.dtype, options.weight_dtype, options.kv_dtype
         ):
-            for mode in self.modes:
-                found = resolve_engine(kind[0], self.config(kind, mode, None))
+            for way in self.ways:
+                found = resolve_engine(kind[0], self.config(kind, way, None))
                 kinds.setdefault((kind[0], found.dtype, found.weights, found.storage), kind)
         return list(kinds.values())
 
@@ -136,7 +139,7 @@ class SteadyRun:
         model = kind[0]
         # The other runtime's cache is on the device as well.
         fraction = None if baseline is None else SHARED_MEMORY_FRACTION
-        alone = [self.config(kind, mode, fraction) for mode in self.modes]
+        alone = [self.config(kind, way, fraction) for way in self.ways]
         eager: dict[BenchmarkCase, Measurement] = {}
         with ExitStack() as stack:
             engines = self.start_together(stack, model, alone, fraction)
@@ -167,8 +170,8 @@ class SteadyRun:
         except MemoryBudgetError as error:
             stack.close()
             reason, *_ = str(error).splitlines()
-            modes = ", ".join(self.modes)
-            self.say(f"{model}: {modes} run one after the other, without turns: {reason}")
+            ways = ", ".join(map(str, self.ways))
+            self.say(f"{model}: {ways} run one after the other, without turns: {reason}")
             return []
 
     def start(self, model: str, config: EngineConfig) -> Engine:
@@ -176,7 +179,7 @@ class SteadyRun:
         engine = Engine.from_pretrained(model, config, progress=False)
         self.say(
             f"{model} {config.dtype} weights {config.weight_dtype} KV {config.kv_dtype}"
-            f" {config.mode}\n{engine.memory_plan.format()}"
+            f" {Way(config.mode, config.kernels)}\n{engine.memory_plan.format()}"
         )
         self.say(describe_start(engine.stats()))
         return engine
@@ -193,6 +196,8 @@ class SteadyRun:
         `eager` has what was measured in eager mode, and gets what is.
         """
         options = self.options
+        unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+        check = TokenCheck((unpacked or engines)[0], model) if self.checks else None
         for case in (BenchmarkCase(model, *point) for point in self.grid):
             runs = [self.case_run(engine, case) for engine in engines]
             sides = [run.repeat for run in runs]
@@ -210,13 +215,17 @@ class SteadyRun:
                 for _ in range(options.num_warmup):
                     run.warm_up()
             read_again = watch(self.monitor)
-            take_turns(sides, options.num_iters)
+            with self.steps.timed(*engines):
+                take_turns(sides, options.num_iters)
             state = read_again()
             for run in runs:
                 measured = run.result()
-                if run.engine.config.mode == "eager":
+                if is_reference(run.engine):
                     eager[case] = measured
-                entry = self.to_json(run.engine, measured, eager, len(runs) > 1, turns, state)
+                checked = None if check is None else check.check(run.prompts, measured.outputs)
+                entry = self.to_json(
+                    run.engine, measured, eager, len(runs) > 1, turns, state, checked
+                )
                 self.steps.add(entry, measured.records)
                 yield entry
 
@@ -232,6 +241,7 @@ class SteadyRun:
         interleaved: bool,
         turns: BaselineCase | None,
         device_state: dict[str, Any] | None,
+        check: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return a case of the document."""
         case = to_json(
@@ -242,11 +252,12 @@ class SteadyRun:
             interleaved=interleaved,
             baselines=() if turns is None else turns.to_json(measured.step_ms, measured.token_ids),
             device_state=device_state,
+            check=check,
         )
         return case | {"profiled": self.profiled}
 
-    def config(self, kind: Kind, mode: str, fraction: float | None) -> EngineConfig:
-        """Return how the engine of a mode runs where it has the device to itself."""
+    def config(self, kind: Kind, way: Way, fraction: float | None) -> EngineConfig:
+        """Return how an engine runs where it has the device to itself."""
         options = self.options
         model, dtype, weight_dtype, kv_dtype = kind
         longest = max(
@@ -260,7 +271,8 @@ class SteadyRun:
             dtype=dtype,
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
-            mode=mode,
+            mode=way.mode,
+            kernels=way.kernels,
             prefix_cache=False,  # every repetition prefills its prompts
             memory_fraction=fraction,
             max_rows=max(options.batch_size),

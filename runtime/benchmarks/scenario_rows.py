@@ -79,6 +79,7 @@ START_COLUMNS = (
     "imports",
     "kernels",
     "load",
+    "compile kernels",
     "prepare",
     "measure",
     "other",
@@ -99,6 +100,7 @@ KERNEL_COLUMNS = (
     "measured µs p50 / p90 / p99",
     "measured / predicted",
     "bandwidth",
+    "torch.mm µs",
 )
 
 
@@ -106,7 +108,9 @@ def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
     start, total = entry["start"], entry["total_seconds"]
     phases, code = start["phases"], start["code_cache"]
     shown = [entry["import_seconds"]]
-    shown += [phases[name] for name in ("kernels", "load", "prepare", "measure")]
+    shown += [phases[name] for name in ("kernels", "load")]
+    shown.append(phases.get("compile_kernels", 0.0))  # only where Triton kernels run
+    shown += [phases[name] for name in ("prepare", "measure")]
     built = start["kernels_built"]
     return (
         *engine_cells(entry),
@@ -121,6 +125,7 @@ def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
     names = ("model", "dtype", "weight_dtype", "kv_dtype", "kernel")
+    library = entry.get("library_us")
     return (
         *(entry[name] for name in names),
         *(str(entry[name]) for name in ("rows", "context", "launches")),
@@ -129,6 +134,7 @@ def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
         percentiles(entry["measured_us"]),
         f"{entry['measured_us']['p50'] / entry['predicted_us']:.2f}",
         f"{entry['bandwidth_fraction']:.0%}",
+        "-" if library is None else f"{library:.2f}",
     )
 
 

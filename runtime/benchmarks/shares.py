@@ -60,7 +60,9 @@ def share_memory(
 def _plan(model: str, config: EngineConfig, memory: DeviceMemory) -> MemoryPlan:
     source = resolve_source(model, config_only=True).config
     resolved = ResolvedConfig.resolve(config, source)
-    kernels = select_kernels(resolved.device, resolved.mode, resolved.dtype, resolved.weights)
+    kernels = select_kernels(
+        resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+    )
     try:
         return plan_engine(source, resolved, kernels, layer_groups(source, resolved), memory)
     except ConfigError as error:  # the cache of this part holds no sequence that is long enough

@@ -34,6 +34,7 @@ __all__ = [
     "BenchmarkCase",
     "CaseRun",
     "Measurement",
+    "is_reference",
     "longest_sequence",
     "to_json",
 ]
@@ -69,6 +70,8 @@ class Measurement:
     """Share of the lanes of its decode steps that computed nothing anybody asked for."""
     token_ids: list[list[int]]
     """The first `output_len` tokens of each prompt, of the first repetition."""
+    outputs: list[set[tuple[int, ...]]]
+    """All that each prompt decoded to, the distinct ones of all repetitions."""
     logits: torch.Tensor
     """float32 `[n, vocab_size]` under teacher forcing, to compare modes by."""
     records: list[StepRecord]
@@ -117,6 +120,7 @@ class CaseRun:
         self._host_us: list[float] = []
         self._lanes = self._used = 0
         self._token_ids: list[list[int]] = []
+        self._outputs: list[set[tuple[int, ...]]] = [set() for _ in self.prompts]
         self._records: list[StepRecord] = []
 
     def warm_up(self) -> None:
@@ -143,6 +147,8 @@ class CaseRun:
                 self._lanes, self._used = self._lanes + record.bucket, self._used + record.rows
         if not self._token_ids:
             self._token_ids = [output.token_ids[: case.output_len] for output in outputs]
+        for distinct, output in zip(self._outputs, outputs, strict=True):
+            distinct.add(tuple(output.token_ids))
 
     def result(self) -> Measurement:
         """Return what was observed; scores a sequence to compare modes by."""
@@ -156,6 +162,7 @@ class CaseRun:
             host_us=self._host_us,
             padding=1 - self._used / self._lanes if self._lanes else 0.0,
             token_ids=self._token_ids,
+            outputs=self._outputs,
             logits=self.engine.score(scored, (len(scored) + 1) // 2),
             records=self._records,
         )
@@ -227,6 +234,7 @@ def to_json(
     interleaved: bool,
     baselines: Sequence[dict[str, Any]] = (),
     device_state: dict[str, Any] | None = None,
+    check: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a case of the benchmark's JSON (schema version 1, see `docs/benchmarking.md`).
 
@@ -238,6 +246,7 @@ def to_json(
         interleaved: whether its repetitions took turns with those of the other modes.
         baselines: how another runtime did, as `BaselineCase.to_json` returns it.
         device_state: clocks, power and throttling before and after, as `watch` tells them.
+        check: what `TokenCheck.check` found; None where the tokens were not checked.
     """
     case, stats = measurement.case, engine.stats()
     # Half of the output is there on average while it is being decoded.
@@ -249,6 +258,7 @@ def to_json(
         "model": case.model,
         **dtype_names(engine),
         "mode": engine.config.mode,
+        "kernels": engine.config.kernels,
         "device": str(engine.config.device),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
@@ -271,6 +281,7 @@ def to_json(
         "start": stats["start"],
         "fallbacks": stats["fallbacks"],
         "correct": _correctness(measurement, eager),
+        "check": check,
         "instrumentation": instrumentation_to_json(
             measure_instrumentation(engine),
             measurement.step_ms,
@@ -280,6 +291,11 @@ def to_json(
         "device_state": device_state,
         "samples": {"step_ms": measurement.step_ms},
     }
+
+
+def is_reference(engine: Engine) -> bool:
+    """Return whether an engine runs plain PyTorch, eagerly: what others are compared with."""
+    return engine.config.mode == "eager" and engine.config.kernels != "native"
 
 
 def _correctness(measured: Measurement, eager: Measurement | None) -> dict[str, float | None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cells import percentiles
+from .cells import engine_cells, percentiles
 
-__all__ = ["COLUMNS", "baseline_columns", "columns", "rows"]
+__all__ = ["CHECK_COLUMN", "COLUMNS", "baseline_columns", "columns", "rows"]
 
 COLUMNS = (
     "model",
@@ -31,12 +31,14 @@ COLUMNS = (
     "= eager",
     "max logit error",
 )
+CHECK_COLUMN = "tokens checked"
+"""Where any case has a check."""
 
 
 def columns(document: dict[str, Any]) -> tuple[str, ...]:
     """Return the head of the table."""
     heads = [head for method in _methods(document) for head in baseline_columns(method)]
-    return (*COLUMNS, *heads)
+    return (*COLUMNS, *([CHECK_COLUMN] if _checked(document) else []), *heads)
 
 
 def baseline_columns(method: str) -> tuple[str, str, str]:
@@ -50,11 +52,25 @@ def baseline_columns(method: str) -> tuple[str, str, str]:
 
 def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of each case, as text."""
-    methods = _methods(document)
+    methods, checked = _methods(document), _checked(document)
     return [
-        (*_row(case), *(cell for method in methods for cell in _baseline_cells(case, method)))
+        (
+            *_row(case),
+            *([_check_cell(case.get("check"))] if checked else []),
+            *(cell for method in methods for cell in _baseline_cells(case, method)),
+        )
         for case in document["cases"]
     ]
+
+
+def _checked(document: dict[str, Any]) -> bool:
+    return any(case.get("check") is not None for case in document["cases"])
+
+
+def _check_cell(check: dict[str, Any] | None) -> str:
+    if check is None:
+        return "-"
+    return f"{check['tokens']} {'ok' if check['passed'] else 'FAILED'}"
 
 
 def _methods(document: dict[str, Any]) -> list[str]:
@@ -79,11 +95,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     correct = case["correct"]
     equal, error = correct["tokens_equal_eager"], correct["max_abs_logit_error"]
     return (
-        case["model"],
-        case["dtype"],
-        case["weight_dtype"],
-        case["kv_dtype"],
-        case["mode"],
+        *engine_cells(case),
         str(case["batch_size"]),
         str(case["input_len"]),
         str(case["output_len"]),

@@ -75,6 +75,9 @@ def describe_start(stats: dict[str, Any]) -> str:
     phases = ", ".join(f"{name} {took:.1f}" for name, took in start["phases"].items())
     code = start["code_cache"]
     built = {None: "", True: "; kernels built", False: "; kernels found"}[start["kernels_built"]]
+    compiled = start["compiled_kernels"]
+    if compiled is not None:
+        built += f"; {compiled['kernels']} kernels compiled in {compiled['threads']} threads"
     return (
         f"started in {start['seconds']:.1f} s ({phases}), {steps} steps ready{built};"
         f" compiled code: {code['hits']} pieces found, {code['misses']} made"

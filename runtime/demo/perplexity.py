@@ -66,10 +66,13 @@ def perplexity(engine: Engine, tokens: Sequence[int], window: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line of JSON for each way of storing weights, keys and values."""
+    """Print a line of JSON for each mode and way of storing weights, keys and values."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weight-dtype", nargs="+", default=("auto",), choices=WEIGHT_DTYPES)
     parser.add_argument("--kv-dtype", nargs="+", default=KV_DTYPES, choices=KV_DTYPES)
+    parser.add_argument(
+        "--mode", nargs="+", default=("auto",), choices=("auto", "eager", "compile", "graph")
+    )
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=None, help="use the first ones only")
     options = parser.parse_args(arguments)
@@ -85,12 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"were held out, not {count}"
         )
     tokens = tokens[:count]
-    for weight_dtype, kv_dtype in itertools.product(options.weight_dtype, options.kv_dtype):
+    for mode, weight_dtype, kv_dtype in itertools.product(
+        options.mode, options.weight_dtype, options.kv_dtype
+    ):
         config = EngineConfig(
-            weight_dtype=weight_dtype, kv_dtype=kv_dtype, max_rows=1, max_model_len=CONTEXT
+            mode=mode,
+            weight_dtype=weight_dtype,
+            kv_dtype=kv_dtype,
+            max_rows=1,
+            max_model_len=CONTEXT,
         )
         with Engine.from_pretrained("demo", config) as engine:
             result = {
+                "mode": engine.config.mode,
                 "weight_dtype": weight_dtype,
                 "weight_bytes_per_step": engine.weight_bytes_per_step,
                 "kv_dtype": kv_dtype,

@@ -1,11 +1,9 @@
 """The operations a model is made of, each as plain torch and as a fast version, chosen once.
 
-`select_kernels` answers for a device, a mode and a dtype; a model calls what it gets and knows no
-difference.
+`select_kernels` returns them for a device, a mode, a dtype and a choice of kernels; models call
+what it returns.
 """
 
-import importlib.util
-import logging
 import os
 from typing import Literal
 
@@ -36,6 +34,7 @@ from .stack import (
     StackLinear,
     StackShape,
 )
+from .support import KernelChoice, have_triton, native_obstacle
 from .weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -46,65 +45,93 @@ from .weight_storage import (
 
 Mode = Literal["eager", "compile", "graph"]
 
-logger = logging.getLogger("stepgraph.runtime")
-
 
 def select_kernels(
     device: torch.device | str,
     mode: Mode,
     dtype: torch.dtype,
     weights: WeightStorage = "model",
+    kernels: KernelChoice | None = None,
 ) -> Kernels:
-    """The kernels for a model in `dtype` on `device`; builds and loads them where they need it.
+    """Return the kernels for a model in `dtype` on `device`; builds and loads what they need.
 
-    `weights` says how those of linear layers are stored. There is no fast linear layer over fp8
-    weights for a CPU: a warning says so where it was not chosen by `eager`.
+    Args:
+        device: where the model runs.
+        mode: how its steps run.
+        dtype: of weights and activations.
+        weights: how the weights of linear layers are stored.
+        kernels: which to take; None: `torch` for `eager`, `native` for the other modes.
 
-    Raises KernelBuildError where the fast CPU kernels cannot be built, and on a CUDA device where
-    Triton is told to interpret kernels instead of building them.
+    Raises KernelBuildError where the C++ operators cannot be built, and on a CUDA device where
+    Triton is set to interpret kernels instead of compiling them.
     """
     device_type = torch.device(device).type
-    if device_type == "cpu" and mode != "eager":
-        library = load_cpu_ops()
-        packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
-        if weights == "fp8":
-            logger.warning(
-                "fp8 weights are widened by plain PyTorch in every step on a CPU, which is several"
-                " times slower: weight_dtype='int8' is as small and fast"
-            )
+    if kernels is None:
+        kernels = "torch" if mode == "eager" else "native"
+    plain = kernels == "torch" and mode == "eager"
+    if device_type == "cuda" and torch.cuda.is_available() and not plain:
+        _refuse_interpreter()
+    if kernels == "native":
+        return _cpu_kernels(dtype, weights) if device_type == "cpu" else _gpu_kernels(weights)
+    if plain:
         return Kernels(
-            name="cpu" if packs else "cpu, torch linear",
-            attention=paged_attention,
-            linear=packed_linear if packs else reference_linear,
-            pack=pack_linear if packs else None,
-            bounded_by_length=True,
-            masks=0,
+            name="torch",
+            attention=reference_paged_attention,
+            linear=reference_linear,
+            pack=None,
+            bounded_by_length=False,
+            masks=1,
             weights=weights,
-            fused_sampling=True,
-            library=library,
-            make_stack=DecoderStack if packs else None,
         )
-    if device_type == "cuda" and mode != "eager":
-        if os.environ.get("TRITON_INTERPRET") == "1" and torch.cuda.is_available():
-            raise KernelBuildError(
-                "TRITON_INTERPRET=1 has kernels interpreted on the CPU, those that torch compiles"
-                " too: unset it, or choose mode='eager', which runs without kernels"
-            )
-        if importlib.util.find_spec("triton") is not None or not torch.cuda.is_available():
-            from .gpu.selection import gpu_kernels  # which needs this package
-
-            return gpu_kernels(weights)
-        logger.warning("Triton is not installed: steps run in plain PyTorch, several times slower")
-    opaque = device_type == "cuda" and mode != "eager"
+    # Attention as one operation that torch.compile does not look into.
+    attention, library = paged_attention, None
+    native_attention = device_type == "cpu" or have_triton()
+    if device_type == "cpu":
+        library = load_cpu_ops()
+    elif native_attention:
+        attention = _gpu_kernels(weights).attention
     return Kernels(
-        name="torch, opaque attention" if opaque else "torch",
-        attention=paged_attention if opaque else reference_paged_attention,
+        name="torch",
+        attention=attention,
         linear=reference_linear,
         pack=None,
-        bounded_by_length=False,
-        masks=1,
+        bounded_by_length=native_attention,
+        masks=0 if native_attention else 1,
         weights=weights,
+        library=library,
     )
+
+
+def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
+    library = load_cpu_ops()
+    packs = can_pack(quantised_dtype(weights) or dtype) and can_pack(dtype)
+    return Kernels(
+        name="cpu" if packs else "cpu, torch linear",
+        attention=paged_attention,
+        linear=packed_linear if packs else reference_linear,
+        pack=pack_linear if packs else None,
+        bounded_by_length=True,
+        masks=0,
+        weights=weights,
+        sampler="cpu",
+        library=library,
+        make_stack=DecoderStack if packs else None,
+    )
+
+
+def _gpu_kernels(weights: WeightStorage) -> Kernels:
+    from .gpu.selection import gpu_kernels  # which needs this package
+
+    return gpu_kernels(weights)
+
+
+def _refuse_interpreter() -> None:
+    """Raise KernelBuildError where Triton would interpret the kernels of a CUDA device."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise KernelBuildError(
+            "TRITON_INTERPRET=1 makes Triton interpret kernels on the CPU, those of torch.compile"
+            " included: unset it, or use mode='eager' with kernels='torch'"
+        )
 
 
 __all__ = [
@@ -114,6 +141,7 @@ __all__ = [
     "DecodeResult",
     "DecodeStep",
     "DecoderStack",
+    "KernelChoice",
     "KernelLibrary",
     "Kernels",
     "Mode",
@@ -140,5 +168,7 @@ __all__ = [
     "KernelBuildError",
     "build_cpu_ops",
     "have_compiler",
+    "have_triton",
     "load_cpu_ops",
+    "native_obstacle",
 ]

@@ -62,16 +62,16 @@ class AttentionForm(NamedTuple):
     """Elements of a value: head_dim, or the latent part of a key."""
 
 
-torch.library.define(
-    "stepgraph::paged_attention",
+PAGED_ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor? v, Tensor(a!) arena, int layer, Tensor slots,"
     " Tensor block_tables, Tensor token_rows, Tensor rows, Tensor positions, int read_blocks,"
     " int block_size, float scale, int window, float softcap, str storage, int value_dim)"
-    " -> Tensor",
+    " -> Tensor"
 )
+torch.library.define("stepgraph::paged_attention", PAGED_ATTENTION_SCHEMA)
 
 
-def _fake_paged_attention(
+def fake_paged_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGE: Tensor | None,
@@ -90,10 +90,11 @@ def _fake_paged_attention(
     storage: str,
     value_dim: int,
 ) -> Tensor:
+    """Return what the operation returns, without computing it: for torch.compile."""
     return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], value_dim)
 
 
-torch.library.register_fake("stepgraph::paged_attention", _fake_paged_attention)
+torch.library.register_fake("stepgraph::paged_attention", fake_paged_attention)
 
 
 def paged_attention(

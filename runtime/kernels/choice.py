@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from .self_test import Fallback
 from .stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
 from .weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "SamplerName"]
+
+SamplerName = Literal["torch", "cpu", "triton"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Kernels:
     """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
     masks: int
     """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
-    fused_sampling: bool = False
-    """Either sampler is one operation: `fused_sampler`."""
+    sampler: SamplerName = "torch"
+    """Which of `sampling.SAMPLERS`: "torch" is compiled where steps are, the others are kernels."""
     library: KernelLibrary | None = None
     """What holds the operations of our own, where there is any."""
     make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None

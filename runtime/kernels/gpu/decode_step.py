@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..attention import AttentionInputs
+from ..feedback import Feedback
 from ..stack import DecodeEnds, DecodeResult, Stack
 from .begin import Embedding, Rotations
 from .operations import Operations
@@ -77,6 +78,5 @@ class GpuDecodeStep:
     ) -> Tensor:
         """See `DecodeStep.pick`."""
         with operation("greedy"):
-            return self.operations.pick_greedy(
-                result.maxima, result.ids, rows_T, result.positions, token_ids_R, positions_R
-            )
+            feed = Feedback(rows_T, result.positions, token_ids_R, positions_R)
+            return self.operations.pick_greedy(result.maxima, result.ids, feed)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .fused_pair_kernel import linear_pair
 from .gate_up import reference_gate_up
+from .kernel_weights import kernel_weight, may_prefetch
 from .launch import launch, num_multiprocessors, runs_in_turn
 from .linear import FEW_ROWS, STORAGES, GpuLinear, LinearConfig, Norm, row_class
-from .linear_tiles import kernel_weight, may_prefetch
 from .norm_linear import reference_norm_linear
 from .residual_linear import reference_residual_linear
 

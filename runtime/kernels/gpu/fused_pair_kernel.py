@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .kernel_weights import operation_name
 from .launch import let_dependents_start, wait_for_inputs
 from .linear_tiles import (
     activate,
@@ -29,7 +30,6 @@ from .linear_tiles import (
     load_channels,
     load_tile,
     load_weights,
-    operation_name,
     prefetch_rows,
     row_statistics,
 )

@@ -13,64 +13,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..feedback import Feedback
 from .launch import launch, let_dependents_start, wait_for_inputs
 
 __all__ = ["pick_greedy", "reference_pick_greedy"]
 
 
-def pick_greedy(
-    maxima_TC: Tensor,
-    ids_TC: Tensor,
-    rows_T: Tensor,
-    positions_T: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
-) -> Tensor:
+def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
     """Return the best token of each row, int64 `[T]`; of equal ones the lowest id.
 
-    It becomes the row's newest token in the state, at the next position; the null row, the last one
-    of the state, stays at position 0. A row of nothing but NaN gets some id of the vocabulary.
+    A row of nothing but NaN gets some id of the vocabulary.
 
     Args:
         maxima_TC: float32, the largest logit of each chunk.
         ids_TC: int32, its token; chunks are in the order of the vocabulary.
-        rows_T: int64, row of the state.
-        positions_T: int64, position of each row's last input.
-        token_ids_R: int64, written.
-        positions_R: int64, written.
+        feed: where the tokens go, too.
     """
-    tokens_T = torch.empty_like(rows_T)
-    chunks = maxima_TC.shape[1]
+    rows, chunks = maxima_TC.shape
+    tokens_T = torch.empty(rows, dtype=torch.int64, device=maxima_TC.device)
     launch(
         _pick_greedy,
-        (rows_T.shape[0],),
+        (rows,),
         maxima_TC,
         ids_TC,
-        rows_T,
-        positions_T,
-        token_ids_R,
-        positions_R,
+        *((None,) * 4 if feed is None else feed),
         tokens_T,
         chunks,
-        token_ids_R.shape[0] - 1,
+        0 if feed is None else feed.token_ids.shape[0] - 1,
         BLOCK=min(1024, triton.next_power_of_2(chunks)),
     )
     return tokens_T
 
 
 def reference_pick_greedy(
-    maxima_TC: Tensor,
-    ids_TC: Tensor,
-    rows_T: Tensor,
-    positions_T: Tensor,
-    token_ids_R: Tensor,
-    positions_R: Tensor,
+    maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
 ) -> Tensor:
     """What `pick_greedy` does, in plain torch."""
     tokens_T = ids_TC.gather(1, maxima_TC.argmax(-1, keepdim=True))[:, 0].to(torch.int64)
-    null_row = token_ids_R.shape[0] - 1
-    token_ids_R.index_put_((rows_T,), tokens_T)
-    positions_R.index_put_((rows_T,), torch.where(rows_T == null_row, 0, positions_T + 1))
+    if feed is not None:
+        null_row = feed.token_ids.shape[0] - 1
+        positions_T = torch.where(feed.rows == null_row, 0, feed.positions + 1)
+        feed.token_ids.index_put_((feed.rows,), tokens_T)
+        feed.state_positions.index_put_((feed.rows,), positions_T)
     return tokens_T
 
 
@@ -104,8 +88,9 @@ def _pick_greedy(  # type: ignore[no-untyped-def]
     largest = tl.max(best, 0)
     chunk = tl.min(tl.where(best == largest, best_at, chunks - 1), 0)
     picked = tl.load(ids_ptr + token * chunks + chunk).to(tl.int64)
-    row = tl.load(rows_ptr + token)
-    position = tl.load(positions_ptr + token) + 1
     tl.store(tokens_ptr + token, picked)
-    tl.store(token_ids_ptr + row, picked)
-    tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + token)
+        position = tl.load(positions_ptr + token) + 1
+        tl.store(token_ids_ptr + row, picked)
+        tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))

@@ -19,7 +19,7 @@ from .norm import norm_rows
 from .norm_linear import reference_norm_linear
 from .tuning import best_config
 
-__all__ = ["head", "reference_head"]
+__all__ = ["best_of_chunks", "head", "reference_head"]
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
@@ -46,10 +46,9 @@ def head(
         shape = (vocab_size, hidden_size, x_TD.dtype, linear.weight.dtype, x_TD.device)
         config = best_config("head", tokens, *shape, pending=pending is not None)
     logits_TV = x_TD.new_empty(tokens, vocab_size)
-    chunks = triton.cdiv(vocab_size, CHUNK if config.kind == "library" else config.block_n)
-    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=x_TD.device)
-    ids_TC = torch.empty(tokens, chunks, dtype=torch.int32, device=x_TD.device)
     if config.kind != "library":
+        chunks = triton.cdiv(vocab_size, config.block_n)
+        best = _best(tokens, chunks, x_TD.device)
         launch_linear(
             "head",
             x_TD,
@@ -59,12 +58,24 @@ def head(
             norm=norm,
             pending=pending,
             softcap=softcap,
-            best=(maxima_TC, ids_TC),
+            best=best,
         )
-        return logits_TV, maxima_TC, ids_TC
+        return logits_TV, *best
     normed_TD = torch.empty_like(x_TD)
     norm_rows(x_TD, norm, normed_TD, pending)
     library_linear(normed_TD, linear, logits_TV)
+    return logits_TV, *best_of_chunks(logits_TV, softcap)
+
+
+def best_of_chunks(logits_TV: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each chunk of 1024 and its token, as `head` does.
+
+    With `softcap` contiguous logits are capped in place first.
+    """
+    tokens, vocab_size = logits_TV.shape
+    assert logits_TV.is_contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    maxima_TC, ids_TC = _best(tokens, chunks, logits_TV.device)
     launch(
         _best_of_chunks,
         (tokens, chunks),
@@ -75,7 +86,13 @@ def head(
         CHUNK=CHUNK,
         SOFTCAP=softcap,
     )
-    return logits_TV, maxima_TC, ids_TC
+    return maxima_TC, ids_TC
+
+
+def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the best of each chunk."""
+    maxima_TC = torch.empty(tokens, chunks, dtype=torch.float32, device=device)
+    return maxima_TC, torch.empty(tokens, chunks, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -10,14 +10,15 @@ Synchronization".
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
 in Triton's interpreter. Inside `record_launches` nothing runs: what would be launched is returned,
-so that it can be compiled ahead of time for a device that is not there. Inside
-`dependent_launch(False)` no kernel begins early.
+so that it can be compiled ahead of time for a device that is not there. Inside `divert_launches`
+nothing runs either: what would be launched on this device, exactly as it would be, is handed over.
+Inside `dependent_launch(False)` no kernel begins early.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ __all__ = [
     "can_launch_dependently",
     "compute_capability",
     "dependent_launch",
+    "divert_launches",
     "launch",
     "let_dependents_start",
     "num_multiprocessors",
@@ -116,6 +118,22 @@ def record_launches(capability: int = CAPABILITY) -> Iterator[list[KernelLaunch]
         _recorded.reset(token)
 
 
+Receiver = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+"""Gets the kernel, the grid, the arguments in order, and constants and options by name."""
+
+_receiver: ContextVar[Receiver | None] = ContextVar("receiver of launches", default=None)
+
+
+@contextmanager
+def divert_launches(receiver: Receiver) -> Iterator[None]:
+    """Call `receiver` with each launch of this block and thread instead of carrying it out."""
+    token = _receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -147,7 +165,7 @@ def launch(
             KernelLaunch(kernel, grid, args, constants, num_warps, num_stages, cooperative)
         )
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if dependent:
         enabled = is_dependent_launch_enabled() and not INTERPRETED
         constants["PDL"] = enabled and can_launch_dependently()
@@ -155,7 +173,12 @@ def launch(
             options["launch_pdl"] = True
     if cooperative and not INTERPRETED:
         options["launch_cooperative_grid"] = True
-    kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constants)
+    options |= constants
+    receiver = _receiver.get()
+    if receiver is not None:
+        receiver(kernel, grid, args, options)
+        return
+    kernel[grid](*args, **options)
 
 
 def runs_in_turn() -> bool:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_weights import kernel_weight, load_channels, may_prefetch, operation_name
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
 from .linear_tiles import (
@@ -31,12 +32,8 @@ from .linear_tiles import (
     capped,
     combined_slice,
     input_tile,
-    kernel_weight,
     largest_of,
-    load_channels,
     load_stage,
-    may_prefetch,
-    operation_name,
     prefetch_rows,
     row_statistics,
 )

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_weights import kernel_weight
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import SCALE_BLOCK, GpuLinear
-from .linear_tiles import as_operand, kernel_weight
+from .linear_tiles import as_operand
 
 __all__ = ["library_linear"]
 

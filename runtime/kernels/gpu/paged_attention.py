@@ -1,4 +1,4 @@
-"""Paged attention in Triton, what `stepgraph::paged_attention` runs on CUDA: write, then attend.
+"""Paged attention in Triton, the operation `stepgraph::triton_paged_attention`: write, then attend.
 
 The reference is `kernels/attention.reference_paged_attention`, whose signature this has. A step of
 one token a row (R == T) is attended to as a decode step, one of chunks (R < T) as a prefill step.
@@ -6,13 +6,12 @@ one token a row (R == T) is attended to as a decode step, one of chunks (R < T) 
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionForm
+from ..attention import PAGED_ATTENTION_SCHEMA, AttentionForm, fake_paged_attention
 from .launch import num_multiprocessors
 from .prefill_attention import prefill_attention
 from .prefill_tiles import prefill_tiles, prefill_tiling
@@ -21,7 +20,7 @@ from .split_attention import choose_tile, new_partials
 from .splits import choose_splits
 from .store import store_keys_and_values
 
-__all__ = ["register", "triton_paged_attention"]
+__all__ = ["paged_attention_on_gpu", "triton_paged_attention"]
 
 
 def triton_paged_attention(
@@ -97,7 +96,21 @@ def _decode(
     return out.view(tokens, heads, form.value_dim)
 
 
-def _triton_paged_attention_op(
+def _schema_call(*arguments: Any) -> Tensor:
+    """`triton_paged_attention` with the arguments of the schema: the form comes in pieces."""
+    tensors, form = arguments[:_TENSORS], arguments[_TENSORS:]
+    return triton_paged_attention(*tensors, AttentionForm(*form))  # type: ignore[call-arg]
+
+
+_TENSORS = 11
+"""Arguments of the schema before those of the form."""
+
+torch.library.define("stepgraph::triton_paged_attention", PAGED_ATTENTION_SCHEMA)
+torch.library.impl("stepgraph::triton_paged_attention", "CUDA", _schema_call)
+torch.library.register_fake("stepgraph::triton_paged_attention", fake_paged_attention)
+
+
+def paged_attention_on_gpu(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGE: Tensor | None,
@@ -109,10 +122,10 @@ def _triton_paged_attention_op(
     rows_R: Tensor,
     positions_T: Tensor,
     read_blocks: int,
-    *form: int | float | str,
+    form: AttentionForm,
 ) -> Tensor:
-    """`triton_paged_attention` with the signature of the schema."""
-    return triton_paged_attention(
+    """`triton_paged_attention` as an operation that torch.compile does not look into."""
+    out: Tensor = torch.ops.stepgraph.triton_paged_attention.default(
         q_THD,
         k_TGD,
         v_TGE,
@@ -124,14 +137,6 @@ def _triton_paged_attention_op(
         rows_R,
         positions_T,
         read_blocks,
-        AttentionForm(*form),  # type: ignore[arg-type]  # checked by the schema
+        *form,
     )
-
-
-@cache
-def register() -> None:
-    """Let `torch.ops.stepgraph.paged_attention` on CUDA be these kernels, for the process."""
-    with warnings.catch_warnings():
-        # That the reference is replaced.
-        warnings.filterwarnings("ignore", ".*verrid", UserWarning)
-        torch.library.impl("stepgraph::paged_attention", "CUDA", _triton_paged_attention_op)
+    return out

@@ -24,19 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import reference_activate_rows
-from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
-from .linear_tiles import (
-    activate,
-    as_operand,
-    capped,
+from .kernel_weights import (
     kernel_weight,
-    largest_of,
     load_channels,
     may_prefetch,
     operation_name,
     prefetch_segments,
 )
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
+from .linear_tiles import activate, as_operand, capped, largest_of
 
 __all__ = ["launch_row_product", "reference_sum_parts", "sum_parts"]
 

@@ -5,7 +5,7 @@ Triton is imported when a model is made, not before: a plan of memory needs none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,10 +32,6 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
         weights: how those of linear layers are stored.
         operations: what steps launch; None: the kernels of this package.
     """
-    if torch.cuda.is_available():
-        from .paged_attention import register
-
-        register()
 
     def chosen() -> Operations:
         if operations is not None:
@@ -72,12 +68,22 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
 
     return Kernels(
         name="triton",
-        attention=paged_attention,
+        attention=_attention(),
         linear=linear,
         pack=None,
         bounded_by_length=True,
         masks=0,
         weights=weights,
+        sampler="triton",
         make_stack=make_stack,
         make_decode_step=make_decode_step,
     )
+
+
+def _attention() -> Callable[..., Tensor]:
+    """The attention kernels; without a device nothing calls them, and Triton need not be there."""
+    if not torch.cuda.is_available():
+        return paged_attention
+    from .paged_attention import paged_attention_on_gpu
+
+    return paged_attention_on_gpu

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import KernelSelfTestError
+from ..feedback import Feedback
 from ..kv_storage import read_blocks as read_side
 from ..self_test import Fallback, disagreement, tolerance
 from .linear import Pending
@@ -66,7 +67,7 @@ WRITES: dict[str, Writes] = {
     "prefill_attention": Writes(),
     "paged_attention": Writes(updates=("arena",)),
     "head": Writes(("pending",)),
-    "pick_greedy": Writes(updates=("token_ids_R", "positions_R")),
+    "pick_greedy": Writes(updates=("feed",)),
 }
 """Of each field of `Operations`; parameters as its plain version names them."""
 
@@ -182,6 +183,10 @@ class OperationChecks:
                 written, right = written.out, right.out
             elif parameter == "arena":
                 written, right = self._stored(written), self._stored(right)
+            elif parameter == "feed":
+                written, right = (
+                    torch.cat((feed.token_ids, feed.state_positions)) for feed in (written, right)
+                )
             if problem := disagreement(written, right, limit):
                 return f"{parameter.partition('_')[0]}: {problem}"
         return None
@@ -211,7 +216,12 @@ class _Copies:
                 arguments[parameter] = Partials(*map(self._guarded, value))
         for parameter in writes.updates:
             value = arguments.get(parameter)
-            if value is not None:
+            if isinstance(value, Feedback):
+                arguments[parameter] = value._replace(
+                    token_ids=value.token_ids.clone(),
+                    state_positions=value.state_positions.clone(),
+                )
+            elif value is not None:
                 arguments[parameter] = value.clone()
 
     def _guarded(self, like: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ SOURCES = (
     "activation.py",
     "fused_pair_kernel.py",
     "head.py",
+    "kernel_weights.py",
     "linear_kernels.py",
     "linear_tiles.py",
     "matmul.py",

@@ -1,0 +1,127 @@
+"""Runs a callable until torch.compile has nothing left to compile in it.
+
+torch has two settings for this, `fail_on_recompile_limit_hit` and `error_on_recompile`. They hold
+for the whole process in torch 2.11, so they would fail what another thread compiles meanwhile. Here
+no setting is changed. torch calls two hooks in the thread that compiles, one when it begins with a
+frame and one when it has code for it, and a context variable says who wants to know. A frame that
+was begun without code as the result runs in eager mode from then on: torch has reached its
+recompile limit, or cannot compile it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import CodeType
+
+from .errors import StepCompilationError
+
+__all__ = ["run_until_compiled"]
+
+
+@dataclass(slots=True)
+class _Compilations:
+    """What torch compiled in one thread during one run."""
+
+    begun: int = 0
+    compiled: list[str] = field(default_factory=list)
+    """Name and place of each piece of code that came of it."""
+
+
+_watched: ContextVar[_Compilations | None] = ContextVar("watched compilations", default=None)
+
+
+def run_until_compiled(fn: Callable[[], object]) -> None:
+    """Run `fn` once, and if anything was compiled once more, to prove that this was all.
+
+    Other threads may compile meanwhile: what they compile does not count.
+
+    Raises:
+        StepCompilationError: torch runs a part of `fn` in eager mode, or the second run compiled.
+        Exception: of `fn`. Code compiled with `fullgraph=True` raises at its recompile limit.
+    """
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        fn()
+        if "torch._dynamo" not in sys.modules:
+            return
+    first = _run_watched(fn)
+    if first.begun > len(first.compiled):
+        raise StepCompilationError(
+            f"torch compiled {len(first.compiled)} of {first.begun} parts and runs the others in "
+            f"eager mode: it has reached its recompile limit "
+            f"({_recompile_limit()} for the same code, torch._dynamo.config.recompile_limit), or "
+            "cannot compile them; TORCH_LOGS=graph_breaks,recompiles shows which"
+        )
+    if not first.begun:
+        return
+    second = _run_watched(fn)
+    if second.begun:
+        raise StepCompilationError(
+            f"a second run over the same inputs compiled again: {', '.join(second.compiled)}; "
+            "something differs from run to run, and would compile in the middle of traffic: "
+            "TORCH_LOGS=recompiles shows what"
+        )
+
+
+def _run_watched(fn: Callable[[], object]) -> _Compilations:
+    with _watching() as compilations:
+        fn()
+    return compilations
+
+
+@contextmanager
+def _watching() -> Iterator[_Compilations]:
+    """Yield what torch compiles in this thread inside the block."""
+    _install_hooks()
+    compilations = _Compilations()
+    token = _watched.set(compilations)
+    try:
+        yield compilations
+    finally:
+        _watched.reset(token)
+
+
+def _install_hooks() -> None:
+    """Add both hooks to torch's, once in a process; they do nothing where nobody watches."""
+    from torch._dynamo import convert_frame, utils
+
+    # The lock that torch holds while it compiles: it must not find the hooks changed meanwhile.
+    with convert_frame.compile_lock:
+        _install_code_hook()
+        if _begin not in (utils.get_hook_for_recompile_user_context() or ()):
+            utils.register_hook_for_recompile_user_context(_begin)
+
+
+@functools.cache
+def _install_code_hook() -> None:
+    from torch._dynamo import convert_frame
+
+    convert_frame.register_bytecode_hook(_end)
+
+
+def _begin() -> str:
+    """Count a frame that torch begins to compile; the answer goes into torch's own metrics."""
+    compilations = _watched.get()
+    if compilations is None:
+        return ""
+    compilations.begun += 1
+    return "preparation of a step"
+
+
+def _end(code: CodeType, new_code: CodeType) -> CodeType | None:
+    """Note a frame that was compiled; None: its code stays as torch made it."""
+    compilations = _watched.get()
+    if compilations is not None:
+        place = f"{code.co_filename}:{code.co_firstlineno}"
+        compilations.compiled.append(f"{code.co_name} ({place})")
+    return None
+
+
+def _recompile_limit() -> int:
+    from torch._dynamo import config
+
+    return config.recompile_limit

@@ -1,0 +1,26 @@
+"""Where the tokens of a step go on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Feedback"]
+
+
+class Feedback(NamedTuple):
+    """Rows whose newest tokens a step samples; B lanes, R rows of the state.
+
+    Sampled tokens become the newest of their rows, at the position behind that of the last input.
+    The null row, the last one of the state, stays at position 0.
+    """
+
+    rows: Tensor
+    """int64 `[B]`: the row of each lane."""
+    positions: Tensor
+    """int64 `[B]`: position of each lane's last input."""
+    token_ids: Tensor
+    """int64 `[R]` of the state, written."""
+    state_positions: Tensor
+    """int64 `[R]` of the state, written."""

@@ -1,0 +1,184 @@
+"""Compiles the kernels of all steps in parallel threads, before the first of them runs.
+
+A step that runs compiles its kernels one after the other. Here each step is called once with its
+launches diverted: what torch itself computes in a step runs, and of a Triton kernel only the code
+is made, in a thread. Nearly all of Triton's compiler runs without Python's lock (docs/kernels.md
+says what was measured). What is compiled is found by the launches that follow, because the call is
+the same up to `warmup=True`: Triton specialises on the same tensors and numbers, and keeps the
+result in the same place, in memory and on disk.
+
+Memory that a kernel would have written is zero meanwhile, so that an index read from it is valid.
+The contract of warm-up holds (`graphs/steps.py`): what the steps write, they write for padding.
+
+A kernel that cannot be compiled does not end the start here. It is reported and logged by its name,
+and its first launch raises the same error, where there is somebody who knows what to do instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .launch import INTERPRETED, divert_launches
+
+__all__ = ["CompiledKernels", "ZeroedMemory", "compile_kernels"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+_MOST_THREADS = 8
+"""About a quarter of compiling holds Python's lock, so more threads than this would only wait."""
+
+_aten = torch.ops.aten
+_UNINITIALISED = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernels:
+    """What compiling the kernels of all steps took."""
+
+    kernels: int
+    """Specialisations of kernels that the steps launch, each counted once."""
+    threads: int
+    seconds: float
+    """Of wall-clock time; little where Triton's cache on disk has the kernels."""
+    failures: tuple[str, ...]
+    """Kernels that were not compiled and steps that could not be called, each with its error."""
+
+
+def compile_kernels(
+    steps: Iterable[tuple[str, Callable[[], object]]], *, threads: int | None = None
+) -> CompiledKernels:
+    """Compile what the steps launch on the current device.
+
+    Args:
+        steps: name and callable of each step; called in this thread, on the current stream.
+        threads: that compile; None: as many as the process has processors, at most 8.
+
+    Where kernels are interpreted nothing is compiled, and no step is called.
+    """
+    began = time.perf_counter()
+    threads = threads or min(_MOST_THREADS, _processors())
+    if INTERPRETED:
+        return CompiledKernels(0, threads, 0.0, ())
+    compiling = _Compiling()
+    failures: list[str] = []
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="stepgraph-compile") as executor,
+        # Errors are kept with the kernels, and read from there.
+        triton.AsyncCompileMode(_WithLauncher(executor), ignore_errors=True),
+    ):
+        for name, step in steps:
+            try:
+                with divert_launches(compiling.receive), ZeroedMemory():
+                    step()
+            except Exception as error:
+                failures.append(f"step {name}: {type(error).__name__}: {error}")
+    failures += compiling.failures()
+    for failure in failures:
+        logger.warning("not compiled ahead of the first launch: %s", failure)
+    seconds = time.perf_counter() - began
+    return CompiledKernels(len(compiling.kernels), threads, seconds, tuple(failures))
+
+
+class _Compiling:
+    """Kernels that are compiled or under way, with their names."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Any, str] = {}
+        self._refused: list[str] = []
+
+    def receive(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Have a launch compiled; no tensor of it is kept."""
+        try:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+        except Exception as error:  # its first launch raises it again
+            self._refused.append(_failure(_title(kernel, options), error))
+            return
+        # Launches that Triton does not tell apart are given the same object.
+        self.kernels.setdefault(compiled, _title(kernel, options))
+
+    def failures(self) -> list[str]:
+        """Return name and error of each kernel that was not compiled."""
+        found = list(dict.fromkeys(self._refused))
+        for compiled, title in self.kernels.items():
+            if isinstance(compiled, triton.FutureKernel):
+                error = compiled.future.exception()
+                if error is not None:
+                    found.append(_failure(title, error))
+        return found
+
+
+class _WithLauncher:
+    """An executor for Triton that also has the C code built by which the host launches a kernel.
+
+    Triton would build it at the first launch, one kernel after the other.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self._executor = executor
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        """Run in a thread."""
+        return self._executor.submit(self._build, compile_kernel)
+
+    def _build(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
+
+
+class ZeroedMemory(TorchDispatchMode):
+    """Fill memory that torch leaves as it finds it: the kernels that would write it do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled: torch would import its compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNINITIALISED else result
+
+
+def _title(kernel: Any, options: dict[str, Any]) -> str:
+    """Name a launch: its operation where it has one, and the constants that choose its code."""
+    name = str(options.get("NAME", kernel.__name__.strip("_")))
+    choices = [f"{key}={value}" for key, value in options.items() if key != "NAME"]
+    return f"{name} ({' '.join(choices)})"
+
+
+def _failure(title: str, error: BaseException) -> str:
+    return f"kernel {title}: {type(error).__name__}: {error}"
+
+
+def _processors() -> int:
+    """Return the processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

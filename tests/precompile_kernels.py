@@ -1,0 +1,198 @@
+"""Compiles kernels ahead and launches them, on a CUDA device that is made up; prints JSON.
+
+Run by `test_gpu_precompile.py` in a process that does not interpret kernels. A launch there does
+everything that Triton does for a launch on a real device but run the machine code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from stepgraph.runtime import EngineConfig, startup
+from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.kernels.gpu.launch import launch, wait_for_inputs
+from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
+from stepgraph.runtime.kernels.gpu.precompile import ZeroedMemory, compile_kernels
+from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
+from stepgraph.runtime.memory_measurement import StepMemory
+from triton.backends.compiler import GPUTarget
+
+compiled: list[tuple[str, str]] = []
+"""Name of each kernel that Triton was asked for, and of the thread."""
+found: list[str] = []
+"""Name of each of them that was on disk."""
+launchers: list[str] = []
+launched: Counter[str] = Counter()
+
+
+@triton.jit
+def scale(x_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    tl.store(out_ptr + n, tl.load(x_ptr + n, mask=n < N) * 2, mask=n < N)
+
+
+@triton.jit
+def add(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    total = tl.load(x_ptr + n, mask=n < N) + tl.load(y_ptr + n, mask=n < N)
+    tl.store(out_ptr + n, total, mask=n < N)
+
+
+@triton.jit
+def too_wide(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK <= 64, "a block of at most 64")
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+
+class Launcher:
+    """In the place of the C code that launches a kernel."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        launchers.append(src.name)
+        self._name = src.name
+
+    def __call__(self, *args: Any) -> None:
+        launched[self._name] += 1
+
+
+class MadeUpDriver:
+    """Of a Hopper."""
+
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda name, code, shared, device: (1, 2, 32, 0, 1024),
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def count(src: Any, cache_hit: bool, **_: Any) -> None:
+    compiled.append((src.name, threading.current_thread().name))
+    if cache_hit:
+        found.append(src.name)
+
+
+def steps() -> dict[str, Any]:
+    """Launches that Triton tells apart, and some that it does not; and a step that fails."""
+    x = torch.zeros(4096, dtype=torch.float32)
+
+    def scaled(tensor: torch.Tensor, n: int, block: int = 128) -> torch.Tensor:
+        out = torch.empty_like(tensor)
+        launch(scale, (1,), tensor, out, n, BLOCK=block)
+        return out
+
+    def first() -> None:
+        index = scaled(x, 64).to(torch.int64)
+        assert x[index].shape == x.shape, "what no kernel has written is a valid index"
+        scaled(x[:2048], 128)  # the same: another length that 16 divides
+        scaled(x, 65)
+        scaled(x, 1)
+
+    def second() -> None:
+        scaled(x[1:], 64)  # a pointer that 16 does not divide
+        scaled(x, 64, block=256)
+        launch(add, (1,), x, x, torch.empty_like(x), 64, BLOCK=64, num_warps=2)
+        first()
+
+    return {"first": first, "second": second}
+
+
+def wide() -> None:
+    x = torch.zeros(256)
+    launch(too_wide, (1,), x, torch.empty_like(x), BLOCK=128)
+
+
+def lost() -> None:
+    raise MemoryError("no room for 7 bytes")
+
+
+def small_kernels() -> dict[str, Any]:
+    """Compile ahead what `steps` and two failing steps launch; then launch it."""
+    named = steps()
+    failing = {"wide": wide, "lost": lost}
+    report = compile_kernels([*failing.items(), *named.items()], threads=2)
+    ahead, built = [*compiled], [*launchers]
+    refused = ""
+    with ZeroedMemory():
+        for step in named.values():
+            step()
+    try:
+        wide()
+    except triton.CompilationError as error:
+        refused = str(error)
+    again = compile_kernels(named.items())
+    return {
+        "kernels": report.kernels,
+        "threads": report.threads,
+        "failures": report.failures,
+        "compiled": ahead,
+        "found": found,
+        "compiled_later": compiled[len(ahead) :],
+        "imports_dynamo": "torch._dynamo" in sys.modules,
+        "launchers": built,
+        "launched": launched,
+        "refused": refused,
+        "again": [again.kernels, list(again.failures)],
+    }
+
+
+def engine_kernels() -> dict[str, Any]:
+    """Compile ahead what the steps of an engine launch; then run all of its steps."""
+    startup.select_kernels = lambda device, mode, dtype, weights: dataclasses.replace(  # type: ignore[assignment]
+        gpu_kernels(weights), attention=triton_paged_attention
+    )
+    startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
+    config = EngineConfig(
+        device="cpu",
+        mode="eager",
+        dtype="bfloat16",
+        max_rows=1,
+        steps_per_launch=2,
+        prefill_chunk=16,
+        max_model_len=128,
+        num_blocks=64,
+    )
+    runner = startup.start("demo", config, progress=False).runner
+    report = runner.compile_kernels()
+    ahead = [*compiled]
+    with ZeroedMemory():
+        for report_of_step in runner.library.reports():
+            runner.library.launch(report_of_step.key)
+    return {
+        "kernels": report.kernels,
+        "failures": report.failures,
+        "compiled": ahead,
+        "compiled_later": compiled[len(ahead) :],
+        "launched": launched,
+    }
+
+
+def main() -> None:
+    """Print the JSON of the part that is asked for."""
+    triton.runtime.driver.set_active(MadeUpDriver())
+    triton.knobs.compilation.listener = count
+    launching._can_depend = lambda: True
+    parts = {"small": small_kernels, "engine": engine_kernels}
+    print(json.dumps(parts[sys.argv[1]]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Kernels of a decode step are checked against their references, and wrong ones are found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stepgraph.runtime import EngineConfig, kernel_cases
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.kernels.gpu.launch import dependent_launch, launch
+from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations, main
+from stepgraph.runtime.models.presets import PRESETS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down", "head"]
+
+
+def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Verified]:
+    model = dataclasses.replace(
+        PRESETS[name], vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=16, layer_types=(),
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )  # fmt: skip
+    config = EngineConfig(device=DEVICE.type, mode="eager", block_size=4, **settings)
+    resolved = ResolvedConfig.resolve(config, model)
+    names = kernels or None
+    torch.manual_seed(0)
+    found = check_operations(
+        model, resolved, DEVICE, rows=rows, context=7, replays=20, kernels=names
+    )
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings"),
+    [
+        ("llama-3.2-1b", 1, {}),
+        ("qwen3-0.6b", 5, {"weight_dtype": "int8"}),
+        ("gemma-2-2b", 2, {"kv_dtype": "int8"}),  # what layers return waits to be normed and added
+    ],
+)
+def test_right_kernels_pass(name: str, rows: int, settings: dict[str, str]) -> None:
+    found = check(name, rows=rows, **settings)
+    switches = [False, True] if DEVICE.type == "cuda" else [False]
+    expected = [(kernel, on) for kernel in (*KERNELS, "layer") for on in switches]
+    assert [(result.kernel, result.dependent) for result in found] == expected
+    assert all(result.passed for result in found), "\n".join(map(str, found))
+
+
+def skip_a_row(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        head, out = arguments[:2], arguments[2]
+        kernel(x[:-1].clone(), *head, out[:-1], *arguments[3:], **more)
+
+    return run
+
+
+def off_by_a_little(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **more: Any) -> None:
+        kernel(*arguments, **more)
+        arguments[3].mul_(1.05)
+
+    return run
+
+
+def does_not_compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("out of resource: shared memory\nand more")
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fault", [skip_a_row, off_by_a_little, does_not_compile])
+def test_wrong_kernels_are_found(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], dtype: str
+) -> None:
+    name, kernel = ("norm_linear", "norm_linear"), "norm_linear"
+    if fault is off_by_a_little:
+        name, kernel = ("residual_linear", "down"), "down"
+    monkeypatch.setattr(kernel_cases, name[0], fault(getattr(kernel_cases, name[0])))
+    for result in check("llama-3.2-1b", kernel, "gate_up", rows=2, dtype=dtype):
+        assert result.passed == (result.kernel == "gate_up"), str(result)
+        if fault is does_not_compile and not result.passed:
+            assert result.failure == "RuntimeError: out of resource: shared memory"
+            assert str(result).startswith("FAILED norm_linear")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rows 1 33", "take 1 to 32 rows"),
+        ("--model preset:mla-small", "latent attention"),
+        ("--model preset:none", "none"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_clear_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("verify: error: ")
+    assert message in line
+
+
+def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Kernel:
+        arg_names = ("PDL",)
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda PDL, launch_pdl=False, **_: seen.append((PDL, launch_pdl))
+
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_can_depend", lambda: True)
+    for enabled in (True, False, True):
+        with dependent_launch(enabled):
+            launch(Kernel(), (1,))
+    launch(Kernel(), (1,))
+    on, off = (True, True), (False, False)
+    assert seen == [on, off, on, on]
+    recorded = SimpleNamespace(arg_names=("PDL",), __name__="kernel")
+    with dependent_launch(False), launching.record_launches() as launches:
+        launch(recorded, (1,))
+    assert launches[0].constants == {"PDL": True}
