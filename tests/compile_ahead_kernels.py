@@ -14,12 +14,14 @@ import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm
 from stepgraph.runtime.kernels.gpu.compile_ahead import compile_launches, early_reads
 from stepgraph.runtime.kernels.gpu.decode_attention import decode_attention
+from stepgraph.runtime.kernels.gpu.fused_pair import fused_pair, new_barrier
 from stepgraph.runtime.kernels.gpu.launch import (
     launch,
     let_dependents_start,
     record_launches,
     wait_for_inputs,
 )
+from stepgraph.runtime.kernels.gpu.linear import GpuLinear, Norm
 from stepgraph.runtime.kernels.gpu.split_attention import new_counters, new_partials
 
 
@@ -109,6 +111,29 @@ def memory_order(capability: int) -> list[str]:
     return opcodes[before:]
 
 
+def barrier_order(capability: int) -> list[str]:
+    """As `memory_order`, of a pair of products: from the last store of the first one on."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    with record_launches() as launches:
+        fused_pair(
+            empty(1, 512), GpuLinear(empty(256, 512)), empty(1, 256), empty(1, 256),
+            Norm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
+            new_barrier(torch.device("meta")), gated=True,
+        )  # fmt: skip
+    assert launches[0].cooperative
+    (kernel,) = compile_launches(launches, capability)
+    assert not kernel.faults
+    opcodes = re.findall(
+        r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.acquire|ld\.global|st\.global)\S*)", kernel.ptx, re.M
+    )
+    count = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("atom"))
+    before = max(i for i in range(count) if opcodes[i].startswith("st."))
+    return opcodes[before:]
+
+
 KERNELS = (right, waits_in_a_loop, writes_early, may_not_wait, never_waits)
 
 
@@ -134,6 +159,7 @@ def main() -> None:
             "early_reads": early_reads(launches, kernels),
             "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
             "combining": memory_order(capability),
+            "pair": barrier_order(capability),
         }
     print(json.dumps(document))
 
