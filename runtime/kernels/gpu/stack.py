@@ -1,4 +1,4 @@
-"""All layers of a decoder on a GPU: five kernels a layer for the few rows of a decode step.
+"""All layers of a decoder on a GPU: five operations a layer for up to 32 rows of a decode step.
 
     1 norm_linear        norm, then queries, keys and values
     2 decode_attention   norms of queries and keys, rotation, write to the cache, attention
@@ -6,8 +6,9 @@
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
 
-Where the tuner found it faster, steps of up to four rows have three kernels a layer
-(`paired_layers.py`).
+Up to four rows each is one kernel, or three kernels are a layer where the tuner found that faster
+(`paired_layers.py`). Above, a product takes its inputs normed by a kernel before it, and is the
+library's or `row_product.py`'s (`linear_launch.py`).
 
 The positions of few rows are split. For up to four rows the third kernel (`combine_output` then)
 puts together what the splits found, where that is little; else attention's last program does.
