@@ -123,7 +123,7 @@ def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> 
             return lambda PDL, launch_pdl=False, **_: seen.append((PDL, launch_pdl))
 
     monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "_can_depend", lambda: True)
+    monkeypatch.setattr(launching, "can_launch_dependently", lambda: True)
     for enabled in (True, False, True):
         with dependent_launch(enabled):
             launch(Kernel(), (1,))
@@ -133,4 +133,4 @@ def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> 
     recorded = SimpleNamespace(arg_names=("PDL",), __name__="kernel")
     with dependent_launch(False), launching.record_launches() as launches:
         launch(recorded, (1,))
-    assert launches[0].constants == {"PDL": True}
+    assert launches[0].constants == {"PDL": False}
