@@ -25,6 +25,7 @@ from .kernels.feedback import Feedback
 from .kernels.gpu.dependent import dependent_launch
 from .kernels.self_test import (
     Fallback,
+    brief,
     disagreement,
     require_usable_device,
     tolerance,
@@ -174,6 +175,8 @@ def dependent_launch_failure(
 
     Return where results, row state or cache differ in a bit or a capture with it fails, or None.
     What padding leaves in the null block does not count: several tokens write it.
+
+    Raises KernelSelfTestError where the capture left the device unusable.
     """
     captures: list[Capture[StepOutput]] = []
     for case in cases:
@@ -192,8 +195,9 @@ def dependent_launch_failure(
             except Exception as failure:  # of a compiler, a driver or a device
                 if not enabled:
                     raise
-                require_usable_device("dependent launch", steps.arena.device, failure)
-                return _no_dependent_launch(case, f"{type(failure).__name__}: {failure}")
+                device, remedy = steps.arena.device, "dependent_launch=False"
+                require_usable_device("dependent launch", device, failure, remedy)
+                return _no_dependent_launch(case, brief(failure))
         del replaced
         expected: list[torch.Tensor] = []
         for capture in (captures[0], *[captures[1]] * _DEPENDENT_REPLAYS):
@@ -328,7 +332,7 @@ def _sampler_failure(
                 torch.cuda.synchronize(device)
         except Exception as failure:  # a compiler and a device raise anything
             require_usable_device(f"{title} ({_sizes(logits_BV)})", device, failure)
-            return Fallback(title, _sizes(logits_BV), f"{type(failure).__name__}: {failure}")
+            return Fallback(title, _sizes(logits_BV), brief(failure))
     (greedy, full), (plain_greedy, plain) = drawn
     error = disagreement(greedy, plain_greedy, 0.0)
     # One draw may lie so close to a boundary that sums in another order decide it.

@@ -97,14 +97,21 @@ def disagreement(found: Tensor, expected: Tensor, limit: float) -> str | None:
     )
 
 
-def require_usable_device(what: str, device: torch.device, failure: Exception) -> None:
-    """Raise KernelSelfTestError where the failure of a native operation made a device unusable."""
+def require_usable_device(
+    what: str, device: torch.device, failure: Exception, remedy: str = "kernels='torch'"
+) -> None:
+    """Raise KernelSelfTestError where the failure of a native operation made a device unusable.
+
+    Also where torch can no longer free memory: after a capture that the driver has ended.
+    """
     try:
         torch.ones(1, device=device).item()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     except RuntimeError:
         raise KernelSelfTestError(
             f"the native {what} left the device {device} unusable for this process:"
-            f" {brief(failure)}. Start the process again with kernels='torch'"
+            f" {brief(failure)}. Start the process again with {remedy}"
         ) from failure
 
 
