@@ -238,7 +238,7 @@ def test_captures_with_and_without_dependent_launch_are_compared(
 def test_what_padding_writes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def raced(qkv_TN: torch.Tensor, arena: torch.Tensor, *rest: Any) -> torch.Tensor:
         q_THE = PLAIN.rotate_and_store(qkv_TN, arena, *rest)
-        arena[:, :, 0] = float(is_dependent_launch_enabled())
+        arena[:, :, 0].fill_(float(is_dependent_launch_enabled()))
         return q_THE
 
     use(monkeypatch, rotate_and_store=raced)
