@@ -72,14 +72,17 @@ def check_kernels(
     Raises:
         KernelSelfTestError: a kernel fails and is required, or left the device unusable.
     """
-    if kernels.attention is reference_paged_attention:
+    on_cuda, layers = config.device.type == "cuda", kernels.make_decode_step is not None
+    # Without Triton the operation is plain torch on CUDA.
+    plain = on_cuda and not layers and kernels.attention is paged_attention
+    if plain or kernels.attention is reference_paged_attention:
         return kernels
     started = time.perf_counter()
-    on_gpu = config.device.type == "cuda" or kernels.make_decode_step is not None
     seed = int(torch.randint(1 << 30, (), generator=_fresh()))
     with torch.no_grad(), on_device(config.device):
-        checked = (_check_gpu if on_gpu else _check_cpu)(kernels, model, config, seed)
-    if config.device.type == "cuda":
+        check = _check_gpu if on_cuda or layers else _check_cpu
+        checked = check(kernels, model, config, seed)
+    if on_cuda:
         torch.cuda.empty_cache()  # the memory plan counts what the device has free
     logger.info("self-test of native kernels: %.2f s", time.perf_counter() - started)
     if required and checked.fallbacks:
