@@ -19,7 +19,7 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
@@ -260,8 +260,13 @@ class CudaGraphCapturer:
                 try:
                     with attribution.capturing(self._nodes) as tape:
                         output = fn()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    # Ends the capture. What it raises of its own follows from the failure of `fn`,
+                    # which is what is to be known.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             if tape is not None:
                 tape.finish(graph)
             graph.replay()

@@ -170,10 +170,14 @@ class Runner:
         """Compile the Triton kernels of all steps in parallel, which `prepare` would one by one."""
         from .kernels.gpu.precompile import compile_kernels  # needs triton, as CUDA's kernels do
 
-        # Several steps of a launch run the kernels of one.
-        keys = self.sizes.keys()
-        keys = list(dict.fromkeys(dataclasses.replace(key, steps=1) for key in keys))
-        steps = [(str(key), self._eager.bind(key)) for key in keys]
+        # Several steps of a launch run the kernels of one. The sampler of plain torch has no
+        # Triton kernels here, and eagerly takes more memory than the plan has for it compiled.
+        native, keys = self._eager.model.kernels.sampler == "triton", self.sizes.keys()
+        needed = dict.fromkeys(
+            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
+            for key in keys
+        )
+        steps = [(str(key), self._eager.bind(key)) for key in needed]
         if self._capturer is None:
             return compile_kernels(steps)
         # Libraries keep a workspace for each stream: it is the one that captures need anyway.

@@ -46,6 +46,11 @@ class SampleCase(NamedTuple):
         """Return the columns of the block tables that have positions in use."""
         return max(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
+    def narrowed(self, block_size: int) -> SampleCase:
+        """Return the step reading no columns but those."""
+        key = dataclasses.replace(self.key, read_blocks=self.read_blocks(block_size))
+        return self._replace(key=key)
+
     @property
     def tokens(self) -> int:
         """Tokens of the step, without padding."""

@@ -15,17 +15,27 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graphs.steps import CudaGraphCapturer, GraphCapturer
+from ..cache.blocks import NULL_BLOCK
+from ..graphs.steps import Capture, CudaGraphCapturer, GraphCapturer
 from .config import MAX_ROWS, ResolvedConfig
 from .errors import KernelSelfTestError
 from .kernels import Kernels, paged_attention, reference_paged_attention, select_kernels
 from .kernels.choice import SamplerName
+from .kernels.feedback import Feedback
 from .kernels.gpu.dependent import dependent_launch
-from .kernels.self_test import Fallback, disagreement, tolerance, warn_of_fallbacks
+from .kernels.self_test import (
+    Fallback,
+    brief,
+    disagreement,
+    require_usable_device,
+    tolerance,
+    warn_of_fallbacks,
+)
 from .models.config import ModelConfig
 from .sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
-from .sampling import SAMPLERS, SamplingState
+from .sampling import SAMPLERS, SampleOutput, Sampler, SamplingState
 from .sampling_params import SamplingParams
+from .step_functions import StepOutput, on_device
 
 __all__ = ["check_kernels", "dependent_launch_failure"]
 
@@ -62,13 +72,18 @@ def check_kernels(
     Raises:
         KernelSelfTestError: a kernel fails and is required, or left the device unusable.
     """
-    if kernels.attention is reference_paged_attention:
+    on_cuda, layers = config.device.type == "cuda", kernels.make_decode_step is not None
+    # Without Triton the operation is plain torch on CUDA.
+    plain = on_cuda and not layers and kernels.attention is paged_attention
+    if plain or kernels.attention is reference_paged_attention:
         return kernels
     started = time.perf_counter()
-    on_gpu = config.device.type == "cuda" or kernels.make_decode_step is not None
     seed = int(torch.randint(1 << 30, (), generator=_fresh()))
-    with torch.no_grad():
-        checked = (_check_gpu if on_gpu else _check_cpu)(kernels, model, config, seed)
+    with torch.no_grad(), on_device(config.device):
+        check = _check_gpu if on_cuda or layers else _check_cpu
+        checked = check(kernels, model, config, seed)
+    if on_cuda:
+        torch.cuda.empty_cache()  # the memory plan counts what the device has free
     logger.info("self-test of native kernels: %.2f s", time.perf_counter() - started)
     if required and checked.fallbacks:
         raise KernelSelfTestError(_refusal(checked.fallbacks))
@@ -128,11 +143,13 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
     if not _ATTENTION.isdisjoint(checks.failures):
         mixed = dataclasses.replace(mixed, bounded_by_length=False, masks=1)
     if mixed.sampler == "triton":
-        wrong = _sampler_failure("triton", model.vocab_size, config.device, generator)
+        wrong = _sampler_failure("triton", model.vocab_size, config, generator)
         if wrong is not None:
             failed = (*failed, wrong)
             mixed = dataclasses.replace(mixed, sampler="torch")
     if config.mode == "graph" and mixed.dependent_launch and _can_depend(config.device):
+        if not mixed.bounded_by_length:  # plain attention would read the whole tables
+            cases = [case.narrowed(size) for case in cases]
         steps = SampleSteps(cut, config, mixed, cases, seed)
         unequal = dependent_launch_failure(steps, cases, CudaGraphCapturer(config.device))
         steps.close()
@@ -159,34 +176,50 @@ def dependent_launch_failure(
 ) -> Fallback | None:
     """Capture steps with and without dependent launch and replay both from the same state.
 
-    Return where results, row state or cache differ in a bit, or None.
+    Return where results, row state or cache differ in a bit or a capture with it fails, or None.
+    What padding leaves in the null block does not count: several tokens write it.
+
+    Raises KernelSelfTestError where the capture left the device unusable.
     """
+    captures: list[Capture[StepOutput]] = []
     for case in cases:
         steps.prepare(case)
         held = [steps.arena, *steps.state.tensors().values()]
+        compared = [steps.arena[:, :, NULL_BLOCK + 1 :], *held[1:]]
         before = [tensor.clone() for tensor in held]
         step = steps.functions.bind(case.key)
-        captures = []
+        # The captures before live until these are made: their pool ends with the last of them.
+        replaced, captures = captures, []
         for enabled in (False, True):
-            with dependent_launch(enabled):
-                capturer.warm_up(step)
-                captures.append(capturer.capture(step))
+            try:
+                with dependent_launch(enabled):
+                    capturer.warm_up(step)
+                    captures.append(capturer.capture(step))
+            except Exception as failure:  # of a compiler, a driver or a device
+                if not enabled:
+                    raise
+                device, remedy = steps.arena.device, "dependent_launch=False"
+                require_usable_device("dependent launch", device, failure, remedy)
+                return _no_dependent_launch(case, brief(failure))
+        del replaced
         expected: list[torch.Tensor] = []
         for capture in (captures[0], *[captures[1]] * _DEPENDENT_REPLAYS):
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
             capture.replay()
             lanes = len(case.chunks)
-            found = [capture.output.logits[:lanes], capture.output.tokens[:lanes], *held]
+            found = [capture.output.logits[:lanes], capture.output.tokens[:lanes], *compared]
             found = [_bits(tensor).clone() for tensor in found]
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
-                return Fallback(
-                    "dependent launch",
-                    f"{case.key.phase} step of {case.key.size} tokens",
-                    "a captured step has other results than one without it",
-                )
+                error = "a captured step has other results than one without it"
+                return _no_dependent_launch(case, error)
     return None
+
+
+def _no_dependent_launch(case: SampleCase, error: str) -> Fallback:
+    shape = f"{case.key.phase} step of {case.key.size} tokens"
+    return Fallback("dependent launch", shape, error)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +263,7 @@ def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         failure = _step_failure(steps, cases, expected, config)
         steps.close()
         if failure is None and native.sampler == "cpu":
-            failure = _sampler_failure("cpu", cut.vocab_size, config.device, generator)
+            failure = _sampler_failure("cpu", cut.vocab_size, config, generator)
         if failure is None:
             return dataclasses.replace(native, fallbacks=tuple(fallbacks)) if fallbacks else native
         fallbacks.append(failure)
@@ -272,19 +305,23 @@ def _step_failure(
 
 
 def _sampler_failure(
-    name: SamplerName, vocab_size: int, device: torch.device, generator: torch.Generator
+    name: SamplerName, vocab_size: int, config: ResolvedConfig, generator: torch.Generator
 ) -> Fallback | None:
-    """Compare greedy and random draws of a few rows with those of the plain sampler."""
+    """Compare greedy and random draws of a few rows with those of the plain sampler.
+
+    Raises KernelSelfTestError where the sampler left the device unusable.
+    """
     params = (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, top_k=20, logit_bias={3: 4.0}),
         SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01),
         SamplingParams(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.5),
     )
-    title = {"cpu": "C++ sampler", "triton": "Triton sampler"}[name]
+    title, device = {"cpu": "C++ sampler", "triton": "Triton sampler"}[name], config.device
     rows_B = torch.arange(len(params), device=device)
     positions_B = torch.randint(100, (len(params),), generator=generator).to(device)
-    logits_BV = 3 * torch.randn(len(params), vocab_size, generator=generator).to(device)
+    logits_BV = 3 * torch.randn(len(params), vocab_size, generator=generator)
+    logits_BV = logits_BV.to(device, config.dtype)
     drawn = []
     for sampler in (SAMPLERS[name], SAMPLERS["torch"]):
         state = SamplingState.allocate(len(params), vocab_size, device)
@@ -293,10 +330,12 @@ def _sampler_failure(
                 row, wanted, seed=row, prompt_ids=[1, 2], output_ids=[2], stop_token_ids=[]
             )
         try:
-            greedy = sampler.greedy(logits_BV)
-            drawn.append((greedy, sampler.full(logits_BV, state, rows_B, positions_B)))
-        except Exception as failure:
-            return Fallback(title, _sizes(logits_BV), f"{type(failure).__name__}: {failure}")
+            drawn.append(_drawn(sampler, logits_BV, state, rows_B, positions_B))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as failure:  # a compiler and a device raise anything
+            require_usable_device(f"{title} ({_sizes(logits_BV)})", device, failure)
+            return Fallback(title, _sizes(logits_BV), brief(failure))
     (greedy, full), (plain_greedy, plain) = drawn
     error = disagreement(greedy, plain_greedy, 0.0)
     # One draw may lie so close to a boundary that sums in another order decide it.
@@ -307,5 +346,20 @@ def _sampler_failure(
     return None if error is None else Fallback(title, _sizes(logits_BV), error)
 
 
+def _drawn(
+    sampler: Sampler,
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+) -> tuple[torch.Tensor, SampleOutput]:
+    """Draw as steps do: tokens go into row state where the sampler writes them itself."""
+    if sampler.greedy_step is None or sampler.full_step is None:
+        return sampler.greedy(logits_BV), sampler.full(logits_BV, state, rows_B, positions_B)
+    newest_R, positions_R = torch.zeros(2, len(rows_B) + 1, dtype=torch.int64, device=rows_B.device)
+    feed = Feedback(rows_B, positions_B - 1, newest_R, positions_R)
+    return sampler.greedy_step(logits_BV, feed), sampler.full_step(logits_BV, state, feed)
+
+
 def _sizes(logits_BV: torch.Tensor) -> str:
-    return f"logits {list(logits_BV.shape)} float32"
+    return f"logits {list(logits_BV.shape)} {str(logits_BV.dtype).removeprefix('torch.')}"

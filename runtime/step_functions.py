@@ -37,7 +37,7 @@ from .sampling import SAMPLERS, SampleOutput
 
 _serial = itertools.count()
 
-__all__ = ["StepFunctions", "StepKey", "StepOutput"]
+__all__ = ["StepFunctions", "StepKey", "StepOutput", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class StepFunctions:
 
         def run() -> StepOutput:
             with (
-                _current(self.arena.device),
+                on_device(self.arena.device),
                 dependent_launch(self.model.kernels.dependent_launch),
                 torch.inference_mode(False),
                 torch.no_grad(),
@@ -321,7 +321,7 @@ class StepFunctions:
         state.positions.index_put_((rows_B,), positions_B)
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a CUDA device the current one: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

@@ -156,9 +156,10 @@ def small_kernels() -> dict[str, Any]:
 
 def engine_kernels() -> dict[str, Any]:
     """Compile ahead what the steps of an engine launch; then run all of its steps."""
-    startup.select_kernels = lambda device, mode, dtype, weights: dataclasses.replace(  # type: ignore[assignment]
+    startup.select_kernels = lambda device, mode, dtype, weights, kernels: dataclasses.replace(  # type: ignore[assignment]
         gpu_kernels(weights), attention=triton_paged_attention
     )
+    startup.check_kernels = lambda kernels, *_, **__: kernels  # type: ignore[assignment]
     startup.measure_steps = lambda *_, **__: StepMemory({})  # type: ignore[assignment]
     config = EngineConfig(
         device="cpu",

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, startup
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.kernels.self_test import Fallback
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.self_test import check_kernels, dependent_launch_failure
 
@@ -207,6 +209,18 @@ def test_a_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         check(*resolved())
 
 
+def compared(capturer: FakeCapturer, *, padding: int = 0) -> Fallback | None:
+    """What a decode step and a prefill step with so many tokens of padding show."""
+    model, config = resolved(GEMMA2)
+    cases = [
+        SampleCase(StepKey("decode", 3, 10, False), ((17, 1), (0, 1), (5, 1))),
+        SampleCase(StepKey("prefill", 8, 10, False), ((3, 8 - padding),)),
+    ]
+    cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
+    steps = SampleSteps(cut, config, gpu_kernels("model"), cases, 0)
+    return dependent_launch_failure(steps, cases, capturer)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_captures_with_and_without_dependent_launch_are_compared(
     monkeypatch: pytest.MonkeyPatch, wrong: bool
@@ -217,12 +231,33 @@ def test_captures_with_and_without_dependent_launch_are_compared(
             out_TN.mul_(1.001)
 
     use(monkeypatch, residual_linear=early)
-    model, config = resolved(GEMMA2)
-    key = StepKey("decode", 3, 10, False)
-    cases = [SampleCase(key, ((17, 1), (0, 1), (5, 1)))]
-    cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
-    prefill = SampleCase(StepKey("prefill", 8, 10, False), ((3, 5),))
-    steps = SampleSteps(cut, config, gpu_kernels("model"), [*cases, prefill], 0)
-    found = dependent_launch_failure(steps, cases, FakeCapturer(FakeGraphs(), DEVICE))
-    assert (found is not None) == wrong
+    assert (compared(FakeCapturer(FakeGraphs(), DEVICE)) is not None) == wrong
     assert is_dependent_launch_enabled()
+
+
+def test_what_padding_writes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raced(qkv_TN: torch.Tensor, arena: torch.Tensor, *rest: Any) -> torch.Tensor:
+        q_THE = PLAIN.rotate_and_store(qkv_TN, arena, *rest)
+        arena[:, :, 0].fill_(float(is_dependent_launch_enabled()))
+        return q_THE
+
+    use(monkeypatch, rotate_and_store=raced)
+    assert compared(FakeCapturer(FakeGraphs(), DEVICE), padding=3) is None
+
+
+def test_a_capture_that_fails_has_no_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(FakeCapturer):
+        def capture(self, fn: Callable[[], Any]) -> Capture[Any]:
+            if is_dependent_launch_enabled():
+                raise RuntimeError("operation not permitted")
+            return super().capture(fn)
+
+    use(monkeypatch)
+    found = compared(Refusing(FakeGraphs(), DEVICE))
+    assert found is not None
+    assert found.error == "RuntimeError: operation not permitted"
+
+
+def test_plain_attention_is_captured_over_the_columns_in_use() -> None:
+    case = SampleCase(StepKey("decode", 2, 8192, False), ((17, 1), (63, 1)))
+    assert case.narrowed(16).key == StepKey("decode", 2, 4, False)

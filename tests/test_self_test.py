@@ -146,6 +146,13 @@ def test_plain_kernels_need_no_test() -> None:
     assert check_kernels(plain, model, config, required=True) is plain
 
 
+def test_plain_attention_on_cuda_needs_neither_test_nor_triton() -> None:
+    kernels, model, config = chosen()
+    plain = dataclasses.replace(kernels, make_stack=None, sampler="torch")
+    on_cuda = dataclasses.replace(config, device=torch.device("cuda"))
+    assert check_kernels(plain, model, on_cuda, required=True) is plain
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_difference_in_one_element_of_many_is_seen(dtype: torch.dtype) -> None:
     expected = torch.randn(64, 1000).to(dtype)

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Fallback", "disagreement", "tolerance", "warn_of_fallbacks"]
+from ..errors import KernelSelfTestError
+
+__all__ = [
+    "Fallback",
+    "brief",
+    "disagreement",
+    "require_usable_device",
+    "tolerance",
+    "warn_of_fallbacks",
+]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -26,6 +35,8 @@ _FLOAT32_TOLERANCE = 1e-4
 _TF32_TOLERANCE = 5e-3
 _STORAGE_TOLERANCE = {"model": 0.0, "int8": 0.05, "fp8": 0.15}
 """A stored number may be rounded to a neighbour: 1/127 of a vector's maximum, or 1/8 of itself."""
+
+_ERROR_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,30 @@ def disagreement(found: Tensor, expected: Tensor, limit: float) -> str | None:
         f"{wrong} of {y.numel()} elements differ by more than {limit:.2g} of their size,"
         f" the largest difference is {largest:.3g}"
     )
+
+
+def require_usable_device(
+    what: str, device: torch.device, failure: Exception, remedy: str = "kernels='torch'"
+) -> None:
+    """Raise KernelSelfTestError where the failure of a native operation made a device unusable.
+
+    Also where torch can no longer free memory: after a capture that the driver has ended.
+    """
+    try:
+        torch.ones(1, device=device).item()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError:
+        raise KernelSelfTestError(
+            f"the native {what} left the device {device} unusable for this process:"
+            f" {brief(failure)}. Start the process again with {remedy}"
+        ) from failure
+
+
+def brief(failure: Exception) -> str:
+    """Return class and message of an exception, on one line."""
+    message = " ".join(f"{type(failure).__name__}: {failure}".split())
+    return message if len(message) <= _ERROR_LENGTH else message[:_ERROR_LENGTH] + "..."
 
 
 def warn_of_fallbacks(fallbacks: Sequence[Fallback]) -> None:

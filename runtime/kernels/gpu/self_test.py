@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import KernelSelfTestError
 from ..feedback import Feedback
 from ..kv_storage import read_blocks as read_side
-from ..self_test import Fallback, disagreement, tolerance
+from ..self_test import Fallback, brief, disagreement, require_usable_device, tolerance
 from .linear import Pending
 from .operations import Operations
 from .split_attention import Partials, reference_combine_splits
@@ -35,7 +34,6 @@ _GUARD = 256
 """Elements before and behind an output; keeps it aligned."""
 _SHOWN = 3
 """Tensors of a call that a report names."""
-_ERROR_LENGTH = 300
 _ATTENDS = ("prefill_attention", "paged_attention")
 """Operations that return the attention of each token."""
 
@@ -122,8 +120,9 @@ class OperationChecks:
                         found = native(*copies.given.args, **copies.given.kwargs)
                     self._wait()
                 except Exception as failure:  # a compiler and a device raise anything
-                    self._check_device(name, given, failure)
-                    error = _brief(failure)
+                    called = f"{name} ({_shapes(given)})"
+                    require_usable_device(called, self._device, failure)
+                    error = brief(failure)
             if "read_blocks" in given.arguments:
                 given.arguments["read_blocks"] = self.read_blocks
             result = reference(*given.args, **given.kwargs)
@@ -138,16 +137,6 @@ class OperationChecks:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _check_device(self, name: str, given: inspect.BoundArguments, failure: Exception) -> None:
-        """Raise KernelSelfTestError where the failure made the device unusable."""
-        try:
-            torch.ones(1, device=self._device).item()
-        except RuntimeError:
-            raise KernelSelfTestError(
-                f"the native {name} ({_shapes(given)}) left the device {self._device} unusable for"
-                f" this process: {_brief(failure)}. Start the process again with kernels='torch'"
-            ) from failure
 
     def _difference(
         self,
@@ -251,6 +240,11 @@ class _PoisonedMemory(TorchDispatchMode):
         }
     )
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled: torch would import its compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -301,9 +295,3 @@ def _shapes(given: inspect.BoundArguments) -> str:
             dtype = str(tensor.dtype).removeprefix("torch.")
             shown.append(f"{name.rstrip('_')} {list(tensor.shape)} {dtype}")
     return ", ".join(shown[:_SHOWN])
-
-
-def _brief(failure: Exception) -> str:
-    """Class and message of an exception, on one line."""
-    message = " ".join(f"{type(failure).__name__}: {failure}".split())
-    return message if len(message) <= _ERROR_LENGTH else message[:_ERROR_LENGTH] + "..."
