@@ -21,7 +21,13 @@ from .errors import KernelSelfTestError
 from .kernels import Kernels, paged_attention, reference_paged_attention, select_kernels
 from .kernels.choice import SamplerName
 from .kernels.gpu.dependent import dependent_launch
-from .kernels.self_test import Fallback, disagreement, tolerance, warn_of_fallbacks
+from .kernels.self_test import (
+    DEPENDENT_LAUNCH,
+    Fallback,
+    disagreement,
+    tolerance,
+    warn_of_fallbacks,
+)
 from .models.config import ModelConfig
 from .sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
 from .sampling import SAMPLERS, SamplingState
@@ -43,7 +49,7 @@ _GPU_ROWS = (1, 2, 4, 16, 32, MAX_ROWS)
 _GPU_LONGEST = 1000
 """Tokens of the longest row on a GPU: enough for several splits."""
 _DEPENDENT_REPLAYS = 20
-"""Replays with dependent launch: what begins too early is not wrong every time."""
+"""Replays with dependent launch: a race does not show in every replay."""
 _STEP_TOLERANCES = 4
 """What the results of a step may differ by, in tolerances of an operation."""
 
@@ -77,7 +83,7 @@ def check_kernels(
 
 
 def _fresh() -> torch.Generator:
-    """A generator whose numbers differ from start to start, and leave torch's own alone."""
+    """A generator with a new seed at each start; torch's global generators stay untouched."""
     generator = torch.Generator()
     generator.seed()
     return generator
@@ -143,7 +149,7 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
 
 
 def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
-    """Compile what the checks will launch, in parallel; what fails does so again in its check."""
+    """Compile the kernels of the checks in parallel; what fails here fails in its check too."""
     from .kernels.gpu.precompile import compile_kernels
 
     compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
@@ -159,7 +165,7 @@ def dependent_launch_failure(
 ) -> Fallback | None:
     """Capture steps with and without dependent launch and replay both from the same state.
 
-    Return where results, row state or cache differ in a bit, or None.
+    Return the first step whose results, row state or cache differ in a bit, or None.
     """
     for case in cases:
         steps.prepare(case)
@@ -182,9 +188,9 @@ def dependent_launch_failure(
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
                 return Fallback(
-                    "dependent launch",
+                    DEPENDENT_LAUNCH,
                     f"{case.key.phase} step of {case.key.size} tokens",
-                    "a captured step has other results than one without it",
+                    "a captured step has different results with it",
                 )
     return None
 
