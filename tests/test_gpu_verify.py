@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from stepgraph.runtime import EngineConfig, kernel_cases
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.launch import dependent_launch, launch
+from stepgraph.runtime.kernels.gpu.dependent import dependent_launch
+from stepgraph.runtime.kernels.gpu.launch import launch
 from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations, main
 from stepgraph.runtime.models.presets import PRESETS
 
@@ -123,7 +124,7 @@ def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> 
             return lambda PDL, launch_pdl=False, **_: seen.append((PDL, launch_pdl))
 
     monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "_can_depend", lambda: True)
+    monkeypatch.setattr(launching, "can_launch_dependently", lambda: True)
     for enabled in (True, False, True):
         with dependent_launch(enabled):
             launch(Kernel(), (1,))
