@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Feedback"]
@@ -24,3 +25,10 @@ class Feedback(NamedTuple):
     """int64 `[R]` of the state, written."""
     state_positions: Tensor
     """int64 `[R]` of the state, written."""
+
+    def store(self, tokens: Tensor) -> None:
+        """Make the sampled tokens, int64 `[B]`, the newest of their rows, in plain torch."""
+        null_row = self.token_ids.shape[0] - 1
+        positions = torch.where(self.rows == null_row, 0, self.positions + 1)
+        self.token_ids.index_put_((self.rows,), tokens)
+        self.state_positions.index_put_((self.rows,), positions)

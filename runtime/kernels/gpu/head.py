@@ -19,7 +19,7 @@ from .norm import norm_rows
 from .norm_linear import reference_norm_linear
 from .tuning import best_config
 
-__all__ = ["best_of_chunks", "head", "reference_head"]
+__all__ = ["best_of_chunks", "head", "reference_head", "reference_softcap"]
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
@@ -129,9 +129,14 @@ def reference_head(
     """What `head` does, in plain torch, with chunks of `chunk` tokens."""
     logits_TV = reference_norm_linear(x_TD, norm, linear, pending)
     if softcap:
-        logits_TV = (torch.tanh(logits_TV.float() / softcap) * softcap).to(logits_TV.dtype)
+        logits_TV = reference_softcap(logits_TV, softcap)
     parts = logits_TV.float().split(chunk, dim=1)
     best = [part.max(-1) for part in parts]
     maxima_TC = torch.stack([values for values, _ in best], dim=1)
     ids = [indices + i * chunk for i, (_, indices) in enumerate(best)]
     return logits_TV, maxima_TC, torch.stack(ids, dim=1).to(torch.int32)
+
+
+def reference_softcap(logits: Tensor, softcap: float) -> Tensor:
+    """Return softcap * tanh(logits / softcap) in plain torch, rounded once."""
+    return (torch.tanh(logits.float() / softcap) * softcap).to(logits.dtype)
