@@ -60,7 +60,7 @@ class Launch:
     def elapsed_ns(self) -> int | None:
         """Nanoseconds that another processor worked on it, from `began` to `arrived`, or None.
 
-        To be asked once it has arrived, and before the launch after the next: events are few.
+        Valid once the outputs have arrived, and until the launch after the next reuses the events.
         """
         if self.began is None or self.arrived is None:
             return None
@@ -87,8 +87,7 @@ class HostOutputs:
     """
 
     timed = False
-    """Whether events take the time of the steps to come. Two timed events lie between two steps
-    then, where there is one that is not timed."""
+    """Whether later steps are timed: with two timed events each, instead of one without timing."""
 
     def __init__(
         self,
@@ -170,9 +169,9 @@ class HostOutputs:
         return StepOutput(views.tokens, output.logits, views.details)
 
     def depart(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Record, behind the copies of step `number`, the event that they have arrived with.
+        """Record the event of step `number` after its copies, and return it.
 
-        `began` is what `begin` returned for the step: only with it the time is taken.
+        `began` is what `begin` returned for the step; None: the step is not timed.
         """
         if self._events is None:
             return None

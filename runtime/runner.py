@@ -167,7 +167,7 @@ class Runner:
         assert not self.state.block_tables[:, self.null_row].any()
 
     def compile_kernels(self) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel, which `prepare` would one by one."""
+        """Compile the Triton kernels of all steps in parallel; `prepare` would do it one by one."""
         from .kernels.gpu.precompile import compile_kernels  # needs triton, as CUDA's kernels do
 
         # Several steps of a launch run the kernels of one.
@@ -265,13 +265,13 @@ class Runner:
 
     @property
     def times_device(self) -> bool:
-        """Whether events take the time that another processor works on a step."""
+        """Whether steps are timed on the device by events; always False where it is the host."""
         return self._outputs is not None and self._outputs.timed
 
     @times_device.setter
-    def times_device(self, wanted: bool) -> None:
+    def times_device(self, enabled: bool) -> None:
         if self._outputs is not None:
-            self._outputs.timed = wanted
+            self._outputs.timed = enabled
 
     def read(self, launch: Launch) -> Iterable[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""

@@ -50,7 +50,7 @@ def _prefetch_run(  # type: ignore[no-untyped-def]
     w_ptr, first, tiles, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr, ROW_BYTES: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the first `AHEAD` rows of a program's run to be brought to the L2 cache."""
+    """Request the first `AHEAD` rows of a program's run into the L2 cache."""
     if AHEAD > 0:
         row = tl.minimum(first * BLOCK_N, N)
         rows = tl.minimum(tl.minimum(tiles * BLOCK_N, N - row), AHEAD)
@@ -190,11 +190,10 @@ def _multiply_run(  # type: ignore[no-untyped-def]
 def _arrive(barrier_ptr):  # type: ignore[no-untyped-def]
     """Count this program; return what the counter was.
 
-    All programs together add 2**31: the highest bit is turned when the last one has arrived, and
-    the lower bits are zero again. A launch finds the counter as an earlier one left it, whichever
-    of both states that is, and nobody has to reset it. What a program stored is visible to those
-    that see the bit turned: the barrier puts the stores of its threads before the count, which
-    releases them (PTX ISA, "Memory Consistency Model").
+    All programs together add 2**31: the highest bit flips when the last one has arrived, and the
+    lower bits are zero again, so the counter needs no reset between launches. The stores of a
+    program are visible to programs that see the bit flipped: the barrier orders the stores of its
+    threads before the count, which releases them (PTX ISA, "Memory Consistency Model").
     """
     rest = (1 - tl.num_programs(0)) ^ -2147483648  # 2**31 less one for each other program
     tl.debug_barrier()
@@ -204,7 +203,7 @@ def _arrive(barrier_ptr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wait_for_all(barrier_ptr, before):  # type: ignore[no-untyped-def]
-    """Wait until the highest bit of the counter is another than in `before`: one thread looks."""
+    """Wait until the highest bit of the counter differs from `before`: one thread polls it."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .u32 t, v;

@@ -4,9 +4,9 @@ Shapes: B rows of the step, V vocabulary, R rows of the state. A chunk is BLOCK 
 a run SUB of them. Chunks are whole: what is behind the vocabulary is -inf.
 
 `chunk_statistics` reads every logit once, a program a chunk. `finish_rows` has two programs a row,
-one for the token and one for the highest log-probabilities. They read what the first kernel found
-of each run, and enter only the runs that matter. The threshold of top-k and top-p is searched among
-bit patterns of weights, see `sampler_search.py`.
+one for the token and one for the highest log-probabilities. They read the statistics of each run
+and the tokens of those runs only that can matter. The threshold of top-k and top-p is searched
+among bit patterns of weights, see `sampler_search.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
     raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, V,
     logits_stride, advance, BLOCK: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): logits as the row wants them, and what is to be known of each run."""
+    """Program (row, chunk): the processed logits, and the statistics of each run."""
     b = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
