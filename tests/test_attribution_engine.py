@@ -173,11 +173,17 @@ def test_a_decode_step_on_a_gpu_has_five_operations_a_layer(
     record_names: Callable[..., KernelNames], model: str, rows: int
 ) -> None:
     names = record_names(model, EngineConfig(max_rows=32), rows=[rows], tokens=[])
-    greedy, sampled = (step.nodes for step in names.steps)
-    layers = max(node.layer for node in greedy if node.layer is not None) + 1
-    inside = [f"{layer}/{name}" for layer in range(layers) for name in FUSED_LAYER]
-    assert [node.label for node in greedy] == ["begin", *inside, "head", "greedy"]
-    assert [node.label for node in sampled] == ["begin", *inside, "head"]  # torch samples
+    greedy, sampled = (scopes(step) for step in names.steps)
+    layers = max(node.layer for node in names.steps[0].nodes if node.layer is not None) + 1
+    # The library's products are no launches of Triton, and some scopes have nothing else.
+    few = FUSED_LAYER if rows <= 4 else ["norm_linear", "decode_attention", "gate_up"]
+    for layer in range(layers):
+        inside = [label for label in greedy if label.startswith(f"{layer}/")]
+        in_order = [f"{layer}/{name}" for name in FUSED_LAYER]
+        assert inside == [label for label in in_order if label in inside]
+        assert {f"{layer}/{name}" for name in few} <= set(inside)
+    assert (greedy[0], greedy[-2:]) == ("begin", ["head", "greedy"])
+    assert sampled == [*greedy[:-1], "sample"]
 
 
 def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
@@ -193,6 +199,7 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
         "prefill_tiles",
         "final_norm",
         "head",
+        "greedy",
     }
 
 

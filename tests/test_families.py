@@ -182,9 +182,7 @@ def test_embeddings_are_those_of_transformers(
 
 EAGER = FAMILIES[1:]
 COMPILED = [  # each costs seconds of compilation
-    variant
-    if variant in ("gemma2", "deepseek_v3")
-    else pytest.param(variant, marks=pytest.mark.slow)
+    variant if variant == "gemma2" else pytest.param(variant, marks=pytest.mark.slow)
     for variant in EAGER
 ]
 # More prompts than rows, so that rows are handed on; several windows long, and many chunks.

@@ -65,20 +65,22 @@ def test_plain_operations_give_the_tokens_of_transformers_without_a_kernel(
     assert [o.token_ids for o in outputs] == tiny(variant).greedy(prompts, 3)
 
 
+@pytest.mark.parametrize("variant", ["micro", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["decode_attention", "combine_output", "prefill_tiles", "head"])
 def test_a_plain_operation_fits_between_kernels(
     open_with: Callable[..., Engine],
     tiny: Callable[[str], TinyModel],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
+    variant: str,
 ) -> None:
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 8)  # so that positions are split
-    prompts = tiny("gemma2").prompts(21, 6)
+    prompts = tiny(variant).prompts(21, 6)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     operations = Operations.native().with_reference([name])
-    with open_with(operations, "gemma2") as engine:
+    with open_with(operations, variant) as engine:
         outputs = engine.generate(prompts, params)
-    assert [o.token_ids for o in outputs] == tiny("gemma2").greedy(prompts, 3)
+    assert [o.token_ids for o in outputs] == tiny(variant).greedy(prompts, 3)
 
 
 @pytest.mark.parametrize(

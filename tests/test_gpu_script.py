@@ -121,7 +121,7 @@ def test_a_part_that_fails_or_hangs_stops_none_of_the_others(
     script: ModuleType, make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(script, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(script, "GRACE_SECONDS", 4.0)
     monkeypatch.setattr(script, "LEAST_SECONDS", 0.1)
     endless = """-c '
 import time

@@ -196,8 +196,10 @@ class SteadyRun:
         `eager` has what was measured in eager mode, and gets what is.
         """
         options = self.options
-        unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
-        check = TokenCheck((unpacked or engines)[0], model) if self.checks else None
+        check = None
+        if self.checks:
+            unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+            check = TokenCheck((unpacked or engines)[0], model)
         for case in (BenchmarkCase(model, *point) for point in self.grid):
             runs = [self.case_run(engine, case) for engine in engines]
             sides = [run.repeat for run in runs]
