@@ -43,7 +43,7 @@ FEW_ROWS = 4
 
 VOCABULARY_CHUNK = 32
 """Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from: those
-of a program of few rows, which is what its default size is for vocabularies of more than 17,000."""
+of a program for few rows, by default for vocabularies of more than 17,000."""
 
 ROWS_CHUNK = 128
 """The same of more rows, where a kernel of this package makes the logits (`gpu/row_product.py`)."""
@@ -127,7 +127,7 @@ class KernelCost:
     def edge_seconds(self, edge_seconds: float) -> float:
         """Return the seconds of the edges of one launch, given those of one edge.
 
-        The edges before and behind a kernel of the library take `EDGE_SECONDS` at least.
+        The edges before and after a kernel of the library take at least `EDGE_SECONDS`.
         """
         plain = max(EDGE_SECONDS, edge_seconds)
         return self.kernels * edge_seconds + 2 * self.library_kernels * (plain - edge_seconds)
@@ -140,7 +140,7 @@ class _Product:
     parts: int
     """0: by the library."""
     kernels: int
-    """The product, and what comes before and behind it."""
+    """The product, and the kernels before and after it."""
     bytes: int
     """Written by one of them and read by another."""
 

@@ -80,7 +80,7 @@ def decode_cases(
     context: int,
     copies: int = 1,
 ) -> list[KernelCase]:
-    """Return the five kernels of a layer that decodes, and the projection to the vocabulary.
+    """Return the five operations of a layer that decodes, and the projection to the vocabulary.
 
     Args:
         model: shapes; without latent attention.
@@ -178,7 +178,7 @@ def decode_cases(
         return [logits_TV, logits_TV.gather(1, id_T1), *added]
 
     def with_sum(function: Callable[[Pending | None], Tensor]) -> list[Tensor]:
-        """Of a kernel that adds what is pending: its result, and the sum."""
+        """The result of a kernel that may add a pending output, and the sum."""
         sums = [torch.empty_like(tensor) for tensor in added]
         return [function(pending(*sums)), *sums]
 

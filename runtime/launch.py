@@ -122,7 +122,7 @@ class HostOutputs:
 
     @staticmethod
     def _sizes(max_rows: int, prefill_rows: int, vocab_size: int, steps: int) -> dict[Phase, int]:
-        """Bytes of a set. A set of several steps has room for each of them by itself."""
+        """Bytes of a set, of all its steps."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_rows, best),
@@ -149,10 +149,10 @@ class HostOutputs:
             return None
         return self._record(self._events[number % OUTPUT_SETS].began)
 
-    def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
-        """Queue the copy of what step `number` leaves; return it as it will be.
+    def copy_async(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
+        """Queue the copy of the outputs of step `number`; return the host's views of them.
 
-        Details that are not one piece of memory take four copies. The logits stay where they are.
+        Details that are not packed take four copies. The logits are not copied.
         """
         details = output.details
         index = number % OUTPUT_SETS
@@ -168,7 +168,7 @@ class HostOutputs:
             views.details.copy_(details)
         return StepOutput(views.tokens, output.logits, views.details)
 
-    def depart(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def record_event(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Record the event of step `number` after its copies, and return it.
 
         `began` is what `begin` returned for the step; None: the step is not timed.

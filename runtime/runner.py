@@ -260,7 +260,7 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
-        arrived = self._outputs.depart(number, began)
+        arrived = self._outputs.record_event(number, began)
         return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
 
     @property
@@ -281,7 +281,9 @@ class Runner:
 
     def _outward(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Send an output on its way to the host, before another launch can overwrite it."""
-        return output if self._outputs is None else self._outputs.bring(number, key.phase, output)
+        return (
+            output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
+        )
 
     def force_token(self, row: int, token_id: int) -> None:
         """Put another token in the place of the one that was sampled last for a row."""

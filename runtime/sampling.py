@@ -100,7 +100,7 @@ class SampleOutput:
         tokens, top_ids, logprob, top_logprobs = views
         return cls(tokens.squeeze(-1), logprob.squeeze(-1), top_logprobs, top_ids, packed)
 
-    def in_one_piece(self) -> SampleOutput:
+    def pack(self) -> SampleOutput:
         """Return itself if it is `packed`, else a packed copy."""
         if self.packed is not None:
             return self

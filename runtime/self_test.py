@@ -1,7 +1,7 @@
 """The self-test of an engine's kernels at start, before a weight is loaded.
 
 Steps of a small sample of the model (`sample_steps.py`) run with the native kernels and with plain
-torch, over the same random weights, state and cache. On a GPU every operation is compared by itself
+torch, over the same random weights, state and cache. On a GPU each operation is compared alone
 (`kernels/gpu/self_test.py`), and a plain version takes the place of each one that fails. The C++
 operators of a CPU are compared by whole steps and samplers: plain torch takes the place of all.
 """

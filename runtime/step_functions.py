@@ -241,7 +241,7 @@ class StepFunctions:
             return [tensor.clone() for tensor in tensors]
 
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
-        """Run a part of a step, or what it was compiled to, which has no scopes of its own."""
+        """Run a part of a step, or its compiled code, which has one scope for all operations."""
         compiled = self._compiled.get(part.__name__)
         if compiled is None:
             output = part(*arguments)
@@ -250,7 +250,7 @@ class StepFunctions:
                 output = compiled(*arguments)
         if output.details is None or not output.logits.is_cuda:
             return output
-        details = output.details.in_one_piece()  # which one copy brings to the host
+        details = output.details.pack()  # which one copy brings to the host
         return StepOutput(details.tokens, output.logits, details)
 
     def _forward_pass(

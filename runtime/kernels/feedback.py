@@ -1,4 +1,4 @@
-"""Where the tokens of a step go on the device."""
+"""Where a step writes its sampled tokens on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Feedback"]
 class Feedback(NamedTuple):
     """Rows whose newest tokens a step samples; B lanes, R rows of the state.
 
-    Sampled tokens become the newest of their rows, at the position behind that of the last input.
+    Sampled tokens become the newest of their rows, one position after the last input.
     The null row, the last one of the state, stays at position 0.
     """
 

@@ -1,7 +1,7 @@
 """Two linear layers of a decode step as one kernel: one that is added, and the normed next one.
 
     output + gate_up    x' = x + output(attended), then act(gate) * up of norm(x')
-    down + norm_linear  x' = x + down(inner), then queries, keys and values of the layer behind
+    down + norm_linear  x' = x + down(inner), then queries, keys and values of the next layer
 
 With both a layer has three kernels instead of five: two edges less, and two grid barriers more (see
 "Edges" in docs/kernels.md). For one to four rows, and models that do not norm the outputs of
@@ -91,7 +91,7 @@ class PairTiles:
     block_k: int
     """Input features of a step of it."""
     next_block_n: int
-    """Of the second product; of gate and up, so many of each."""
+    """Of the second product; of gate and up, of each."""
     next_block_k: int
 
 

@@ -74,7 +74,7 @@ def _load_step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What a step multiplies by: weights, norm, scales of blocks; scales and biases of its tile.
 
-    Behind the last step weights are zeros and nothing of them is read.
+    Past the last step nothing is read and weights are zeros.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
@@ -82,7 +82,7 @@ def _load_step(  # type: ignore[no-untyped-def]
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     start = step % STEPS * BLOCK_K
     n = (first + step // STEPS) * BLOCK_N + tl.arange(0, R) // HALVES
-    # What stands behind the last feature is the last one once more, and not stored.
+    # Past the last feature the last one is read again, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     group, k = _features(BLOCK_K, V)
     word = (group // WORD + tl.arange(0, V // WORD)[None, :])[:, None, :]

@@ -1,4 +1,4 @@
-"""The head of a decode step: final norm, logits, and the best token of each chunk of them.
+"""The head of a decode step: final norm, logits, and the best token of each chunk.
 
 Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a program each.
 """
@@ -36,8 +36,8 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and what
-    `config` says, take the library's product, with a kernel before and one behind it.
+    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and a `config`
+    of kind `library`, use the library's product with a kernel before and one after it.
     """
     tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
     if tokens > ROW_CLASSES[-1]:

@@ -44,10 +44,10 @@ def launch_linear(
 
     Args:
         name: of the operation.
-        x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
+        x: `[T, K]`; with `splits` their partial sums `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
-        config: None for what was tuned, or the default.
+        config: None: as tuned, or the default.
         norm: of the input.
         pending: added before.
         splits: maxima and sums `[T, H, S]` of attention's splits.

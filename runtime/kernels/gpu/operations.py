@@ -49,8 +49,8 @@ class Operations:
     """`norm_linear.norm_linear`."""
     decode_attention: Callable[..., None]
     """`decode_attention.decode_attention`, with a keyword more: `read_blocks`, the columns of the
-    block tables that may be read. Plain torch reads so many of every row; the kernel stops at a
-    row's own length."""
+    block tables that may be read. Plain torch reads all of them; the kernel stops at the length of
+    each row."""
     residual_linear: Callable[..., None]
     """`residual_linear.residual_linear`."""
     combine_output: Callable[..., None]

@@ -93,7 +93,7 @@ class PairedLayers:
         return None if pairs == LayerPairs(None, None) else pairs
 
     def run(self, x_TD: Tensor, step: DecodeAttention, pairs: LayerPairs) -> Tensor:
-        """Return the hidden states behind the last layer, `[T, D]`, not normed.
+        """Return the hidden states after the last layer, `[T, D]`, not normed.
 
         Args:
             x_TD: hidden states before the first layer.

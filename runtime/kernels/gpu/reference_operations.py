@@ -204,7 +204,7 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
     begins_T = token_T % tokens_of_tile == 0
     begins_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
     count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    # Tokens that begin no tile are written behind the last one.
+    # Tokens that begin no tile are written after the last one.
     place_T = torch.where(begins_T, begins_T.cumsum(0) - 1, count)
     tiles = torch.full((count + 1,), tokens, dtype=torch.int32, device=device)
     tiles.scatter_(0, place_T, token_T.int())

@@ -62,8 +62,8 @@ def product_of_rows(  # type: ignore[no-untyped-def]
     PART: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     let_dependents_start(PDL)
 
-    # Of gate and up the rows of the same features, in turn. What stands behind the last feature is
-    # the last one once more, and not stored.
+    # Of gate and up the rows of the same features, in turn. Past the last feature the last one is
+    # read again, and not stored.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
     half = tl.arange(0, R) % HALVES * N
     weight_n = tl.minimum(n, N - 1) + half

@@ -1,7 +1,7 @@
 """The two Triton kernels of the full sampler; `sampler.py` launches them.
 
 Shapes: B rows of the step, V vocabulary, R rows of the state. A chunk is BLOCK neighbouring tokens,
-a run SUB of them. Chunks are whole: what is behind the vocabulary is -inf.
+a run SUB of them. The last chunk is padded with -inf.
 
 `chunk_statistics` reads every logit once, a program a chunk. `finish_rows` has two programs a row,
 one for the token and one for the highest log-probabilities. They read the statistics of each run
@@ -301,7 +301,7 @@ def _top_tokens(  # type: ignore[no-untyped-def]
 def _fill(  # type: ignore[no-untyped-def]
     ids_ptr, logprobs_ptr, log_mass, chosen, V, NUM_TOP: tl.constexpr
 ):  # fmt: skip
-    """Write the lowest ids that were not chosen (-1: none) behind those that were."""
+    """Write the lowest ids that were not chosen (-1: none) after those that were."""
     token = tl.arange(0, 64)
     taken = tl.max((token[:, None] == chosen[None, :]).to(tl.int32), 1)
     rank = tl.cumsum(1 - taken, 0) - 1 + tl.sum((chosen >= 0).to(tl.int32), 0)

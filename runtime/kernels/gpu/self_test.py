@@ -32,7 +32,7 @@ from .split_attention import Partials, reference_combine_splits
 __all__ = ["WRITES", "OperationChecks", "Writes"]
 
 _GUARD = 256
-"""Elements before and behind an output; keeps it aligned."""
+"""Elements of each guard around an output; keeps it aligned."""
 _SHOWN = 3
 """Tensors of a call that a report names."""
 _ERROR_LENGTH = 300
@@ -230,7 +230,7 @@ class _Copies:
         return whole[_GUARD:-_GUARD].view(like.shape)
 
     def overrun(self) -> str | None:
-        """Return an error if memory before or behind an output was written."""
+        """Return an error if memory around an output was written."""
         if not self._guards or bool(torch.stack([g.isnan().all() for g in self._guards]).all()):
             return None
         return "it writes outside of its outputs"
