@@ -11,7 +11,14 @@ import torch
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
 from .errors import ConfigError
-from .kernels import KernelChoice, WeightStorage, have_compiler, have_triton, native_obstacle
+from .kernels import (
+    KernelChoice,
+    Mode,
+    WeightStorage,
+    have_compiler,
+    have_triton,
+    native_obstacle,
+)
 from .models.config import ModelConfig
 
 __all__ = [
@@ -22,8 +29,6 @@ __all__ = [
     "resolve_device",
     "resolve_kernels",
 ]
-
-Mode = Literal["eager", "compile", "graph"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
