@@ -134,4 +134,4 @@ def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> 
     recorded = SimpleNamespace(arg_names=("PDL",), __name__="kernel")
     with dependent_launch(False), launching.record_launches() as launches:
         launch(recorded, (1,))
-    assert launches[0].constants == {"PDL": True}
+    assert launches[0].constants == {"PDL": False}

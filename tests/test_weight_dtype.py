@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_dequantised_model(
     params=[
         ("odd", "int8"),
         pytest.param(("deepseek_v3", "int8"), marks=pytest.mark.slow),
-        pytest.param("wide", "fp8", marks=pytest.mark.slow),  # torch.compile makes the whole step
+        pytest.param(("wide", "fp8"), marks=pytest.mark.slow),  # one torch.compile of a step
     ],
     ids=" ".join,
 )
