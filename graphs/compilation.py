@@ -2,10 +2,10 @@
 
 torch has two settings for this, `fail_on_recompile_limit_hit` and `error_on_recompile`. They hold
 for the whole process in torch 2.11, so they would fail what another thread compiles meanwhile. Here
-no setting is changed. torch calls two hooks in the thread that compiles, one when it begins with a
-frame and one when it has code for it, and a context variable says who wants to know. A frame that
-was begun without code as the result runs in eager mode from then on: torch has reached its
-recompile limit, or cannot compile it.
+no setting is changed. torch calls two hooks in the thread that compiles: one when it begins a
+frame, one when it has code for it. A context variable holds what is counted in this thread. A frame
+that was begun and got no code runs in eager mode from then on: torch has reached its recompile
+limit, or cannot compile it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _Compilations:
 
     begun: int = 0
     compiled: list[str] = field(default_factory=list)
-    """Name and place of each piece of code that came of it."""
+    """Name, file and line of each frame that has code."""
 
 
 _watched: ContextVar[_Compilations | None] = ContextVar("watched compilations", default=None)
 
 
 def run_until_compiled(fn: Callable[[], object]) -> None:
-    """Run `fn` once, and if anything was compiled once more, to prove that this was all.
+    """Run `fn` once; if that compiled anything, run it again and check that nothing is left.
 
     Other threads may compile meanwhile: what they compile does not count.
 
@@ -86,7 +86,7 @@ def _watching() -> Iterator[_Compilations]:
 
 
 def _install_hooks() -> None:
-    """Add both hooks to torch's, once in a process; they do nothing where nobody watches."""
+    """Register both hooks with torch, once a process; outside of `_watching` they do nothing."""
     from torch._dynamo import convert_frame, utils
 
     # The lock that torch holds while it compiles: it must not find the hooks changed meanwhile.

@@ -42,7 +42,7 @@ class PreparationWatcher(Protocol[K_contra]):
     """What measures memory while a library is prepared; called from `StepLibrary.prepare`."""
 
     def warmed_up(self, key: K_contra) -> None:
-        """The step of `key` has been warmed up, the first since the start or the last call."""
+        """The step of `key` has been warmed up, and no other since the last call."""
 
     def begin_captures(self) -> None:
         """Every step has been warmed up, and none is captured."""

@@ -82,7 +82,7 @@ class Step(ABC, Generic[O]):
         self._timed(self._warm_up)
 
     def record(self) -> None:
-        """Capture what is replayed, if the kind is "graph"; after `warm_up`. Raises as that."""
+        """Capture the step, if its kind is "graph"; after `warm_up`, and raises as that."""
         self._timed(self._record)
 
     def _timed(self, stage: Callable[[], None]) -> None:

@@ -1,13 +1,13 @@
 """What each kernel of a decode step on a GPU must move, and how long that takes at least.
 
 A decode step is `begin`, five operations a layer, `head` and `greedy`. Up to four rows each of them
-is one kernel; of more rows the products have a norm before them and what is left to do behind them
-as kernels of their own. Each operation reads its weights once and its share of the cache, like the
-floor of the step (`roofline.py`); it also reads and writes what the floor leaves out: activations,
-partial results, the keys and values of the new tokens. All of that is counted as if it came from
-memory, though what one kernel leaves to the next mostly stays in the L2 cache. A prediction is
-bytes over bandwidth, and for each kernel an edge: what passes between the end of one and the first
-loads of the next.
+is one kernel; for more rows the norm before a product and its epilogue (residual, activation, sum
+of parts) are kernels of their own. Each operation reads its weights once and its share of the
+cache, like the floor of the step (`roofline.py`); it also reads and writes what the floor leaves
+out: activations, partial results, the keys and values of the new tokens. All of that is counted as
+if it came from memory, though what one kernel leaves to the next mostly stays in the L2 cache. A
+prediction is bytes over bandwidth, and for each kernel an edge: what passes between the end of one
+and the first loads of the next.
 
 Plain numbers in, plain numbers out; standard library only.
 """
@@ -43,7 +43,7 @@ FEW_ROWS = 4
 
 VOCABULARY_CHUNK = 32
 """Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from: those
-of a program of few rows, which is what its default size is for vocabularies of more than 17,000."""
+of a program for few rows, by default for vocabularies of more than 17,000."""
 
 ROWS_CHUNK = 128
 """The same of more rows, where a kernel of this package makes the logits (`gpu/row_product.py`)."""
@@ -52,9 +52,9 @@ LIBRARY_CHUNK = 1024
 """The same where the library makes the logits (`gpu/head.py`)."""
 
 Parts = Callable[[str, int, int], int]
-"""(operation, output features, input features) -> what carries out its product of more than four
-rows: 0 for the library, else in how many parts of the input features a kernel of this package does.
-Of `gate_up` output features are those of the result."""
+"""(operation, output features, input features) -> how its product of more than four rows is
+computed: 0 by the library, else the parts of the input features of `gpu/row_product.py`. The output
+features of `gate_up` are those of the result."""
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -111,7 +111,7 @@ class KernelCost:
     window: int | None = None
     """Tokens that the layers attend to at most; of attention."""
     kernels: int = 1
-    """That one launch of the operation consists of."""
+    """Kernels that one launch of the operation consists of."""
     library_kernels: int = 0
     """How many of them are the library's, which have no dependent launch."""
 
@@ -127,7 +127,7 @@ class KernelCost:
     def edge_seconds(self, edge_seconds: float) -> float:
         """Return the seconds of the edges of one launch, given those of one edge.
 
-        The edges before and behind a kernel of the library take `EDGE_SECONDS` at least.
+        The edges before and after a kernel of the library take at least `EDGE_SECONDS`.
         """
         plain = max(EDGE_SECONDS, edge_seconds)
         return self.kernels * edge_seconds + 2 * self.library_kernels * (plain - edge_seconds)
@@ -135,12 +135,12 @@ class KernelCost:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """How a product of a decode step is carried out."""
+    """Which kernels compute a product of a decode step."""
 
     parts: int
     """0: by the library."""
     kernels: int
-    """The product, and what comes before and behind it."""
+    """The product, and the kernels before and after it."""
     bytes: int
     """Written by one of them and read by another."""
 
@@ -195,7 +195,7 @@ def kernel_costs(
     few = rows <= FEW_ROWS
 
     def product(name: str, n: int, k: int, *, stored: int = 0, normed: bool = False) -> _Product:
-        """The norm before it, its parts or its result before activation, residual or maxima."""
+        """The kernels of a product, and the bytes that they pass to each other."""
         if few:
             return _ONE_KERNEL
         count, stored = parts(name, n, k), stored or n

@@ -31,7 +31,7 @@ _EVENTS: Final[tuple[RangeInfo | MarkInfo, ...]] = (*RANGES.values(), *MARKS.val
 
 
 class NvtxMissingError(RuntimeError):
-    """The Python package `nvtx` cannot be imported, and what was asked for needs its ranges."""
+    """The Python package `nvtx` cannot be imported, and a command needs its ranges."""
 
 
 class NvtxDomain(Protocol):
@@ -154,7 +154,7 @@ def attached_domain(name: str = DOMAIN) -> NvtxDomain | None:
 
 
 def require_nvtx(purpose: str) -> None:
-    """Return if ranges can reach a tool.
+    """Raise NvtxMissingError where the package `nvtx` is missing.
 
     Args:
         purpose: what needs them, as the subject of the error's sentence.

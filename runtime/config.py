@@ -11,7 +11,14 @@ import torch
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
 from .errors import ConfigError
-from .kernels import KernelChoice, WeightStorage, have_compiler, have_triton, native_obstacle
+from .kernels import (
+    KernelChoice,
+    Mode,
+    WeightStorage,
+    have_compiler,
+    have_triton,
+    native_obstacle,
+)
 from .models.config import ModelConfig
 
 __all__ = [
@@ -22,8 +29,6 @@ __all__ = [
     "resolve_device",
     "resolve_kernels",
 ]
-
-Mode = Literal["eager", "compile", "graph"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -72,11 +77,12 @@ class EngineConfig:
     native kernels are compiled whole by `torch.compile`. `graph`: the same, captured as CUDA
     graphs. `auto`: the fastest that the device has."""
     compile: bool = True
-    """With `mode="graph"` and steps that are not native: capture them as compiled by
-    `torch.compile`, or (False) as they are."""
+    """With `mode="graph"` and without native layers: whether steps are compiled by `torch.compile`
+    before they are captured."""
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
-    launch, compute capability 9.0). A captured step in which it changes a result has none."""
+    launch, compute capability 9.0). It is switched off where the self-test at start finds that it
+    changes a result."""
     block_size: int = 16
     """Tokens a block holds."""
     num_blocks: int | None = None
@@ -229,7 +235,7 @@ class ResolvedConfig:
     storage: Storage
     """How the cache stores keys and values."""
     kernels: KernelChoice
-    """What runs; `native_obstacle` says what of it falls back to `torch` for this model."""
+    """What runs; `native_obstacle` says why some operations fall back to `torch`."""
     native_obstacle: str | None
     """Why some operations of the model have no native kernel; None where all of them have one."""
     mode: Mode

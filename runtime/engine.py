@@ -337,11 +337,10 @@ class Engine:
 
     @contextmanager
     def device_timing(self) -> Iterator[Timeline]:
-        """Take the device's time of the steps launched in this block, and return the timeline.
+        """Time the steps that are launched in this block on the device; yield the timeline.
 
-        On CUDA two timed events surround each of them, a few microseconds on the device: that is
-        why no step is timed without being asked for. Where the device is the host all steps are
-        timed anyway. Blocks may be nested.
+        On CUDA two timed events surround each step, which take a few microseconds on the device, so
+        steps are timed on request only. On a CPU all steps are timed anyway. Blocks may be nested.
 
         Raises:
             EngineClosedError: the engine is closed.

@@ -62,13 +62,13 @@ class KernelCase:
     outputs: Callable[[], Sequence[Tensor]]
     """Tensors that the last launch wrote and does not read: workspace and results."""
     results: Callable[[], Sequence[Tensor]]
-    """What the last launch over copy 0 found, as `reference` returns it."""
+    """Results of the last launch over copy 0, as `reference` returns them."""
     reference: Callable[[], Sequence[Tensor]]
-    """The same in plain torch, from what the launch would read now; changes no tensor of it."""
+    """The same in plain torch, from the current inputs, which it does not change."""
     updates: tuple[Tensor, ...] = ()
     """Tensors that it overwrites with a result, and that it or an earlier kernel reads."""
     library: Callable[[int], object] | None = None
-    """The library's product of the same shape, without what the kernel does around it."""
+    """The library's product of the same shape, without norm, activation and residual."""
 
 
 def decode_cases(
@@ -80,7 +80,7 @@ def decode_cases(
     context: int,
     copies: int = 1,
 ) -> list[KernelCase]:
-    """Return the five kernels of a layer that decodes, and the projection to the vocabulary.
+    """Return the five operations of a layer that decodes, and the projection to the vocabulary.
 
     Args:
         model: shapes; without latent attention.
@@ -178,7 +178,7 @@ def decode_cases(
         return [logits_TV, logits_TV.gather(1, id_T1), *added]
 
     def with_sum(function: Callable[[Pending | None], Tensor]) -> list[Tensor]:
-        """Of a kernel that adds what is pending: its result, and the sum."""
+        """The result of a kernel that may add a pending output, and the sum."""
         sums = [torch.empty_like(tensor) for tensor in added]
         return [function(pending(*sums)), *sums]
 

@@ -60,7 +60,7 @@ class Launch:
     def elapsed_ns(self) -> int | None:
         """Nanoseconds that another processor worked on it, from `began` to `arrived`, or None.
 
-        To be asked once it has arrived, and before the launch after the next: events are few.
+        Valid once the outputs have arrived, and until the launch after the next reuses the events.
         """
         if self.began is None or self.arrived is None:
             return None
@@ -87,8 +87,7 @@ class HostOutputs:
     """
 
     timed = False
-    """Whether events take the time of the steps to come. Two timed events lie between two steps
-    then, where there is one that is not timed."""
+    """Whether later steps are timed: with two timed events each, instead of one without timing."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class HostOutputs:
 
     @staticmethod
     def _sizes(max_rows: int, prefill_rows: int, vocab_size: int, steps: int) -> dict[Phase, int]:
-        """Bytes of a set. A set of several steps has room for each of them by itself."""
+        """Bytes of a set, of all its steps."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_rows, best),
@@ -150,10 +149,10 @@ class HostOutputs:
             return None
         return self._record(self._events[number % OUTPUT_SETS].began)
 
-    def bring(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
-        """Queue the copy of what step `number` leaves; return it as it will be.
+    def copy_async(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
+        """Queue the copy of the outputs of step `number`; return the host's views of them.
 
-        Details that are not one piece of memory take four copies. The logits stay where they are.
+        Details that are not packed take four copies. The logits are not copied.
         """
         details = output.details
         index = number % OUTPUT_SETS
@@ -169,10 +168,10 @@ class HostOutputs:
             views.details.copy_(details)
         return StepOutput(views.tokens, output.logits, views.details)
 
-    def depart(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Record, behind the copies of step `number`, the event that they have arrived with.
+    def record_event(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Record the event of step `number` after its copies, and return it.
 
-        `began` is what `begin` returned for the step: only with it the time is taken.
+        `began` is what `begin` returned for the step; None: the step is not timed.
         """
         if self._events is None:
             return None

@@ -114,7 +114,7 @@ class CapturePeaks:
     def warmed_up(self, key: StepKey) -> None:
         """Take the peak since the last call as that of `key`.
 
-        What stays behind (workspaces of libraries) is not of the step.
+        Memory that stays allocated (workspaces of libraries) is not counted for the step.
         """
         peak, held = torch.cuda.max_memory_allocated(self._device), self._held
         self._held = self._begin()

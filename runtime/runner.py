@@ -167,7 +167,7 @@ class Runner:
         assert not self.state.block_tables[:, self.null_row].any()
 
     def compile_kernels(self) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel, which `prepare` would one by one."""
+        """Compile the Triton kernels of all steps in parallel; `prepare` would do it one by one."""
         from .kernels.gpu.precompile import compile_kernels  # needs triton, as CUDA's kernels do
 
         # Several steps of a launch run the kernels of one. The sampler of plain torch has no
@@ -264,18 +264,18 @@ class Runner:
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
-        arrived = self._outputs.depart(number, began)
+        arrived = self._outputs.record_event(number, began)
         return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
 
     @property
     def times_device(self) -> bool:
-        """Whether events take the time that another processor works on a step."""
+        """Whether steps are timed on the device by events; always False where it is the host."""
         return self._outputs is not None and self._outputs.timed
 
     @times_device.setter
-    def times_device(self, wanted: bool) -> None:
+    def times_device(self, enabled: bool) -> None:
         if self._outputs is not None:
-            self._outputs.timed = wanted
+            self._outputs.timed = enabled
 
     def read(self, launch: Launch) -> Iterable[Sampled]:
         """Return the tokens of a launch; waits for them, and for nothing after them."""
@@ -285,7 +285,9 @@ class Runner:
 
     def _outward(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Send an output on its way to the host, before another launch can overwrite it."""
-        return output if self._outputs is None else self._outputs.bring(number, key.phase, output)
+        return (
+            output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
+        )
 
     def force_token(self, row: int, token_id: int) -> None:
         """Put another token in the place of the one that was sampled last for a row."""

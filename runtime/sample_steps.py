@@ -1,8 +1,8 @@
 """Steps of a model cut down to its kinds of layers, over random weights and a small cache.
 
 Self-tests run them at start, before a weight is loaded. Shapes are the model's; the cache has just
-the blocks that the rows of a step need, in no order. Slots that no token may read hold NaN, and the
-unused columns of block tables name a block of NaN.
+the blocks that the rows of a step need, in random order. Slots that no token may read hold NaN, and
+unused columns of the block tables point to a block of NaN.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from .step_sizes import StepSizes
 __all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]
 
 _SHORT = 100
-"""Tokens of the others at most."""
+"""Most tokens in the cache of any row but the longest."""
 _POOL = 262_147
-"""Random numbers that are drawn; larger weights repeat them. A prime: rows begin anywhere."""
+"""Random numbers that are drawn; larger weights repeat them. A prime, so that rows of a weight
+begin at different ones."""
 
 
 class SampleCase(NamedTuple):
@@ -58,8 +59,8 @@ class SampleCase(NamedTuple):
 
 
 def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
-    """Return the model with one layer of each kind, `layers` of them at least, and the first
-    `vocabulary` tokens at most."""
+    """Return the model with one layer of each kind, at least `layers`, and at most `vocabulary`
+    tokens."""
     types = tuple(dict.fromkeys(model.layer_types))
     types = types * layers if len(types) == 1 else types
     return dataclasses.replace(
@@ -86,11 +87,11 @@ def sample_cases(
     Args:
         config: of the engine.
         kernels: likewise.
-        generator: draws where the rows stand.
-        row_classes: of the buckets of decode steps the largest up to each of these that is above
-            the one before; those above the last one have no step.
-        tokens: of prefill steps the smallest, and the largest up to this.
-        longest: position that a row has reached at most.
+        generator: draws the lengths of the rows.
+        row_classes: ascending limits; the largest decode bucket of each class gets a step. Buckets
+            above the last limit get none.
+        tokens: the smallest prefill bucket gets a step, and the largest one up to this.
+        longest: tokens of the longest row.
     """
     sizes = StepSizes.choose(config, kernels, config.user.prefill_chunk)
     width, limit = sizes.read_blocks.largest, config.max_model_len
@@ -124,7 +125,7 @@ def sample_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield random weights under the names of `fused_layout`, on the device.
 
-    A linear layer's results are as large as what goes in; norms and biases differ from neutral.
+    Linear layers keep the scale of their inputs; norms and biases are not neutral.
     """
     pool = torch.randn(_POOL, generator=generator).to(device=device, dtype=dtype)
     for name, fused in fused_layout(model).items():
@@ -183,7 +184,7 @@ class SampleSteps:
         )
 
     def prepare(self, case: SampleCase) -> None:
-        """Set state, inputs and cache to where the step of the case begins; always the same."""
+        """Set state, inputs and cache to those that the step begins with, the same at each call."""
         generator = torch.Generator().manual_seed(self._seed + 1)
         vocabulary = self.model.config.vocab_size
         token_ids = torch.randint(vocabulary, self.state.token_ids.shape, generator=generator)
@@ -221,7 +222,7 @@ class SampleSteps:
             target.copy_(source)
 
     def _fill_cache(self, case: SampleCase, generator: torch.Generator) -> None:
-        """Deal blocks to the rows, and write keys and values before their chunks."""
+        """Give blocks to the rows, and write random keys and values before their chunks."""
         size, device = self._block_size, self.arena.device
         numbers = torch.Generator(device).manual_seed(self._seed)
         if self._storage == "model":

@@ -77,7 +77,7 @@ class SampleOutput:
     top_ids: torch.Tensor
     """int64 `[B, min(20, V)]`: their tokens."""
     packed: torch.Tensor | None = None
-    """uint8 `[packed_bytes]`: the memory that the four are views of, if it is one."""
+    """uint8 `[packed_bytes]`: the buffer that the four are views of; None: separate tensors."""
 
     @staticmethod
     def packed_bytes(lanes: int, tops: int) -> int:
@@ -100,8 +100,8 @@ class SampleOutput:
         tokens, top_ids, logprob, top_logprobs = views
         return cls(tokens.squeeze(-1), logprob.squeeze(-1), top_logprobs, top_ids, packed)
 
-    def in_one_piece(self) -> SampleOutput:
-        """Return itself if it is `packed`, or what becomes of a copy in one piece of memory."""
+    def pack(self) -> SampleOutput:
+        """Return itself if it is `packed`, else a packed copy."""
         if self.packed is not None:
             return self
         lanes, tops = self.top_ids.shape[-2:]
@@ -226,7 +226,7 @@ class SamplingState:
 
 
 def _biases(params: SamplingParams) -> dict[int, float]:
-    """Those that change anything: kernels look for a first one to know whether there are some."""
+    """The biases that are not 0: kernels read the first one to learn whether a row has any."""
     return {token_id: bias for token_id, bias in params.logit_bias.items() if bias != 0.0}
 
 
@@ -381,10 +381,6 @@ def _triton_full(
     return output
 
 
-def _triton_greedy_step(logits_BV: torch.Tensor, feed: Feedback) -> torch.Tensor:
-    return _triton_greedy(logits_BV, feed)
-
-
 def _triton_full_step(
     logits_BV: torch.Tensor, state: SamplingState, feed: Feedback
 ) -> SampleOutput:
@@ -400,9 +396,9 @@ class Sampler:
     full: Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
     """Signature of `sample_full`."""
     greedy_step: Callable[[torch.Tensor, Feedback], torch.Tensor] | None = None
-    """Logits to tokens, which it writes into the rows' state; None: only `greedy`."""
+    """As `greedy`, and writes the tokens to the rows' state; None: not available."""
     full_step: Callable[[torch.Tensor, SamplingState, Feedback], SampleOutput] | None = None
-    """Likewise with sampling parameters; None: only `full`."""
+    """As `full`, and writes the tokens to the rows' state; None: not available."""
 
 
 torch_sampler = Sampler(sample_greedy, sample_full)
@@ -411,7 +407,7 @@ torch_sampler = Sampler(sample_greedy, sample_full)
 fused_sampler = Sampler(fused_greedy, _sample_full_fused)
 """For CPUs after `load_cpu_ops`: nothing that a compiler could improve."""
 
-triton_sampler = Sampler(_triton_greedy, _triton_full, _triton_greedy_step, _triton_full_step)
+triton_sampler = Sampler(_triton_greedy, _triton_full, _triton_greedy, _triton_full_step)
 """For CUDA devices: two kernels for either, token feedback included. Needs triton."""
 
 SAMPLERS: dict[SamplerName, Sampler] = {

@@ -1,7 +1,7 @@
 """The self-test of an engine's kernels at start, before a weight is loaded.
 
 Steps of a small sample of the model (`sample_steps.py`) run with the native kernels and with plain
-torch, over the same random weights, state and cache. On a GPU every operation is compared by itself
+torch, over the same random weights, state and cache. On a GPU each operation is compared alone
 (`kernels/gpu/self_test.py`), and a plain version takes the place of each one that fails. The C++
 operators of a CPU are compared by whole steps and samplers: plain torch takes the place of all.
 """
@@ -24,6 +24,7 @@ from .kernels.choice import SamplerName
 from .kernels.feedback import Feedback
 from .kernels.gpu.dependent import dependent_launch
 from .kernels.self_test import (
+    DEPENDENT_LAUNCH,
     Fallback,
     brief,
     disagreement,
@@ -53,7 +54,7 @@ _GPU_ROWS = (1, 2, 4, 16, 32, MAX_ROWS)
 _GPU_LONGEST = 1000
 """Tokens of the longest row on a GPU: enough for several splits."""
 _DEPENDENT_REPLAYS = 20
-"""Replays with dependent launch: what begins too early is not wrong every time."""
+"""Replays with dependent launch: a race does not show in every replay."""
 _STEP_TOLERANCES = 4
 """What the results of a step may differ by, in tolerances of an operation."""
 
@@ -92,7 +93,7 @@ def check_kernels(
 
 
 def _fresh() -> torch.Generator:
-    """A generator whose numbers differ from start to start, and leave torch's own alone."""
+    """A generator with a new seed at each start; torch's global generators stay untouched."""
     generator = torch.Generator()
     generator.seed()
     return generator
@@ -160,7 +161,7 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
 
 
 def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
-    """Compile what the checks will launch, in parallel; what fails does so again in its check."""
+    """Compile the kernels of the checks in parallel; what fails here fails in its check too."""
     from .kernels.gpu.precompile import compile_kernels
 
     compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
@@ -176,7 +177,8 @@ def dependent_launch_failure(
 ) -> Fallback | None:
     """Capture steps with and without dependent launch and replay both from the same state.
 
-    Return where results, row state or cache differ in a bit or a capture with it fails, or None.
+    Return the first step whose results, row state or cache differ in a bit, or whose capture with
+    it fails, or None.
     What padding leaves in the null block does not count: several tokens write it.
 
     Raises KernelSelfTestError where the capture left the device unusable.
@@ -212,14 +214,14 @@ def dependent_launch_failure(
             found = [_bits(tensor).clone() for tensor in found]
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
-                error = "a captured step has other results than one without it"
+                error = "a captured step has different results with it"
                 return _no_dependent_launch(case, error)
     return None
 
 
 def _no_dependent_launch(case: SampleCase, error: str) -> Fallback:
     shape = f"{case.key.phase} step of {case.key.size} tokens"
-    return Fallback("dependent launch", shape, error)
+    return Fallback(DEPENDENT_LAUNCH, shape, error)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

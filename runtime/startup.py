@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
-from .kernels.self_test import Fallback
+from .kernels.self_test import Fallback, warn
 from .loading import Source, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
@@ -222,12 +221,10 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
         return kernels
     dtype = str(config.dtype).removeprefix("torch.")
     fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
-    message = (
+    warn(
         f"no native decoder layers for {fallback.shape}: {fallback.error}."
         " Plain PyTorch takes their place, which is slower"
     )
-    logger.warning("%s", message)
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
 
 

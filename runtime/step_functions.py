@@ -7,12 +7,13 @@ go back into the state.
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-Where native kernels run all layers as one operation nothing is compiled: a compiler could join
-nothing, and calling compiled code costs the checks of its guards. Other steps are compiled whole,
-forward pass, head, sampling and feedback of the tokens. All buckets share the code of a phase and a
-sampler: compiled once for any number of tokens, and once more for a single one, which torch
-specialises. For that, inputs must differ in nothing but their length, so they are small copies:
-torch compiles anew for a view at another offset, and for two arguments that are the same tensor.
+Steps whose layers run natively are not compiled: there is nothing to fuse, and compiled code costs
+the check of its guards. The exception is a sampler in plain PyTorch, which is compiled by itself.
+Other steps are compiled whole: forward pass, head, sampling and feedback of the tokens. All buckets
+share the code of a phase and a sampler, compiled once for any number of tokens, and once more for a
+single one, which torch specialises. For that, inputs must differ only in their length, so they are
+small copies: torch recompiles for a view at another offset, and for two arguments that are the same
+tensor.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class StepFunctions:
         embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,
     ) -> None:
-        """Bind the tensors; with `compiled`, parts are compiled at their first call.
+        """Bind the tensors; with `compiled`, see the top of this file, at the first call.
 
         `embeds` are read by prefill steps, where prompts may have embeddings.
         """
@@ -159,7 +160,10 @@ class StepFunctions:
         read_blocks: int,
         full_sampler: bool,
     ) -> StepOutput:
-        """A decode step of the rows `[B]`, int64, which are given twice: see `_forward_pass`."""
+        """A decode step of the rows `[B]`, int64: rows of the tokens, and rows of the block tables.
+
+        Both are the same; compiled code needs two tensors.
+        """
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
         hidden_BD = self._forward_pass(token_ids_B, positions_B, rows_B, table_rows_B, read_blocks)
@@ -237,7 +241,7 @@ class StepFunctions:
             return [tensor.clone() for tensor in tensors]
 
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
-        """Run a part of a step, or what it was compiled to, which has no scopes of its own."""
+        """Run a part of a step, or its compiled code, which has one scope for all operations."""
         compiled = self._compiled.get(part.__name__)
         if compiled is None:
             output = part(*arguments)
@@ -246,7 +250,7 @@ class StepFunctions:
                 output = compiled(*arguments)
         if output.details is None or not output.logits.is_cuda:
             return output
-        details = output.details.in_one_piece()  # which one copy brings to the host
+        details = output.details.pack()  # which one copy brings to the host
         return StepOutput(details.tokens, output.logits, details)
 
     def _forward_pass(
@@ -297,40 +301,31 @@ class StepFunctions:
                 if sampler.greedy_step is not None:
                     return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
                 tokens_B = sampler.greedy(logits_BV)
-                self._feed_back(tokens_B, rows_B, positions_B + 1)
+                feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback)
             else:
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
-                self._feed_back(details.tokens, rows_B, positions_B + 1)
+                feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
 
     def close(self) -> None:
         """Let go of compiled code, which refers back to this object."""
         self._compiled = {}
 
-    def _feed_back(
-        self, tokens_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor
-    ) -> None:
-        """Make the sampled tokens the rows' newest. The null row stays at position 0 for ever."""
-        state = self.state
-        positions_B = torch.where(rows_B == state.null_row, 0, positions_B)
-        state.token_ids.index_put_((rows_B,), tokens_B)
-        state.positions.index_put_((rows_B,), positions_B)
-
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device the current one: Triton launches there, wherever the tensors are."""
+    """Make a CUDA device the current one, which is where Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _own_code(bound: Callable[..., Any]) -> MethodType:
     """Return the method with a code object of its own.
 
-    torch keeps what it compiled with the code object, and stops compiling after a few times: the
-    engines of a process would use up each other's share, and hold on to each other's code.
+    torch keeps compiled code with the code object, and limits how often it compiles one: engines of
+    a process would share the limit, and keep each other's code alive.
     """
     method = cast(MethodType, bound)
     function = method.__func__

@@ -102,10 +102,10 @@ def decode_operation_costs(
 
 
 def untuned_parts(config: ResolvedConfig, rows: int, multiprocessors: int) -> Parts:
-    """Return what carries out the products of decode steps of `rows` rows where nothing was tuned.
+    """Return how the products of decode steps of `rows` rows are computed without tuning.
 
     Args:
-        config: dtypes of the model and its weights; nothing else of it counts.
+        config: dtypes of the model and its weights; other fields are not used.
         rows: that decode.
         multiprocessors: of the device.
     """

@@ -179,7 +179,7 @@ def test_events_are_recorded_where_the_outputs_come_from(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
     began = outputs.begin(0)
     assert began is (events[0] if timed else None)
-    assert outputs.depart(0, began) is events[1 if timed else 2]
+    assert outputs.record_event(0, began) is events[1 if timed else 2]
     assert recorded == [("stream of", torch.device("cuda:1"))] * (2 if timed else 1)
 
 

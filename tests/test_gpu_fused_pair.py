@@ -171,7 +171,7 @@ def test_wrong_calls_are_refused() -> None:
 
     with pytest.raises(ValueError, match="at most 4 rows, got 5"):
         call(5, 16, 12)
-    with pytest.raises(ValueError, match=r"make no \(1, 8\) and \(1, 11\)"):
+    with pytest.raises(ValueError, match=r"to \(1, 8\) and \(1, 11\)"):
         call(1, 16, 11)
     with pytest.raises(ValueError, match=r"of \(1, 15\)"):
         call(1, 15, 12)

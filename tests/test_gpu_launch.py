@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.gpu import launch as launching
 from stepgraph.runtime.kernels.gpu.activation import activate_rows
+from stepgraph.runtime.kernels.gpu.dependent import dependent_launch
 from stepgraph.runtime.step_functions import StepFunctions, StepKey
 
 
@@ -55,7 +56,7 @@ def test_dependent_launch_is_switched_off_where_a_launch_is_made() -> None:
     x, out = torch.ones(2, 8), torch.empty(2, 4)
     with launching.record_launches() as launches:
         for outer, inner in ((True, True), (True, False), (False, True)):
-            with launching.dependent_launch(outer), launching.dependent_launch(inner):
+            with dependent_launch(outer), dependent_launch(inner):
                 activate_rows(x, out, gelu=False)
         activate_rows(x, out, gelu=False)
     assert [launch.constants["PDL"] for launch in launches] == [True, False, False, True]

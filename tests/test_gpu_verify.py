@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from stepgraph.runtime import EngineConfig, kernel_cases
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.launch import dependent_launch, launch
+from stepgraph.runtime.kernels.gpu.dependent import dependent_launch
+from stepgraph.runtime.kernels.gpu.launch import launch
 from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations, main
 from stepgraph.runtime.models.presets import PRESETS
 

@@ -142,12 +142,12 @@ def output_of(lanes: int, seed: int, full: bool) -> StepOutput:
 def test_outputs_in_one_piece_are_one_copy(steps: int) -> None:
     outputs = HostOutputs(8, 2, 50, steps=3, device=torch.device("cpu"))
     details = [output_of(lanes, lanes, True).details for lanes in (3, 3, 3)]
-    whole = [each.in_one_piece() for each in details if each is not None]
+    whole = [each.pack() for each in details if each is not None]
     sent = SampleOutput.stack(whole) if steps else whole[0]
     output = StepOutput(sent.tokens, torch.empty(0), sent)
-    outputs.bring(0, "decode", output)  # its views are known now
+    outputs.copy_async(0, "decode", output)  # its views are known now
     with Recorder() as recorder:
-        brought = outputs.bring(2, "decode", output)
+        brought = outputs.copy_async(2, "decode", output)
     assert recorder.ops == {"aten.copy_.default": 1}
     assert brought.details is not None
     assert torch.equal(brought.tokens, sent.tokens)
@@ -163,9 +163,9 @@ def test_a_step_under_way_keeps_what_it_brought(full: bool) -> None:
         parts = {}
         for phase, lanes in (("decode", 1 + number), ("prefill", 2)):
             sent = output_of(lanes, 10 * number + lanes, full)
-            parts[phase] = (sent, outputs.bring(number, phase, sent))  # type: ignore[arg-type]
+            parts[phase] = (sent, outputs.copy_async(number, phase, sent))  # type: ignore[arg-type]
         for phase, lanes in (("decode", 8), ("prefill", 2)):  # the next step, before this is read
-            outputs.bring(number + 1, phase, output_of(lanes, 99, full))  # type: ignore[arg-type]
+            outputs.copy_async(number + 1, phase, output_of(lanes, 99, full))  # type: ignore[arg-type]
         for sent, brought in parts.values():
             assert torch.equal(brought.tokens, sent.tokens)
             if sent.details is not None and brought.details is not None:

@@ -1,5 +1,4 @@
-"""What of a benchmark's results is to be read with care, or not to be used: wrong tokens, noise,
-missing turns, throttling."""
+"""Warnings about a benchmark's results: wrong tokens, noise, missing turns, throttling."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def failed_checks(document: dict[str, Any]) -> list[str]:
             why = check["error"] or (
                 f"a token's reference logit lies {gap} standard deviations below the largest,"
                 f" {check['tolerance']:g} are allowed; {check['equal']} of {check['tokens']} tokens"
-                " are the reference's"
+                " equal the reference's"
             )
             lines.append(f"FAILED: {_name(case)}: its times do not count: {why}")
     return lines

@@ -3,9 +3,9 @@
 The reference is a decoder of the same weights on the same device made of `reference_linear` and
 `reference_paged_attention` alone. It reads a prompt and the tokens that the engine sampled for it
 as one sequence. A token that was sampled greedily is right if its reference logit is the largest
-one, or so close below it that rounding can have swapped the two: another computation samples tokens
-whose reference logit lies standard deviations below. Source of the criterion: the logits of two
-correct programs differ by rounding, which is relative to the spread of the logits.
+one, or so close below it that rounding can have swapped the two. A wrong computation samples tokens
+whose reference logit lies standard deviations below. The criterion: logits of two correct programs
+differ by rounding only, which is relative to the spread of the logits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from ...cache.arena import Arena
 from ..checkpoint import CheckpointReader
 from ..engine import Engine
-from ..kernels import AttentionInputs, Kernels, reference_linear
-from ..kernels.attention import reference_paged_attention
+from ..kernels import AttentionInputs, select_kernels
 from ..loading import iter_weights, random_weights, resolve_source
 from ..models.decoder import Decoder
 from ..startup import layer_groups
@@ -38,7 +37,7 @@ _CHUNK = 512
 
 
 class TokenCheck:
-    """The reference of one model, for any number of cases of engines that serve it."""
+    """The reference of one model, for all cases of the engines that serve it."""
 
     def __init__(self, engine: Engine, source: str) -> None:
         """Build the reference: it shares the weights of `engine` where they are not packed.
@@ -51,15 +50,7 @@ class TokenCheck:
         self._block_size = config.user.block_size
         self._groups = layer_groups(engine.model_config, config)
         served = engine.decoder
-        kernels = Kernels(
-            name="reference",
-            attention=reference_paged_attention,
-            linear=reference_linear,
-            pack=None,
-            bounded_by_length=False,
-            masks=1,
-            weights=config.weights,
-        )
+        kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
         self._model = Decoder(
             engine.model_config, kernels, config.dtype, config.device, self._groups, config.storage
         )
@@ -155,7 +146,7 @@ class TokenCheck:
 
 
 def _share_weights(served: Decoder, reference: Decoder) -> None:
-    """Give a decoder the very tensors of another one, whose weights are not packed."""
+    """Make a decoder use the weight tensors of another one, which must not be packed."""
     for name, module in reference.named_modules():
         other = served.get_submodule(name)
         for leaf in ("weight", "scales", "bias", "dtype"):

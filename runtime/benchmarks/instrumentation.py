@@ -64,7 +64,7 @@ def scopes_of_a_launch(engine: Engine) -> int:
 def measure_instrumentation(engine: Engine) -> Overhead:
     """Measure what a launch of an engine takes to be observed. The engine is idle.
 
-    Events of `Engine.device_timing` are not in it: they are recorded for those who ask for them.
+    Events of `Engine.device_timing` are not included: steps are timed on request only.
     """
     scopes = scopes_of_a_launch(engine)
     if not engine.config.beside_host:

@@ -47,7 +47,7 @@ class Kernels:
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; those of 8 bits come with scales."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Native operations that failed their self-test, and that plain torch replaces."""
+    """Native operations that plain torch replaces, and dependent launch where it is off."""
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors still run, where the device can."""
 

@@ -1,4 +1,4 @@
-"""What self-tests of kernels have in common: how results are compared, and what is reported.
+"""How results of kernels are compared with plain torch, and how failures are reported.
 
 At start an engine runs each native operation that its model uses and compares it with plain torch.
 With `kernels="auto"` an operation that fails is replaced by its plain version, which is a
@@ -18,11 +18,14 @@ from torch import Tensor
 from ..errors import KernelSelfTestError
 
 __all__ = [
+    "DEPENDENT_LAUNCH",
     "Fallback",
     "brief",
     "disagreement",
+    "relative_error",
     "require_usable_device",
     "tolerance",
+    "warn",
     "warn_of_fallbacks",
 ]
 
@@ -39,17 +42,22 @@ _STORAGE_TOLERANCE = {"model": 0.0, "int8": 0.05, "fp8": 0.15}
 _ERROR_LENGTH = 300
 
 
+DEPENDENT_LAUNCH = "dependent launch"
+"""The name of the fallback to launches without it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A native operation that plain torch replaces."""
+    """A native operation that plain torch replaces, or dependent launch that is switched off."""
 
     name: str
-    """The operation: a field of `gpu.operations.Operations`, or `cpu operators`, or `dependent
-    launch`."""
+    """A field of `gpu.operations.Operations`, `decoder layers` (without native kernels for the
+    model), `C++ decoder stack`, `C++ attention`, `C++ sampler`, `Triton sampler`, or
+    `DEPENDENT_LAUNCH`."""
     shape: str
     """The shapes that it failed with first."""
     error: str
-    """What the compiler or the device reported, or how far the results were apart."""
+    """What the compiler or the device reported, or how the results differ."""
 
 
 def tolerance(dtype: torch.dtype, storage: str = "model") -> float:
@@ -71,9 +79,9 @@ def tolerance(dtype: torch.dtype, storage: str = "model") -> float:
 def disagreement(found: Tensor, expected: Tensor, limit: float) -> str | None:
     """Return how two results differ, or None where they agree. Waits for the device.
 
-    Integers must be equal, and NaN must stand where NaN is expected. Other elements may differ by
-    `limit * (|expected| + r)` with r the root mean square of what is expected: sums of numbers of
-    that size are as inexact where they cancel.
+    Integers must be equal, and NaN must be where NaN is expected. Other elements may differ by
+    `limit * (|expected| + r)`, r being the root mean square of `expected`: where large terms
+    cancel, a sum is as inexact as its terms.
     """
     if found.shape != expected.shape:
         return f"the shape is {tuple(found.shape)} instead of {tuple(expected.shape)}"
@@ -121,12 +129,29 @@ def brief(failure: Exception) -> str:
     return message if len(message) <= _ERROR_LENGTH else message[:_ERROR_LENGTH] + "..."
 
 
+def relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Return ||found - expected|| / ||expected||, a float64 scalar; NaN if an element is NaN."""
+    reference = expected.double()
+    error: Tensor = (found.double() - reference).norm() / reference.norm()
+    return error
+
+
 def warn_of_fallbacks(fallbacks: Sequence[Fallback]) -> None:
-    """Warn once of each, with name, shape and error, and write it to the log."""
+    """Warn once of each fallback, with name, shape and error."""
     for fallback in fallbacks:
-        message = (
-            f"the native {fallback.name} fails its self-test ({fallback.shape}):"
-            f" {fallback.error}. Plain PyTorch takes its place, which is slower"
-        )
-        logger.warning("%s", message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if fallback.name == DEPENDENT_LAUNCH:
+            warn(
+                f"dependent launch fails its self-test ({fallback.shape}): {fallback.error}."
+                " Kernels are launched without it, which is slower"
+            )
+        else:
+            warn(
+                f"the native {fallback.name} fails its self-test ({fallback.shape}):"
+                f" {fallback.error}. Plain PyTorch takes its place, which is slower"
+            )
+
+
+def warn(message: str) -> None:
+    """Issue a RuntimeWarning, and log the message."""
+    logger.warning("%s", message)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Which models and machines have native kernels, and why others have not."""
+"""Which models and machines have native kernels, and why others have none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def native_obstacle(
         latent: whether the model has latent attention.
     """
     if latent:
-        return "layers with latent attention have a native attention kernel only"
+        return "latent attention has a native attention kernel, but no native layers"
     if device_type == "cpu" and not can_pack(dtype):
         return f"the C++ operators have no linear layer in {str(dtype).removeprefix('torch.')}"
     if device_type == "cpu" and weights == "fp8":

@@ -1,4 +1,4 @@
-"""act(gate) * up by itself, behind products that do not apply it.
+"""act(gate) * up as a kernel of its own, after products that do not apply it.
 
 Shapes: T rows, F features of gate and of up.
 """

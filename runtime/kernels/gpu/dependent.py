@@ -1,6 +1,6 @@
-"""Whether kernels are launched dependently: a setting of the code that runs, not of the process.
+"""Programmatic dependent launch on or off: a setting of the current thread and context.
 
-Without Triton, so that steps of any device may set it.
+Does not import Triton, so that steps of any device may set it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _enabled: ContextVar[bool] = ContextVar("dependent launch", default=True)
 
 @contextmanager
 def dependent_launch(enabled: bool) -> Iterator[None]:
-    """Let kernels that are launched in this block, in this thread, begin early or not.
+    """Enable or disable dependent launch of the kernels that are launched in this block.
 
-    A block inside of one that is not enabled is not enabled either. With programmatic dependent
-    launch (compute capability 9.0) a kernel is set up while its predecessor still runs. A capture
-    keeps what held when it was made.
+    Inside a block that disables it, it stays disabled. With programmatic dependent launch (compute
+    capability 9.0) a kernel is set up while its predecessor still runs. A captured graph keeps the
+    setting that it was captured with.
     """
     token = _enabled.set(enabled and _enabled.get())
     try:

@@ -1,11 +1,11 @@
 """Two linear layers of a decode step as one kernel: one that is added, and the normed next one.
 
     output + gate_up    x' = x + output(attended), then act(gate) * up of norm(x')
-    down + norm_linear  x' = x + down(inner), then queries, keys and values of the layer behind
+    down + norm_linear  x' = x + down(inner), then queries, keys and values of the next layer
 
-With both a layer has three kernels in place of five: two edges less, and two barriers of all
-programs more (see "Edges" in docs/kernels.md). For one to four rows and models without a norm
-between the product and the sum.
+With both a layer has three kernels instead of five: two edges less, and two grid barriers more (see
+"Edges" in docs/kernels.md). For one to four rows, and models that do not norm the outputs of
+attention and the MLP.
 
 Shapes: T rows, K input features of the first product, D its output features (hidden_size), N output
 features of the second (of gate and up F each).
@@ -91,15 +91,15 @@ class PairTiles:
     block_k: int
     """Input features of a step of it."""
     next_block_n: int
-    """Of the second product; of gate and up, so many of each."""
+    """Of the second product; of gate and up, of each."""
     next_block_k: int
 
 
 def new_barrier(device: torch.device) -> Tensor:
     """Return the counter at which programs wait: one int32.
 
-    It serves all pairs of a stream; launches that share it must not run at the same time. Its
-    highest bit is turned by each launch, and what it is in between launches does not matter.
+    All pairs of a stream share it; launches that share it must not run at the same time. Each
+    launch flips its highest bit; either state is valid between launches.
     """
     return torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -183,8 +183,8 @@ def fused_pair(
     ):
         raise ValueError(
             f"{shape.name}: weights of {tuple(first.weight.shape)} and"
-            f" {tuple(second.weight.shape)} make no {tuple(x_TD.shape)} and"
-            f" {tuple(out_TN.shape)} of {tuple(a_TK.shape)}"
+            f" {tuple(second.weight.shape)} do not map inputs of {tuple(a_TK.shape)} to"
+            f" {tuple(x_TD.shape)} and {tuple(out_TN.shape)}"
         )
     if rows > FEW_ROWS:
         raise ValueError(f"{shape.name} takes at most {FEW_ROWS} rows, got {rows}")

@@ -50,7 +50,7 @@ def _prefetch_run(  # type: ignore[no-untyped-def]
     w_ptr, first, tiles, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr, ROW_BYTES: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the first `AHEAD` rows of a program's run to be brought to the L2 cache."""
+    """Request the first `AHEAD` rows of a program's run into the L2 cache."""
     if AHEAD > 0:
         row = tl.minimum(first * BLOCK_N, N)
         rows = tl.minimum(tl.minimum(tiles * BLOCK_N, N - row), AHEAD)
@@ -74,7 +74,7 @@ def _load_step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What a step multiplies by: weights, norm, scales of blocks; scales and biases of its tile.
 
-    Behind the last step weights are zeros and nothing of them is read.
+    Past the last step nothing is read and weights are zeros.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     R: tl.constexpr = BLOCK_N * HALVES
@@ -82,7 +82,7 @@ def _load_step(  # type: ignore[no-untyped-def]
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     start = step % STEPS * BLOCK_K
     n = (first + step // STEPS) * BLOCK_N + tl.arange(0, R) // HALVES
-    # What stands behind the last feature is the last one once more, and not stored.
+    # Past the last feature the last one is read again, and not stored.
     weight_n = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
     group, k = _features(BLOCK_K, V)
     word = (group // WORD + tl.arange(0, V // WORD)[None, :])[:, None, :]
@@ -190,11 +190,10 @@ def _multiply_run(  # type: ignore[no-untyped-def]
 def _arrive(barrier_ptr):  # type: ignore[no-untyped-def]
     """Count this program; return what the counter was.
 
-    All programs together add 2**31: the highest bit is turned when the last one has arrived, and
-    the lower bits are zero again. A launch finds the counter as an earlier one left it, whichever
-    of both states that is, and nobody has to reset it. What a program stored is visible to those
-    that see the bit turned: the barrier puts the stores of its threads before the count, which
-    releases them (PTX ISA, "Memory Consistency Model").
+    All programs together add 2**31: the highest bit flips when the last one has arrived, and the
+    lower bits are zero again, so the counter needs no reset between launches. The stores of a
+    program are visible to programs that see the bit flipped: the barrier orders the stores of its
+    threads before the count, which releases them (PTX ISA, "Memory Consistency Model").
     """
     rest = (1 - tl.num_programs(0)) ^ -2147483648  # 2**31 less one for each other program
     tl.debug_barrier()
@@ -204,7 +203,7 @@ def _arrive(barrier_ptr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wait_for_all(barrier_ptr, before):  # type: ignore[no-untyped-def]
-    """Wait until the highest bit of the counter is another than in `before`: one thread looks."""
+    """Wait until the highest bit of the counter differs from `before`: one thread polls it."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .u32 t, v;

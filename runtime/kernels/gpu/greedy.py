@@ -51,10 +51,7 @@ def reference_pick_greedy(
     """What `pick_greedy` does, in plain torch."""
     tokens_T = ids_TC.gather(1, maxima_TC.argmax(-1, keepdim=True))[:, 0].to(torch.int64)
     if feed is not None:
-        null_row = feed.token_ids.shape[0] - 1
-        positions_T = torch.where(feed.rows == null_row, 0, feed.positions + 1)
-        feed.token_ids.index_put_((feed.rows,), tokens_T)
-        feed.state_positions.index_put_((feed.rows,), positions_T)
+        feed.store(tokens_T)
     return tokens_T
 
 

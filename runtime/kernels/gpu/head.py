@@ -1,4 +1,4 @@
-"""The head of a decode step: final norm, logits, and the best token of each chunk of them.
+"""The head of a decode step: final norm, logits, and the best token of each chunk.
 
 Shapes: T rows, D hidden size, V vocabulary, C chunks of neighbouring tokens, of a program each.
 """
@@ -19,7 +19,7 @@ from .norm import norm_rows
 from .norm_linear import reference_norm_linear
 from .tuning import best_config
 
-__all__ = ["best_of_chunks", "head", "reference_head"]
+__all__ = ["best_of_chunks", "head", "reference_head", "reference_softcap"]
 
 CHUNK = 1024
 """Tokens of a program where the library makes the logits."""
@@ -36,8 +36,8 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and what
-    `config` says, take the library's product, with a kernel before and one behind it.
+    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and a `config`
+    of kind `library`, use the library's product with a kernel before and one after it.
     """
     tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
     if tokens > ROW_CLASSES[-1]:
@@ -129,9 +129,14 @@ def reference_head(
     """What `head` does, in plain torch, with chunks of `chunk` tokens."""
     logits_TV = reference_norm_linear(x_TD, norm, linear, pending)
     if softcap:
-        logits_TV = (torch.tanh(logits_TV.float() / softcap) * softcap).to(logits_TV.dtype)
+        logits_TV = reference_softcap(logits_TV, softcap)
     parts = logits_TV.float().split(chunk, dim=1)
     best = [part.max(-1) for part in parts]
     maxima_TC = torch.stack([values for values, _ in best], dim=1)
     ids = [indices + i * chunk for i, (_, indices) in enumerate(best)]
     return logits_TV, maxima_TC, torch.stack(ids, dim=1).to(torch.int32)
+
+
+def reference_softcap(logits: Tensor, softcap: float) -> Tensor:
+    """Return softcap * tanh(logits / softcap) in plain torch, rounded once."""
+    return (torch.tanh(logits.float() / softcap) * softcap).to(logits.dtype)

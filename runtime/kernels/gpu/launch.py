@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: for the device, in the interpreter, or only written down.
+"""How Triton kernels are launched: on the device, in the interpreter, or only recorded.
 
 Every kernel of this package is launched by `launch`. It takes the tensors and numbers of the kernel
 in order, then its constants by name. A kernel that reads what an earlier one wrote has a constant
@@ -9,10 +9,10 @@ processor's resources. Source: CUDA Programming Guide, "Programmatic Dependent L
 Synchronization".
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
-in Triton's interpreter. Inside `record_launches` nothing runs: what would be launched is returned,
-so that it can be compiled ahead of time for a device that is not there. Inside `divert_launches`
-nothing runs either: what would be launched on this device, exactly as it would be, is handed over.
-Inside `dependent_launch(False)` no kernel begins early.
+in Triton's interpreter. Inside `record_launches` nothing runs: the launches are returned, so that
+they can be compiled ahead of time without a device. Inside `divert_launches` nothing runs either:
+each launch is passed to a receiver with the arguments that it would have on this device. Inside
+`dependent.dependent_launch(False)` no kernel begins early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent import dependent_launch, is_dependent_launch_enabled
+from .dependent import is_dependent_launch_enabled
 
 __all__ = [
     "CAPABILITY",
@@ -37,7 +37,6 @@ __all__ = [
     "KernelLaunch",
     "can_launch_dependently",
     "compute_capability",
-    "dependent_launch",
     "divert_launches",
     "launch",
     "let_dependents_start",

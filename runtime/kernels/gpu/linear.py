@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: weights, norms, what carries a product out, and the references.
+"""Linear layers on a GPU: weights, norms, configurations of products, and the references.
 
 Shapes: T rows (tokens), N output features, K input features.
 
@@ -86,12 +86,12 @@ class Pending(NamedTuple):
 
 
 KINDS = ("few_rows", "rows", "library", "pair", "separate")
-"""What carries a product out: see `LinearConfig.kind`."""
+"""Implementations of a product: see `LinearConfig.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """What carries a product out, and how it is cut into programs: powers of two."""
+    """Which implementation computes a product, and its tile sizes, powers of two."""
 
     block_n: int = 1
     """Output features of a program; of gate and up, so many of each."""
@@ -101,10 +101,10 @@ class LinearConfig:
     kind: str = "few_rows"
     """`few_rows`: one kernel, norms included, with sums on the float32 cores, row after row.
     `rows`: a kernel on tensor cores over rows that are normed before (`row_product.py`).
-    `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes do not count.
-    Of two products that may be one kernel, `pair`: they are (`fused_pair.py`), in steps of
-    `block_n` rows of a weight at most and `block_n * block_k` elements; `separate`: they are not,
-    and sizes do not count."""
+    `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes are ignored.
+    `pair`: two products as one kernel (`fused_pair.py`), in steps of at most `block_n` rows of a
+    weight and `block_n * block_k` elements. `separate`: the same two products by a kernel each;
+    sizes are ignored."""
     stages: int = 1
     """Of `rows`: tiles that are loaded ahead or multiplied at a time."""
     splits: int = 1
@@ -114,7 +114,7 @@ class LinearConfig:
     """Request all weights of a program into the L2 cache before the wait; else the first tiles."""
 
     def __str__(self) -> str:
-        """The sizes that count, as a person reads them."""
+        """The kind and the sizes that apply to it, for logs and tables."""
         if self.kind in ("library", "separate"):
             return self.kind
         text = f"{self.kind}, {self.block_n} x {self.block_k}, {self.num_warps} warps"

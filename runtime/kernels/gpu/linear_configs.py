@@ -1,7 +1,7 @@
-"""What carries a product of a decode step out where nothing was tuned, and what is worth timing.
+"""Default configurations of the products of a decode step, and the candidates for tuning.
 
-Sizes are chosen from shapes and the number of multiprocessors; no kernel of the default sizes
-spills registers, of the models and devices that are known.
+Sizes are chosen from shapes and the number of multiprocessors. With the default sizes no kernel of
+the presets spills registers (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STAGE = 16 << 10
 """Bytes of a tile of which three on their way are enough."""
 
 _LEAST_PART = 256
-"""Input features of a part of a product at least: less is not worth its sums."""
+"""Least input features of a part of a product: below, the sums take longer than it saves."""
 
 _LIMITS = {"block_n": 512, "block_k": 16384, "num_warps": 16, "stages": 8, "splits": 32}
 """The largest sizes that a configuration may have."""
@@ -36,10 +36,10 @@ def default_config(
     tight: bool = False,
     library: bool = True,
 ) -> LinearConfig:
-    """What `kernel` runs with where nothing was tuned.
+    """Return the configuration of `kernel` where nothing was tuned.
 
-    Up to four rows a kernel of this package; above the library, which has no product over weights
-    of 8 bits: these are multiplied by `row_product.py`.
+    Up to four rows: `few_rows`. Above: `library`, or `rows` for weights of 8 bits, for which the
+    library has no product.
 
     Args:
         kernel: `norm_linear`, `gate_up`, `residual_linear`, `combine_output` or `head`.
@@ -55,7 +55,7 @@ def default_config(
         return _few_rows_config(kernel, rows, n, k, weight_bytes, multiprocessors, tight)
     if library and weight_bytes > 1:
         return LIBRARY
-    return _rows_config(kernel, rows, n, k, weight_bytes, multiprocessors)
+    return _rows_config(kernel, n, k, weight_bytes, multiprocessors)
 
 
 def candidate_configs(
@@ -68,7 +68,7 @@ def candidate_configs(
     *,
     tight: bool = False,
 ) -> list[LinearConfig]:
-    """What is worth timing, the default first; arguments as for `default_config`."""
+    """Return the configurations to time, the default first; arguments as for `default_config`."""
     sizes = (n, k, weight_bytes, multiprocessors)
     configs = [default_config(kernel, rows, *sizes, tight=tight)]
     if row_class(rows) <= FEW_ROWS:
@@ -76,33 +76,34 @@ def candidate_configs(
     if kernel != "combine_output":
         configs.append(LIBRARY)
         if row_class(rows) > FEW_ROWS:
-            configs += _rows_candidates(kernel, rows, *sizes)
+            configs += _rows_candidates(kernel, *sizes)
         elif rows > 1:
-            configs.append(_rows_config(kernel, rows, *sizes))
+            configs.append(_rows_config(kernel, *sizes))
     return [config for config in dict.fromkeys(configs) if not config_error(config, kernel, rows)]
 
 
 def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
-    """Return why `kernel` cannot run so with `rows` rows, or None."""
+    """Return why `kernel` does not run with this configuration and `rows` rows, or None."""
     if config.kind not in KINDS:
-        return f"kind {config.kind!r} is none of {', '.join(KINDS)}"
+        return f"kind must be one of {', '.join(KINDS)}, not {config.kind!r}"
     for name, most in _LIMITS.items():
         size = getattr(config, name)
         power = size > 0 and not size & (size - 1)
         if not 1 <= size <= most or not (power or name == "stages"):
-            return f"{name} is {size}, no power of two up to {most}"
+            kind = "integer" if name == "stages" else "power of two"
+            return f"{name} must be a positive {kind} up to {most}, not {size}"
     if (config.kind in ("pair", "separate")) != (kernel in PAIRS):
-        return f"kind {config.kind!r} is not of {kernel}"
+        return f"kind {config.kind!r} does not apply to {kernel}"
     if config.kind in ("few_rows", "pair"):
         if rows > FEW_ROWS:
-            return f"kind {config.kind!r} takes {FEW_ROWS} rows at most, not {rows}"
+            return f"kind {config.kind!r} takes at most {FEW_ROWS} rows, not {rows}"
     elif kernel == "combine_output":
         return f"kind {config.kind!r} does not combine splits"
     if config.kind == "rows":
         if config.splits > 1 and kernel == "head":
-            return "the head is not cut into parts"
+            return "the head does not support splits"
         if config.block_k < 16 or config.block_n * weight_rows(kernel) < 16:
-            return "tensor cores take tiles of 16 by 16 at least"
+            return "tensor cores need tiles of at least 16 x 16"
     return None
 
 
@@ -157,7 +158,6 @@ def _few_rows_candidates(default: LinearConfig) -> list[LinearConfig]:
 
 def _rows_config(
     kernel: str,
-    rows: int,
     n: int,
     k: int,
     weight_bytes: int,
@@ -195,10 +195,10 @@ def _rows_config(
 
 
 def _rows_candidates(
-    kernel: str, rows: int, n: int, k: int, weight_bytes: int, multiprocessors: int
+    kernel: str, n: int, k: int, weight_bytes: int, multiprocessors: int
 ) -> list[LinearConfig]:
     """Sizes around the default ones."""
-    sizes = (kernel, rows, n, k, weight_bytes, multiprocessors)
+    sizes = (kernel, n, k, weight_bytes, multiprocessors)
     default = _rows_config(*sizes)
     configs = [default, replace(default, prefetch=not default.prefetch)]
     for height in (64, 128):

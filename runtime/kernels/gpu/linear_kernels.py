@@ -9,8 +9,8 @@ and scales are on their way before it waits for what the kernel before it writes
 program reads the rows of the same features, gate and up in turn.
 
 What is multiplied is the input as it is, or summed with what is pending and normed, or put together
-from the splits of attention; every program does that for itself, as it is in the L2 cache and small
-beside the weights. More rows are not small: see `row_product.py`.
+from the splits of attention. Every program does that itself: up to 4 rows are few bytes compared
+with the weights, and in the L2 cache. For more rows see `row_product.py`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Shapes: T rows, N output features, K input features.
 
-What a `LinearConfig` says is carried out here, so that the operations (`norm_linear.py` and others)
-have one signature whatever runs: up to four rows by default one kernel, `linear_of_few_rows`; with
-kind `rows` the norm, a product over normed rows and, where it has parts, their sum; with kind
-`library` the norm, the library's product and what is left to do with it.
+The operations (`norm_linear.py` and others) have one signature for every `LinearConfig`; here the
+kind selects what runs. Kind `few_rows`: one kernel, `linear_of_few_rows`. Kind `rows`: the norm, a
+product over normed rows and, with several parts, their sum. Kind `library`: the norm, the library's
+product, and its epilogue (activation or residual).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def launch_linear(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch what `config` says as the operation `name`.
+    """Launch the product with a configuration, as the operation `name`.
 
     Args:
         name: of the operation.
-        x: `[T, K]`; with `splits`, what they left `[T, H, S, E]`.
+        x: `[T, K]`; with `splits` their partial sums `[T, H, S, E]`.
         linear: `[2N, K]` if `gated`, else `[N, K]`.
         out_TN: written; its dtype is the model's.
-        config: None for what was tuned, or the default.
+        config: None: as tuned, or the default.
         norm: of the input.
         pending: added before.
         splits: maxima and sums `[T, H, S]` of attention's splits.
@@ -66,8 +66,8 @@ def launch_linear(
         1 if splits is None else splits[0].shape[2]
     ):
         raise ValueError(
-            f"{name}: a weight of {tuple(linear.weight.shape)} makes no {tuple(out_TN.shape)} of"
-            f" {tuple(x.shape)}"
+            f"{name}: a weight of {tuple(linear.weight.shape)} does not map inputs of"
+            f" {tuple(x.shape)} to outputs of {tuple(out_TN.shape)}"
         )
     if linear.weight.dtype not in STORAGES:
         raise TypeError(f"{name}: no kernel for weights of {linear.weight.dtype}")
@@ -93,7 +93,7 @@ def launch_linear(
         )
         return
     if splits is not None:
-        raise ValueError(f"{name}: splits are combined by a configuration of kind 'few_rows'")
+        raise ValueError(f"{name}: only kind 'few_rows' combines splits, not {config.kind!r}")
     if norm is not None or pending is not None:
         normed_TK = torch.empty_like(x)
         norm_rows(x, norm, normed_TK, pending)
@@ -112,7 +112,7 @@ def launch_linear(
             best=best,
         )
         return
-    assert best is None, "the head has a kernel of its own behind the library"
+    assert best is None, "after the library the head calls best_of_chunks"
     if gated:
         product_TN = x.new_empty(rows, stored_n)
         library_linear(x, linear, product_TN)

@@ -1,8 +1,8 @@
 """The products of a model's decode steps as problems to be tuned: shapes, candidates, tensors.
 
-A problem is whatever `linear_timing` can time: a key, configurations, and operands that run with
-one of them and say how wrong the result is. An operation of another kind joins by a class with the
-members of `Problem`, which `problems_of` yields as well, a kind of `LinearConfig`, and a rule in
+A problem is what `linear_timing` can time: a key, configurations, and operands that run with one of
+them and measure the error of the result. To tune another operation, add a class with the members of
+`Problem` (see `pair_problems.py`), a kind of `LinearConfig`, and a rule in
 `linear_configs.config_error`.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.config import ModelConfig
+from ..self_test import relative_error
 from ..weight_storage import WeightStorage, quantise_weight, quantised_dtype
 from .combine_output import combine_output, reference_combine_output
 from .gate_up import gate_up, reference_gate_up
@@ -56,13 +57,13 @@ class Problem(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """That a launch reads, without scales."""
+        """Bytes of weights that a launch reads, without scales."""
 
     def key(self, device: torch.device) -> TuningKey:
         """Return what a choice holds for."""
 
     def configs(self, multiprocessors: int) -> list[LinearConfig]:
-        """Return what is worth timing, what is run untuned first."""
+        """Return the configurations to time, the default first."""
 
     def operands(self, device: torch.device, copies: int) -> TimedOperands:
         """Allocate the tensors; `copies` of at least 1."""
@@ -116,7 +117,7 @@ class LinearProblem:
         )
 
     def configs(self, multiprocessors: int) -> list[LinearConfig]:
-        """Return what is worth timing, what is run untuned first."""
+        """Return the configurations to time, the default first."""
         sizes = (self.kernel, self.rows, self.n, self.k, self.weight_dtype.itemsize)
         tight = is_tight(self.pending)
         return candidate_configs(*sizes, multiprocessors, tight=tight)
@@ -247,8 +248,7 @@ class Operands:
             right = torch.equal(logits_TV.gather(1, ids_TC.long()), maxima_TC)
             if not (right and torch.equal(maxima_TC.amax(1), logits_TV.amax(1))):
                 return float("inf")
-        expected_TN = self._reference().double()
-        return float((self.out_TN.double() - expected_TN).norm() / expected_TN.norm())
+        return float(relative_error(self.out_TN, self._reference()))
 
     def _reference(self) -> Tensor:
         linear = self.linears[0]

@@ -74,7 +74,7 @@ def time_on_device(problem: Problem, configs: Configs, device: torch.device) -> 
 def _captured(
     problem: Problem, operands: TimedOperands, config: LinearConfig, launches: int
 ) -> torch.cuda.CUDAGraph | None:
-    """A graph of so many launches, replayed once; None if the configuration is no good.
+    """A graph of that many launches, replayed once; None if it does not run or is wrong.
 
     Raises RuntimeError if it left the device in a state in which nothing runs.
     """

@@ -1,4 +1,4 @@
-"""The root-mean-square norm by itself, for more rows than a linear layer norms itself.
+"""The root-mean-square norm as a kernel of its own, before products that do not norm.
 
 Shapes: T rows, D features.
 """
@@ -55,7 +55,7 @@ def norm_rows(
 ) -> None:
     """`out = norm(x)`, or of `x + pending.norm(pending.delta)`, which goes into `pending.out`.
 
-    All contiguous; `out_TD` is none of the others. Without `norm`, the rows themselves.
+    All contiguous; `out_TD` is a tensor of its own. Without `norm` the rows are not normed.
     """
     rows, k = x_TD.shape
     post = None if pending is None else pending.norm

@@ -1,13 +1,13 @@
 """Every operation that the steps of a GPU are made of, each in two versions.
 
 `Operations.native` has the Triton kernels and the library's products, `Operations.reference` plain
-torch, and `with_reference` mixes them: a kernel that fails its self-test (`self_test.py`) costs
-that kernel and no more. Both versions of an operation have the same signature, write into the same
+torch, and `with_reference` mixes them: where a kernel fails its self-test (`self_test.py`), only
+that kernel is replaced. Both versions of an operation have the same signature, write into the same
 arguments and return the same kind of result. The plain ones have static shapes and wait for
 nothing, so they can be captured in a CUDA graph.
 
-An operation that is added has its field here, a function in `native` and one in
-`reference_operations.py`, and a line in `self_test.WRITES` that names what it writes.
+A new operation needs a field here, a function in `native`, one in `reference_operations.py`, and
+an entry in `self_test.WRITES` that names what it writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention import AttentionForm
 from . import reference_operations as plain
 from .activation import activate_rows
 from .begin import Beginning, begin_decode
@@ -33,7 +32,7 @@ from .norm import norm_rows
 from .norm_linear import norm_linear
 from .paged_attention import triton_paged_attention
 from .prefill_attention import prefill_attention
-from .prefill_tiles import PrefillTiling, prefill_tiles
+from .prefill_tiles import prefill_tiles
 from .residual_linear import residual_linear
 from .store import rotate_and_store
 
@@ -50,8 +49,8 @@ class Operations:
     """`norm_linear.norm_linear`."""
     decode_attention: Callable[..., None]
     """`decode_attention.decode_attention`, with a keyword more: `read_blocks`, the columns of the
-    block tables that may be read. Plain torch reads so many of every row; the kernel stops at a
-    row's own length."""
+    block tables that may be read. Plain torch reads all of them; the kernel stops at the length of
+    each row."""
     residual_linear: Callable[..., None]
     """`residual_linear.residual_linear`."""
     combine_output: Callable[..., None]
@@ -143,20 +142,5 @@ def _decode_attention(*arguments: Any, read_blocks: int, **keywords: Any) -> Non
     decode_attention(*arguments, **keywords)
 
 
-def _prefill_attention(
-    q_THD: Tensor,
-    arena: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
-    tiles: Tensor,
-    form: AttentionForm,
-    tiling: PrefillTiling,
-    *,
-    rows_R: Tensor,
-    read_blocks: int,
-) -> Tensor:
-    return prefill_attention(
-        q_THD, arena, layer, block_tables, token_rows_T, positions_T, tiles, form, tiling
-    )
+def _prefill_attention(*arguments: Any, rows_R: Tensor, read_blocks: int) -> Tensor:
+    return prefill_attention(*arguments)

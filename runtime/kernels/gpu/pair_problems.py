@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...models.config import ModelConfig
+from ..self_test import relative_error
 from ..weight_storage import WeightStorage, quantise_weight, quantised_dtype
 from .fused_pair import (
     PairShape,
@@ -62,7 +63,7 @@ class PairProblem:
         return tuning_key(*sizes, hidden=shape.hidden)
 
     def configs(self, multiprocessors: int) -> list[LinearConfig]:
-        """Return what is worth timing: both kernels, which run untuned, then sizes of the one."""
+        """Return the configurations to time: separate kernels, the default, then sizes of pairs."""
         default = default_pair_config(self.shape)
         configs = [SEPARATE, default]
         for factor, num_warps, ahead in itertools.product((0.5, 1, 2), (8, 16), (True, False)):
@@ -80,7 +81,7 @@ def pair_problems(
 ) -> Iterator[PairProblem]:
     """Yield the pairs of a model's layers for each class of up to four rows.
 
-    None for models that norm what attention and the MLP return.
+    Yields nothing for models that norm the outputs of attention and the MLP.
     """
     if model.family.output_norms:
         return
@@ -153,14 +154,13 @@ class PairOperands:
         self.out_TN.fill_(torch.nan)
 
     def error(self) -> float:
-        """Return how far the worse of the last results is off."""
+        """Return how far the worse of the last results is off; NaN if one is."""
         kind = {"gated": self.problem.shape.gated, "gelu": self.problem.gelu}
         first, second = self.pairs[0]
         expected = reference_fused_pair(
             self.a_TK, first, self.residual_TD, self.norm, second, **kind
         )
-        errors = [
-            (found.double() - right.double()).norm() / right.double().norm()
-            for found, right in zip((self.x_TD, self.out_TN), expected, strict=True)
-        ]
-        return float(torch.stack(errors).max())  # NaN if one is
+        results = zip((self.x_TD, self.out_TN), expected, strict=True)
+        return float(
+            torch.stack([relative_error(*pair) for pair in results]).max()
+        )  # NaN if one is

@@ -1,11 +1,12 @@
-"""Decoder layers of three kernels: two products each are one kernel where that was tuned faster.
+"""Decoder layers of three kernels: pairs of products run as one kernel where that is faster.
 
     1 decode_attention   norms of queries and keys, rotation, write to the cache, attention
     2 output_gate_up     output projection, residual, norm, gate and up, activation
     3 down_qkv           down projection, residual, norm of the next layer and its q, k and v
 
-Either pair can be two kernels instead. The first layer's q, k and v and the last layer's down
-projection are by themselves. For up to four rows of models whose norms are all of inputs.
+The tuner decides for each pair; either can be two kernels instead. The first layer's q, k and v and
+the last layer's down projection have no partner. For up to four rows, and models that do not norm
+the outputs of attention and the MLP.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..stack import StackLayer, StackShape
 from .fused_pair import PairShape, default_pair_config, new_barrier
 from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm
 from .operations import Operations
+from .step_attention import DecodeAttention
 from .tuning import lookup, tuning_key
 
 __all__ = ["LayerPairs", "PairedLayers", "every_pair"]
@@ -32,19 +34,10 @@ Layers = Sequence[tuple[StackLayer, tuple[GpuLinear, GpuLinear, GpuLinear, GpuLi
 
 
 class LayerPairs(NamedTuple):
-    """Which products of a step are one kernel, and with which sizes; None: they are two."""
+    """Configurations of the pairs of a step; None: two kernels."""
 
     output_gate_up: LinearConfig | None
     down_qkv: LinearConfig | None
-
-
-class Attending(Protocol):
-    """Attention of one step's layers."""
-
-    def attended(
-        self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
-    ) -> Tensor:
-        """Write keys and values, and attend: `[T, H * E]`."""
 
 
 _every: ContextVar[bool] = ContextVar("whether untuned pairs are one kernel", default=False)
@@ -52,9 +45,9 @@ _every: ContextVar[bool] = ContextVar("whether untuned pairs are one kernel", de
 
 @contextmanager
 def every_pair() -> Iterator[None]:
-    """Let every pair that can be one kernel be one, with default sizes.
+    """Run every supported pair as one kernel with default sizes, in this block.
 
-    For compiling kernels that only run where they were tuned to be faster.
+    For compiling kernels that engines run only where tuning selected them.
     """
     token = _every.set(True)
     try:
@@ -75,7 +68,7 @@ class PairedLayers:
     ) -> None:
         """Keep the layers, and a barrier on the device."""
         self._operations, self._shape, self._layers = operations, shape, layers
-        # What a layer norms before it is added is left to the next kernel that norms.
+        # With norms of outputs the residual addition is left to the next kernel that norms.
         self._supported = operations.pairs and not any(
             norm is not None
             for layer, _ in layers
@@ -99,8 +92,8 @@ class PairedLayers:
         )
         return None if pairs == LayerPairs(None, None) else pairs
 
-    def run(self, x_TD: Tensor, step: Attending, pairs: LayerPairs) -> Tensor:
-        """Return the hidden states behind the last layer, `[T, D]`, not normed.
+    def run(self, x_TD: Tensor, step: DecodeAttention, pairs: LayerPairs) -> Tensor:
+        """Return the hidden states after the last layer, `[T, D]`, not normed.
 
         Args:
             x_TD: hidden states before the first layer.

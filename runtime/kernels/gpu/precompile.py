@@ -1,17 +1,16 @@
 """Compiles the kernels of all steps in parallel threads, before the first of them runs.
 
 A step that runs compiles its kernels one after the other. Here each step is called once with its
-launches diverted: what torch itself computes in a step runs, and of a Triton kernel only the code
-is made, in a thread. Nearly all of Triton's compiler runs without Python's lock (docs/kernels.md
-says what was measured). What is compiled is found by the launches that follow, because the call is
-the same up to `warmup=True`: Triton specialises on the same tensors and numbers, and keeps the
-result in the same place, in memory and on disk.
+launches diverted: torch operations run, and Triton kernels are compiled in threads but not
+launched. Most of Triton's compiler runs without Python's lock (measured in docs/kernels.md). Later
+launches find the compiled kernels, because the call is the same but for `warmup=True`: Triton
+specialises on the same tensors and numbers and uses the same caches, in memory and on disk.
 
 Memory that a kernel would have written is zero meanwhile, so that an index read from it is valid.
 The contract of warm-up holds (`graphs/steps.py`): what the steps write, they write for padding.
 
-A kernel that cannot be compiled does not end the start here. It is reported and logged by its name,
-and its first launch raises the same error, where there is somebody who knows what to do instead.
+A kernel that does not compile raises nothing here. It is logged and reported by name, and its first
+launch raises the same error, in the self-test or in the preparation of the step.
 """
 
 from __future__ import annotations
@@ -26,25 +25,16 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .filled_memory import FilledMemory
 from .launch import INTERPRETED, divert_launches
 
-__all__ = ["CompiledKernels", "ZeroedMemory", "compile_kernels"]
+__all__ = ["CompiledKernels", "compile_kernels"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
 _MOST_THREADS = 8
 """About a quarter of compiling holds Python's lock, so more threads than this would only wait."""
-
-_aten = torch.ops.aten
-_UNINITIALISED = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +42,10 @@ class CompiledKernels:
     """What compiling the kernels of all steps took."""
 
     kernels: int
-    """Specialisations of kernels that the steps launch, each counted once."""
+    """Distinct specialisations of the kernels that the steps launch."""
     threads: int
     seconds: float
-    """Of wall-clock time; little where Triton's cache on disk has the kernels."""
+    """Wall-clock time; short where Triton's cache on disk has the kernels."""
     failures: tuple[str, ...]
     """Kernels that were not compiled and steps that could not be called, each with its error."""
 
@@ -84,7 +74,7 @@ def compile_kernels(
     ):
         for name, step in steps:
             try:
-                with divert_launches(compiling.receive), ZeroedMemory():
+                with divert_launches(compiling.receive), FilledMemory(torch.Tensor.zero_):
                     step()
             except Exception as error:
                 failures.append(f"step {name}: {type(error).__name__}: {error}")
@@ -105,13 +95,13 @@ class _Compiling:
     def receive(
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        """Have a launch compiled; no tensor of it is kept."""
+        """Compile the kernel of a launch; keeps no reference to its tensors."""
         try:
             compiled = kernel.run(*args, grid=grid, warmup=True, **options)
         except Exception as error:  # its first launch raises it again
             self._refused.append(_failure(_title(kernel, options), error))
             return
-        # Launches that Triton does not tell apart are given the same object.
+        # Launches with the same specialisation get the same object.
         self.kernels.setdefault(compiled, _title(kernel, options))
 
     def failures(self) -> list[str]:
@@ -126,7 +116,7 @@ class _Compiling:
 
 
 class _WithLauncher:
-    """An executor for Triton that also has the C code built by which the host launches a kernel.
+    """An executor for Triton that also builds the C launcher of each kernel.
 
     Triton would build it at the first launch, one kernel after the other.
     """
@@ -142,28 +132,6 @@ class _WithLauncher:
         kernel = compile_kernel()
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel
-
-
-class ZeroedMemory(TorchDispatchMode):
-    """Fill memory that torch leaves as it finds it: the kernels that would write it do not run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled: torch would import its compiler, which takes seconds."""
-        return False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNINITIALISED else result
 
 
 def _title(kernel: Any, options: dict[str, Any]) -> str:

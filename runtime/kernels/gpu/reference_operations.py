@@ -2,7 +2,7 @@
 
 They write where the kernels write, have static shapes and wait for nothing, so a step made of them
 can be captured. The arithmetic is that of the `reference_*` functions next to each kernel. Large
-weights and long rows are worked through in parts, so that a step needs little memory besides.
+weights and long rows are processed in parts, to bound the memory of intermediate results.
 
 Shapes are those of the kernels: T tokens or rows, K and N features, H heads, E head_dim, S splits,
 V vocabulary.
@@ -18,6 +18,7 @@ from .activation import reference_activate_rows
 from .begin import reference_begin_decode
 from .decode_attention import reference_decode_attention
 from .greedy import reference_pick_greedy
+from .head import reference_softcap
 from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
 from .norm import reference_norm_rows
 from .prefill_tiles import PrefillTiling, num_prefill_tiles
@@ -203,7 +204,7 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
     begins_T = token_T % tokens_of_tile == 0
     begins_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
     count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
-    # Tokens that begin no tile are written behind the last one.
+    # Tokens that begin no tile are written after the last one.
     place_T = torch.where(begins_T, begins_T.cumsum(0) - 1, count)
     tiles = torch.full((count + 1,), tokens, dtype=torch.int32, device=device)
     tiles.scatter_(0, place_T, token_T.int())
@@ -241,6 +242,6 @@ def head(
     logits_TV = x_TD.new_empty(x_TD.shape[0], linear_.weight.shape[0])
     norm_linear(x_TD, norm, linear_, logits_TV, pending)
     if softcap:
-        logits_TV = (torch.tanh(logits_TV.float() / softcap) * softcap).to(logits_TV.dtype)
+        logits_TV = reference_softcap(logits_TV, softcap)
     ids_T1 = logits_TV.argmax(-1, keepdim=True)
     return logits_TV, logits_TV.gather(1, ids_T1).float(), ids_T1.to(torch.int32)

@@ -3,17 +3,17 @@
 Shapes: T rows, N output features, K input features, R rows of the weight that a program reads, S
 parts of the input features, ROWS the row class.
 
-The time is that of reading the weight once, so the rows are normed by the kernel before
-(`norm.py`) and read as they are: for R = 64 and 32 rows the inputs are half the bytes that a
-program takes from the L2 cache. The weight is the left operand, as tensor cores take 64 of its rows
-at a time and any few rows of the input. Tiles of both are loaded `STAGES` ahead into shared memory;
-an iteration has one barrier.
+The product is bound by reading the weight once. So a kernel before it norms the rows (`norm.py`),
+and no program norms them again: for R = 64 and 32 rows a program reads half as many bytes of inputs
+as of weights. The weight is the left operand: tensor cores take 64 of its rows at a time, and as
+few as 8 rows of the input. Tiles of both are loaded `STAGES` ahead into shared memory; an iteration
+has one barrier.
 
 Where N / R programs are fewer than the multiprocessors, the input features are cut into S parts
 (split-K). Each part's programs write float32 sums, and `sum_parts` adds them in the order of the
-parts. A second kernel instead of a count of finished programs: it needs no counters, which engines
-on two streams would have to share, and costs an edge where the last program would pay a fence, an
-atomic operation and a second read.
+parts. The alternative is a counter of finished programs, the last of which adds: it needs counters,
+which engines on two streams must not share, and costs a fence, an atomic operation and a second
+read where the second kernel costs an edge.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def product_of_rows(  # type: ignore[no-untyped-def]
     PART: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     let_dependents_start(PDL)
 
-    # Of gate and up the rows of the same features, in turn. What stands behind the last feature is
-    # the last one once more, and not stored.
+    # Of gate and up the rows of the same features, in turn. Past the last feature the last one is
+    # read again, and not stored.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, R) // HALVES
     half = tl.arange(0, R) % HALVES * N
     weight_n = tl.minimum(n, N - 1) + half
@@ -174,7 +174,7 @@ def launch_row_product(
     """Launch the product over rows that are normed, and the sum of its parts if it has several.
 
     Arguments as for `launch_linear`; `config` is of kind `rows`. Raises ValueError for several
-    parts where each program has to find the best of its results.
+    parts with `best`.
     """
     rows, n = out_TN.shape
     stored_n, k = linear.weight.shape
@@ -184,7 +184,9 @@ def launch_row_product(
     result, scales, bias, residual = out_TN, linear.scales, linear.bias, residual_TN
     if splits > 1:
         if best is not None:
-            raise ValueError(f"{name}: the best results of {splits} parts cannot be found")
+            raise ValueError(
+                f"{name}: the best results of {splits} parts are unknown: use splits=1"
+            )
         result = x_TK.new_empty((splits, rows, stored_n), dtype=torch.float32)
         scales, bias, residual = (scales if blocks else None), None, None
     if blocks:

@@ -1,8 +1,7 @@
-"""The samplers of a GPU: two kernels for all that sampling parameters can ask for, two for greedy.
+"""The samplers of a GPU: two kernels for all sampling parameters, two for greedy sampling.
 
-Shapes: B rows of the step, R rows of the state, V vocabulary. What the full sampler means, and its
-reference in plain torch, is `sample_full` in `runtime/sampling.py`; that of the greedy one is
-`sample_greedy` there.
+Shapes: B rows of the step, R rows of the state, V vocabulary. The references in plain torch are
+`sample_full` and `sample_greedy` in `runtime/sampling.py`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _CHUNK = 1024
 """Tokens of a program that reads logits: 126 programs for one row of a vocabulary of 128k."""
 
 _MOST_RUN = 128
-"""Tokens of a run, the least that is entered or passed over as a whole."""
+"""Tokens of a run, the unit that is read or skipped as a whole."""
 
 _LEAST_RUNS = 128
-"""Groups that runs are dealt out to when the top tokens are looked for."""
+"""Groups of runs in the search for the top tokens."""
 
 _CAPACITY = 4096
 """Weights that a program of 8 warps holds while it searches a threshold."""
@@ -42,7 +41,7 @@ def full_rows(
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
     feed: Feedback | None = None,
 ) -> None:
-    """Draw a token for each row as the row asks for, and count it; as `sample_full`.
+    """Draw a token for each row by its sampling parameters, and count it; as `sample_full`.
 
     Args:
         logits_BV: of any floating dtype that Triton knows; the vocabulary is contiguous.

@@ -1,12 +1,12 @@
 """The two Triton kernels of the full sampler; `sampler.py` launches them.
 
 Shapes: B rows of the step, V vocabulary, R rows of the state. A chunk is BLOCK neighbouring tokens,
-a run SUB of them. Chunks are whole: what is behind the vocabulary is -inf.
+a run SUB of them. The last chunk is padded with -inf.
 
 `chunk_statistics` reads every logit once, a program a chunk. `finish_rows` has two programs a row,
-one for the token and one for the highest log-probabilities. They read what the first kernel found
-of each run, and enter only the runs that matter. The threshold of top-k and top-p is searched among
-bit patterns of weights, see `sampler_search.py`.
+one for the token and one for the highest log-probabilities. They read the statistics of each run
+and the tokens of those runs only that can matter. The threshold of top-k and top-p is searched
+among bit patterns of weights, see `sampler_search.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chunk_statistics(  # type: ignore[no-untyped-def]
     raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, V,
     logits_stride, advance, BLOCK: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): logits as the row wants them, and what is to be known of each run."""
+    """Program (row, chunk): the processed logits, and the statistics of each run."""
     b = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
@@ -301,7 +301,7 @@ def _top_tokens(  # type: ignore[no-untyped-def]
 def _fill(  # type: ignore[no-untyped-def]
     ids_ptr, logprobs_ptr, log_mass, chosen, V, NUM_TOP: tl.constexpr
 ):  # fmt: skip
-    """Write the lowest ids that were not chosen (-1: none) behind those that were."""
+    """Write the lowest ids that were not chosen (-1: none) after those that were."""
     token = tl.arange(0, 64)
     taken = tl.max((token[:, None] == chosen[None, :]).to(tl.int32), 1)
     rank = tl.cumsum(1 - taken, 0) - 1 + tl.sum((chosen >= 0).to(tl.int32), 0)

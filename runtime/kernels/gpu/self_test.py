@@ -1,13 +1,13 @@
 """The self-test of a GPU's operations: each one that a step calls, against its plain version.
 
-`OperationChecks.operations` are `Operations` that run both versions of whatever a step calls, over
-the same inputs, and compare them. A step of a model with random weights, run once over them, thus
-checks every operation that the model uses, with the arguments that the model uses it with. The step
-goes on with the plain results, so an operation is not blamed for the one before it.
+`OperationChecks.operations` are `Operations` that run both versions of each operation over the same
+inputs and compare the results. One step of a model with random weights checks every operation that
+the model uses, with the arguments of that model. The step continues with the plain results, so the
+error of an operation does not reach the next one.
 
 The native version writes to copies. Outputs, and memory that it allocates, hold NaN (-1 for
-integers) beforehand, between guards that must still hold it afterwards; of the cache, everything
-that was not to be written must be what it was.
+integers) beforehand. Guards around the outputs must still hold it afterwards, and the parts of the
+cache that the operation must not write must be unchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..feedback import Feedback
 from ..kv_storage import read_blocks as read_side
 from ..self_test import Fallback, brief, disagreement, require_usable_device, tolerance
+from .filled_memory import FilledMemory, poison
 from .linear import Pending
 from .operations import Operations
 from .split_attention import Partials, reference_combine_splits
@@ -31,7 +31,7 @@ from .split_attention import Partials, reference_combine_splits
 __all__ = ["WRITES", "OperationChecks", "Writes"]
 
 _GUARD = 256
-"""Elements before and behind an output; keeps it aligned."""
+"""Elements of each guard around an output; keeps it aligned."""
 _SHOWN = 3
 """Tensors of a call that a report names."""
 _ATTENDS = ("prefill_attention", "paged_attention")
@@ -45,8 +45,6 @@ class Writes(NamedTuple):
     """Written as a whole: a tensor, `Pending` (its `out`) or `Partials`."""
     updates: tuple[str, ...] = ()
     """Written in part; the rest stays as it is."""
-    exact: bool = False
-    """Whether both versions must agree in every bit."""
 
 
 WRITES: dict[str, Writes] = {
@@ -84,7 +82,7 @@ class OperationChecks:
         self.read_blocks = 1
         """Columns of block tables that have positions in use: what plain torch reads."""
         self.tokens = 1
-        """Tokens of the step before its padding, whose attention means nothing."""
+        """Tokens of the step without its padding, whose attention is undefined."""
         self._limit = tolerance(dtype)
         self._cache_limit = tolerance(dtype, storage)
         self._storage, self._block_size, self._device = storage, block_size, device
@@ -116,7 +114,7 @@ class OperationChecks:
             error = None
             if name not in self.failures:
                 try:
-                    with _PoisonedMemory():  # type: ignore[no-untyped-call]
+                    with FilledMemory(poison):
                         found = native(*copies.given.args, **copies.given.kwargs)
                     self._wait()
                 except Exception as failure:  # a compiler and a device raise anything
@@ -166,7 +164,7 @@ class OperationChecks:
                 continue
             if parameter == "partials":
                 if given.arguments.get("attended_TN") is not None:
-                    continue  # work space that was put together
+                    continue  # workspace: attention has combined it
                 written, right = map(reference_combine_splits, (written, right))
             elif parameter == "pending":
                 written, right = written.out, right.out
@@ -181,14 +179,14 @@ class OperationChecks:
         return None
 
     def _stored(self, arena: Tensor) -> Tensor:
-        """All vectors of the cache but those of padding as numbers; what is poisoned is NaN."""
+        """All vectors of the cache but those of padding, dequantised; poisoned ones are NaN."""
         blocks = torch.arange(1, arena.shape[2], device=arena.device)
         sides = arena.flatten(0, 1)
         return torch.stack([read_side(s, blocks, self._block_size, self._storage) for s in sides])
 
 
 class _Copies:
-    """The arguments of a call, with memory of their own for what is written."""
+    """The arguments of a call, with copies of those that are written."""
 
     def __init__(self, given: inspect.BoundArguments, writes: Writes) -> None:
         self.writes = writes
@@ -216,54 +214,20 @@ class _Copies:
     def _guarded(self, like: Tensor) -> Tensor:
         assert like.is_contiguous()
         whole = like.new_empty(like.numel() + 2 * _GUARD)
-        _poison(whole)
+        poison(whole)
         self._guards += [whole[:_GUARD], whole[-_GUARD:]]
         return whole[_GUARD:-_GUARD].view(like.shape)
 
     def overrun(self) -> str | None:
-        """Whether something was written before or behind an output."""
+        """Return an error if memory around an output was written."""
         if not self._guards or bool(torch.stack([g.isnan().all() for g in self._guards]).all()):
             return None
-        return "memory outside of an output was written"
-
-
-class _PoisonedMemory(TorchDispatchMode):
-    """Memory that is allocated in this block holds NaN, or -1."""
-
-    _EMPTY = frozenset(
-        {
-            torch.ops.aten.empty.memory_format,
-            torch.ops.aten.empty_like.default,
-            torch.ops.aten.empty_strided.default,
-            torch.ops.aten.new_empty.default,
-            torch.ops.aten.new_empty_strided.default,
-        }
-    )
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled: torch would import its compiler, which takes seconds."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self._EMPTY:
-            _poison(result)
-        return result
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.dtype.is_floating_point:
-        tensor.fill_(float("nan"))
-    else:
-        tensor.fill_(-1 if tensor.dtype.is_signed else 255)
+        return "it writes outside of its outputs"
 
 
 def _head_difference(found: Any, logits_TV: Tensor, limit: float) -> str | None:
-    """Logits are compared; of each chunk's best only whether it is one of these logits, and the
-    best of all."""
+    """Compare the logits. The best of each chunk must be one of the native logits, and the best of
+    all chunks the largest: both versions need not have the same chunks."""
     own_TV, maxima_TC, ids_TC = found
     if problem := disagreement(own_TV, logits_TV, limit):
         return problem

@@ -6,16 +6,16 @@
     4 gate_up            norm, then gate and up, activation
     5 residual_linear    down projection, residual
 
-Up to four rows each is one kernel, or three kernels are a layer where the tuner found that faster
-(`paired_layers.py`). Above, a product takes its inputs normed by a kernel before it, and is the
-library's or `row_product.py`'s (`linear_launch.py`).
+Up to four rows each operation is one kernel; where the tuner found it faster, a layer is three
+kernels (`paired_layers.py`). For 5 to 32 rows a kernel norms the inputs of a product first, and the
+product is the library's or `row_product.py` (`linear_launch.py`).
 
-The positions of few rows are split. For up to four rows the third kernel (`combine_output` then)
-puts together what the splits found, where that is little; else attention's last program does.
+The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
+combines the splits where they are small; otherwise the last program of attention does.
 
-Families that norm what attention and the MLP return leave the addition to the kernel that follows,
-which norms anyway. Many rows and the chunks of a prefill step are bound by arithmetic instead of
-reading weights: their products are the library's, with kernels of ours between them.
+Families that norm the outputs of attention and the MLP leave the residual addition to the next
+kernel that norms. Steps of more rows and prefill steps are bound by arithmetic and not by reading
+weights: they use the library's products with kernels of this package between them.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
 layer groups, N features of queries, keys and values. The arithmetic is that of the modules in
@@ -26,22 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..attention import AttentionForm, AttentionInputs
+from ..attention import AttentionInputs
 from ..stack import StackLayer, StackLinear, StackShape
 from .combine_output import product_combines
-from .launch import num_multiprocessors
 from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
 from .operations import Operations
 from .paired_layers import PairedLayers
-from .prefill_tiles import PrefillTiling, prefill_tiling
-from .split_attention import new_counters, new_partials
-from .splits import choose_splits
+from .split_attention import new_counters
+from .step_attention import DecodeAttention, PrefillAttention
 
 __all__ = ["GpuStack", "Hidden", "gpu_linear"]
 
@@ -116,7 +114,7 @@ class GpuStack:
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
-        """See `Stack.run`. Tokens of a row see each other: decode steps take `layers`."""
+        """See `Stack.run`; for prefill steps. Decode steps call `layers`."""
         hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE, decodes=False)
         with operation("final_norm"):
             normed_TD, _ = self._normed(hidden, self._norm)
@@ -132,15 +130,14 @@ class GpuStack:
         *,
         decodes: bool,
     ) -> Hidden:
-        """Hidden states behind the last layer, not normed.
+        """Return the hidden states after the last layer, not normed.
 
-        A step that `decodes` has one token a row, and attends while it writes: no token of it sees
-        another's key.
+        A step that `decodes` has one token a row: no token attends to the key of another one.
         """
         tokens = x_TD.shape[0]
-        step: _Decoding | _Prefilling
+        step: DecodeAttention | PrefillAttention
         if decodes:
-            step = _Decoding(
+            step = DecodeAttention(
                 self._counters,
                 self.operations,
                 self.shape,
@@ -152,12 +149,12 @@ class GpuStack:
             )
         else:
             with operation("prefill_tiles"):
-                step = _Prefilling(
+                step = PrefillAttention(
                     self.operations, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE
                 )
         few = decodes and tokens <= MOST_ROWS
         if few and (pairs := self._paired.tuned(tokens, x_TD.dtype)) is not None:
-            assert isinstance(step, _Decoding)
+            assert isinstance(step, DecodeAttention)
             return Hidden(self._paired.run(x_TD, step, pairs))
         hidden = Hidden(x_TD)
         run = self._few if few else self._many
@@ -171,10 +168,10 @@ class GpuStack:
         layer: StackLayer,
         products: _Products,
         hidden: Hidden,
-        step: _Decoding | _Prefilling,
+        step: DecodeAttention | PrefillAttention,
     ) -> Hidden:
-        """The five kernels; the names of their scopes are those of `profiling/kernel_costs.py`."""
-        assert isinstance(step, _Decoding)
+        """The five operations; scopes are named as in `profiling/kernel_costs.py`."""
+        assert isinstance(step, DecodeAttention)
         operations, shape, new = self.operations, self.shape, hidden.x.new_empty
         tokens = hidden.x.shape[0]
         qkv, output, mlp, down = products
@@ -217,7 +214,7 @@ class GpuStack:
         layer: StackLayer,
         products: _Products,
         hidden: Hidden,
-        step: _Decoding | _Prefilling,
+        step: DecodeAttention | PrefillAttention,
     ) -> Hidden:
         """Products of the library, with kernels between them; scopes as in `models/decoder.py`."""
         with operation("input_norm"):
@@ -264,140 +261,3 @@ def gpu_linear(linear: StackLinear) -> GpuLinear:
     """A linear layer as the kernels take it."""
     scales, bias = (None if part is None else part.detach() for part in linear[1:])
     return GpuLinear(linear.weight.detach(), scales, bias)
-
-
-class _Attending:
-    """What the layers of one step share of their attention."""
-
-    def __init__(
-        self,
-        operations: Operations,
-        shape: StackShape,
-        x_TD: Tensor,
-        arena: Tensor,
-        inputs: AttentionInputs,
-        cos_KTE: Tensor,
-        sin_KTE: Tensor,
-    ) -> None:
-        self.operations = operations
-        self.shape = shape
-        self.x = x_TD
-        self.arena = arena
-        self.inputs = inputs
-        self.cos, self.sin = cos_KTE, sin_KTE
-
-    def form(self, layer: StackLayer) -> AttentionForm:
-        shape = self.shape
-        return AttentionForm(
-            self.inputs.block_size,
-            shape.scale,
-            layer.window,
-            shape.softcap,
-            shape.storage,
-            shape.head_dim,
-        )
-
-
-class _Decoding(_Attending):
-    """A token a row: the kernel from projections to attention, one workspace for all layers."""
-
-    def __init__(self, counters: Tensor, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._counters = counters
-        tokens, shape, device = self.x.shape[0], self.shape, self.x.device
-        most = self.inputs.read_blocks * self.inputs.block_size
-        splits = choose_splits(tokens, shape.num_kv_heads, most, num_multiprocessors(device))
-        self.partials = new_partials(tokens, shape.num_heads, splits, shape.head_dim, device)
-
-    def attend(
-        self,
-        layer: StackLayer,
-        qkv_TN: Tensor,
-        attended_TK: Tensor | None,
-        next_weight: Tensor | None,
-    ) -> None:
-        """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
-        inputs, shape = self.inputs, self.shape
-        with operation("decode_attention"):
-            self.operations.decode_attention(
-                qkv_TN,
-                self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
-                self.form(layer),
-                self.partials,
-                read_blocks=inputs.read_blocks,
-                attended_TN=attended_TK,
-                counters=self._counters,
-                next_weight=next_weight,
-            )
-
-    def attended(
-        self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
-    ) -> Tensor:
-        """Attention of the layer, `[T, H * E]`."""
-        shape = self.shape
-        attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
-        self.attend(layer, qkv_TN, attended_TK, next_weight)
-        return attended_TK
-
-
-class _Prefilling(_Attending):
-    """Chunks of prompts: keys and values are written first, then tiles of each chunk attend."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        shape, tokens, rows = self.shape, self.x.shape[0], self.inputs.rows.shape[0]
-        self.tiling: PrefillTiling = prefill_tiling(
-            tokens,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            self.x.dtype,
-            shape.storage,
-            self.x.device,
-        )
-        most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
-        self.tiles = self.operations.prefill_tiles(self.inputs.token_rows, rows, most)
-
-    def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
-        """Write keys and values, and attend: `[T, H * E]`."""
-        inputs, shape, form = self.inputs, self.shape, self.form(layer)
-        with operation("rotate_and_store"):
-            q_THE = self.operations.rotate_and_store(
-                qkv_TN,
-                self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                form,
-            )
-        with operation("prefill_attention"):
-            out_THE: Tensor = self.operations.prefill_attention(
-                q_THE,
-                self.arena,
-                layer.position,
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
-                self.tiles,
-                form,
-                self.tiling,
-                rows_R=inputs.rows,
-                read_blocks=inputs.read_blocks,
-            )
-        return out_THE.flatten(1)

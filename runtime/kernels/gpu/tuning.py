@@ -142,7 +142,7 @@ def lookup(key: TuningKey) -> LinearConfig | None:
 
 
 def reload() -> None:
-    """Read the file again at the next `lookup`, for a process that goes on with what it tuned."""
+    """Read the file again at the next `lookup`, for a process that uses what it has just tuned."""
     _known.cache_clear()
     _best_config.cache_clear()
 
@@ -160,8 +160,8 @@ def best_config(
 ) -> LinearConfig:
     """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
 
-    With `pending`, what a layer has yet to add is added on the way. It is looked up at each launch
-    of a step that is not captured, so what was found once is kept.
+    `pending`: whether the kernel also adds a pending output of a layer. Cached, because steps that
+    are not captured call this for each launch.
     """
     shape = (kernel, rows, n, k, dtype, weight_dtype, device)
     return _best_config(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
@@ -172,9 +172,9 @@ _library: ContextVar[bool] = ContextVar("whether products may be the library's",
 
 @contextlib.contextmanager
 def without_library() -> Iterator[None]:
-    """Let `best_config` return the default sizes of a kernel wherever it would be the library.
+    """Return sizes of this package's kernels from `best_config`, never `library`, in this block.
 
-    For compiling kernels that only run where they were tuned to be faster.
+    For compiling kernels that engines run only where tuning selected them.
     """
     token = _library.set(False)
     try:
@@ -278,7 +278,7 @@ def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
         raise ValueError(f"{key.kernel} cannot run with {config}: {error}")
     times = [float(entry[name]) for name in ("microseconds", "default_microseconds")]
     if not all(0 < time < math.inf for time in times):
-        raise ValueError(f"{times} are no times")
+        raise ValueError(f"timings must be positive and finite, not {times}")
     return key, Tuned(config, *times)
 
 

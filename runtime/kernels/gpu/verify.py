@@ -3,9 +3,9 @@
     python -m stepgraph.runtime.kernels.gpu.verify --model preset:llama-3.2-1b --rows 1 8 32
 
 Each kernel runs over random tensors of the model's shapes, into poisoned outputs, with dependent
-launch off and on. On a CUDA device it is captured too and replayed many times, and so are all of
-them in the order of a layer (`layer`): every replay must leave the same bits, since one that does
-not has a race. A line a check; exit status 1 if one failed.
+launch off and on. On a CUDA device each kernel, and all of them in the order of a layer (`layer`),
+are also captured and replayed many times. Every replay must leave the same bits; different bits
+mean a race. Prints a line for each check; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from ...errors import StepgraphError
 from ...kernel_cases import KernelCase, decode_cases
 from ...loading import resolve_source
 from ...models.config import ModelConfig
-from .launch import INTERPRETED, dependent_launch
+from ..self_test import relative_error
+from .dependent import dependent_launch
+from .launch import INTERPRETED
 from .linear import ROW_CLASSES
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "main"]
@@ -41,7 +43,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found of one kernel."""
+    """The result of checking one kernel."""
 
     kernel: str
     """As in `kernel_cases.py`; `layer` for all of them in order."""
@@ -57,7 +59,7 @@ class Verified:
     different: int = 0
     """Replays whose results are not those of the first, bit by bit."""
     failure: str | None = None
-    """What kept it from running."""
+    """The error of a kernel that did not compile or run."""
     lost: bool = False
     """The failure left the device unusable for this process."""
 
@@ -86,14 +88,14 @@ def check_operations(
     replays: int = 1000,
     kernels: Sequence[str] | None = None,
 ) -> Iterator[Verified]:
-    """Yield what is found of each kernel of a decode step, dependent launch off, then on (on CUDA).
+    """Yield a result for each kernel of a decode step, dependent launch off, then on (on CUDA).
 
-    Ends after a failure that the device does not survive.
+    Stops after an error that makes the device unusable.
 
     Args:
         model: shapes; without latent attention.
         config: dtype, storage of weights and cache, block size.
-        device: of CUDA, or the CPU in Triton's interpreter, where nothing is captured.
+        device: a CUDA device, or the CPU in Triton's interpreter, where nothing is captured.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
         replays: of each captured graph.
@@ -152,7 +154,7 @@ def _verify(
                 error = max(error, _error(first, expected), key=_nan_last)
         for tensor, before in saved:
             tensor.copy_(before)
-    # Whatever a compiler, a driver or an assertion raises is what was to be found out.
+    # Any error of the compiler, the driver or an assertion is a result of the check.
     except Exception as raised:
         message = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
         try:
@@ -202,10 +204,7 @@ def _results(cases: Sequence[KernelCase]) -> list[Tensor]:
 
 def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest relative error of the pairs; NaN if there is one."""
-    errors = [
-        float((out.double() - reference.double()).norm() / reference.double().norm())
-        for out, reference in zip(results, expected, strict=True)
-    ]
+    errors = [float(relative_error(*pair)) for pair in zip(results, expected, strict=True)]
     return max(errors, key=_nan_last)
 
 
@@ -232,11 +231,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
     parser.add_argument("--replays", type=int, default=1000, help="of each captured graph")
     parser.add_argument("--kernel", nargs="+", help="names (default: all, and the layer)")
-    parser.add_argument("--json", type=Path, help="write what was found here, after each check")
+    parser.add_argument("--json", type=Path, help="write the results to this file after each check")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED:
-        return _refuse("there is no CUDA device: TRITON_INTERPRET=1 interprets the kernels")
+        return _refuse("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels on the CPU")
     if not 1 <= min(options.rows) <= max(options.rows) <= ROW_CLASSES[-1]:
         return _refuse(f"--rows {options.rows}: these kernels take 1 to {ROW_CLASSES[-1]} rows")
     try:
