@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from triton.errors import TritonError
 
 from .linear import LinearConfig
 from .linear_problems import Problem, TimedOperands
+from .precompile import compile_kernels
 from .tuning import Tuned
 
 __all__ = ["Timer", "time_on_device", "tune"]
@@ -62,6 +64,8 @@ def time_on_device(problem: Problem, configs: Configs, device: torch.device) -> 
     launches = -(-LEAST_LAUNCHES // copies) * copies
     with torch.cuda.device(device):
         operands = problem.operands(device, copies)
+        # In parallel; what does not compile is found again when it is launched.
+        compile_kernels([(str(config), partial(operands.run, 0, config)) for config in configs])
         graphs = [_captured(problem, operands, config, launches) for config in configs]
         seconds: list[list[float]] = [[] for _ in configs]
         for _ in range(ROUNDS):
@@ -90,9 +94,14 @@ def _captured(
         logger.warning("%s is wrong with %s: off by %g", problem.title, config, off)
         return None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            operands.run(number, config)
+    try:
+        with torch.cuda.graph(graph):
+            for number in range(launches):
+                operands.run(number, config)
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        logger.warning("%s cannot be captured with %s: %s", problem.title, config, error)
+        return None
     graph.replay()
     torch.cuda.synchronize()
     return graph
