@@ -243,7 +243,7 @@ class FakeGraphs:
 
     Events: ("capturer", device), ("warm up",), ("begin captures",), ("capture", index),
     ("end captures",), ("replay", index),
-    ("copy", name of the buffers), ("bring", phase), ("read", number of the step).
+    ("copy", name of the buffers), ("copy out", phase), ("read", number of the step).
     """
 
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -392,16 +392,16 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
         monkeypatch.setattr(owner, name, wait)
 
-    bring, read, make_outputs = HostOutputs.bring, Runner.read, HostOutputs.__init__
+    copy_async, read, make_outputs = HostOutputs.copy_async, Runner.read, HostOutputs.__init__
 
-    def logged_bring(self: HostOutputs, number: int, phase: Any, output: Any) -> Any:
-        graphs.log.append(("bring", phase))
-        brought = bring(self, number, phase, output)
-        details = [] if brought.details is None else tensors_of(vars(brought.details))
-        for tensor in (brought.tokens, *details):
+    def logged_copy(self: HostOutputs, number: int, phase: Any, output: Any) -> Any:
+        graphs.log.append(("copy out", phase))
+        copied = copy_async(self, number, phase, output)
+        details = [] if copied.details is None else tensors_of(vars(copied.details))
+        for tensor in (copied.tokens, *details):
             poison(tensor)
-        graphs.stream.put(lambda: bring(self, number, phase, output))
-        return brought
+        graphs.stream.put(lambda: copy_async(self, number, phase, output))
+        return copied
 
     def with_events(self: HostOutputs, *args: Any, **kwargs: Any) -> None:
         make_outputs(self, *args, **kwargs)
@@ -429,7 +429,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
-    monkeypatch.setattr(HostOutputs, "bring", logged_bring)
+    monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)
     monkeypatch.setattr(launch, "current_stream", lambda device: graphs.stream)
     monkeypatch.setattr(Runner, "read", logged_read)

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig, startup
 from stepgraph.runtime.kernels.gpu import launch as launching
+from stepgraph.runtime.kernels.gpu.filled_memory import FilledMemory
 from stepgraph.runtime.kernels.gpu.launch import launch, wait_for_inputs
 from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.gpu.precompile import ZeroedMemory, compile_kernels
+from stepgraph.runtime.kernels.gpu.precompile import compile_kernels
 from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
 from stepgraph.runtime.memory_measurement import StepMemory
 from triton.backends.compiler import GPUTarget
@@ -131,7 +132,7 @@ def small_kernels() -> dict[str, Any]:
     report = compile_kernels([*failing.items(), *named.items()], threads=2)
     ahead, built = [*compiled], [*launchers]
     refused = ""
-    with ZeroedMemory():
+    with FilledMemory(torch.Tensor.zero_):
         for step in named.values():
             step()
     try:
@@ -174,7 +175,7 @@ def engine_kernels() -> dict[str, Any]:
     runner = startup.start("demo", config, progress=False).runner
     report = runner.compile_kernels()
     ahead = [*compiled]
-    with ZeroedMemory():
+    with FilledMemory(torch.Tensor.zero_):
         for report_of_step in runner.library.reports():
             runner.library.launch(report_of_step.key)
     return {

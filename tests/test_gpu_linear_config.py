@@ -78,17 +78,17 @@ def test_many_rows_occupy_the_device() -> None:
 @pytest.mark.parametrize(
     ("config", "kernel", "rows", "error"),
     [
-        (LinearConfig(8, 64, kind="none"), "gate_up", 1, "kind 'none' is none of"),
-        (LinearConfig(8, 65), "gate_up", 1, "block_k is 65"),
-        (LinearConfig(0, 64), "gate_up", 1, "block_n is 0"),
-        (LinearConfig(8, 1 << 40), "gate_up", 1, "block_k is"),
-        (LinearConfig(8, 64, 32), "gate_up", 1, "num_warps is 32"),
-        (LinearConfig(64, 64, kind="rows", stages=9), "gate_up", 8, "stages is 9"),
-        (LinearConfig(64, 64, kind="rows", splits=-2), "gate_up", 8, "splits is -2"),
-        (LinearConfig(8, 64), "gate_up", 5, "takes 4 rows at most, not 5"),
+        (LinearConfig(8, 64, kind="none"), "gate_up", 1, "kind must be one of"),
+        (LinearConfig(8, 65), "gate_up", 1, "block_k must be"),
+        (LinearConfig(0, 64), "gate_up", 1, "block_n must be"),
+        (LinearConfig(8, 1 << 40), "gate_up", 1, "not 1099511627776"),
+        (LinearConfig(8, 64, 32), "gate_up", 1, "num_warps must be"),
+        (LinearConfig(64, 64, kind="rows", stages=9), "gate_up", 8, "stages must be"),
+        (LinearConfig(64, 64, kind="rows", splits=-2), "gate_up", 8, "splits must be"),
+        (LinearConfig(8, 64), "gate_up", 5, "at most 4 rows, not 5"),
         (LIBRARY, "combine_output", 1, "kind 'library' does not combine splits"),
-        (LinearConfig(64, 64, kind="rows", splits=2), "head", 8, "the head is not cut"),
-        (LinearConfig(8, 64, kind="rows"), "head", 8, "tiles of 16 by 16 at least"),
+        (LinearConfig(64, 64, kind="rows", splits=2), "head", 8, "head does not support splits"),
+        (LinearConfig(8, 64, kind="rows"), "head", 8, "at least 16 x 16"),
     ],
 )
 def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: str) -> None:

@@ -170,7 +170,7 @@ def test_a_steady_step_is_one_replay(
         replay, *rest = fake_graphs.log[mark:]
         assert replay[0] == "replay"
         replayed.add(replay)
-        assert rest == [("bring", "decode"), ("read", number + step)]
+        assert rest == [("copy out", "decode"), ("read", number + step)]
     assert len(replayed) == 1
     key = {i: k for k, i in fake_graphs.index_of(engine._loop.runner.library).items()}[
         replayed.pop()[1]
@@ -194,7 +194,7 @@ def test_outputs_leave_before_the_next_replay_and_inputs_come_before_theirs(
         mark = len(fake_graphs.log)
         engine.step()
         events = fake_graphs.log[mark:]
-        launches = [e for e in events if e[0] in ("replay", "bring")]
+        launches = [e for e in events if e[0] in ("replay", "copy out")]
         phases = [phase_of[e[1]] for e in launches if e[0] == "replay"]
         assert phases in (["decode"], ["prefill"], ["decode", "prefill"], [])
         brought = [e[1] for e in launches[1::2]]
@@ -204,7 +204,7 @@ def test_outputs_leave_before_the_next_replay_and_inputs_come_before_theirs(
             assert names.index("replay") > max(i for i, n in enumerate(names) if n == "copy")
         assert names.count("read") <= 2
         if "read" in names and launches:
-            assert names.index("read") > names.index("bring"), "it waits behind the launch"
+            assert names.index("read") > names.index("copy out"), "it waits behind the launch"
         mixed += len(phases) == 2
     assert mixed > 5
     check_captured(engine)

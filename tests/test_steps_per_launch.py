@@ -308,7 +308,7 @@ def test_a_steady_launch_is_one_replay(
     for _ in range(8):
         mark = len(fake_graphs.log)
         engine.step()
-        assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "bring", "read"]
+        assert [event for event, *_ in fake_graphs.log[mark:]] == ["replay", "copy out", "read"]
         record = engine.timeline().records()[-1]
         assert (record.steps, record.rows, record.bucket) == (4, 3, 4)
     assert engine.generate(prompts[:1], params)[0].token_ids == base.greedy(prompts[:1], 60)[0]
