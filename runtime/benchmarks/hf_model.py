@@ -42,6 +42,9 @@ def load_model(
     except Exception as error:  # whatever a file, a configuration or an allocation raises
         reason = str(error).partition("\n")[0]
         raise BaselineError(f"transformers cannot load the model: {reason}") from error
+    if config.attn_logit_softcapping is not None and model.config._attn_implementation == "sdpa":
+        # transformers 5.17 takes it for Gemma 2 although it leaves the soft cap out.
+        model.set_attn_implementation("eager")
     model = model.to(device).eval()
     # What a checkpoint asks for (a repetition penalty, an end of text) is nothing that we were
     # asked for.
