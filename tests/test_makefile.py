@@ -21,7 +21,7 @@ def test_the_oldest_torch_is_the_one_that_is_declared(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     variables = [f"OLDEST_VENV={venv}", "PYTHON=python3.99", "ARGS=-k scheduler"]
     commands = subprocess.run(
-        ["make", "--dry-run", "test-oldest", *variables],
+        ["make", "--no-print-directory", "--dry-run", "test-oldest", *variables],
         cwd=ROOT,
         capture_output=True,
         text=True,
