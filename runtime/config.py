@@ -18,6 +18,7 @@ from .kernels import (
     have_compiler,
     have_triton,
     native_obstacle,
+    resolve_threads,
 )
 from .models.config import ModelConfig
 
@@ -38,6 +39,7 @@ MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
 MAX_STEPS_PER_LAUNCH = 64
 MAX_SEED = 2**63 - 1
+MAX_THREADS = 1024
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Of the free memory; less where the operating system and others need it too."""
@@ -83,6 +85,12 @@ class EngineConfig:
     """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
     launch, compute capability 9.0). It is switched off where the self-test at start finds that it
     changes a result."""
+    threads: int | None = None
+    """Threads that run the native operators on a CPU, the calling one included. None: a thread for
+    each physical core that the process may use, by its affinity mask, its cgroup's CPU quota and
+    `OMP_NUM_THREADS`. -1: one core less, which a service can keep for everything else; -2: two
+    less, and so on. Engines of one process share a pool of threads. Operations of PyTorch itself
+    use `torch.get_num_threads()` threads."""
     block_size: int = 16
     """Tokens a block holds."""
     num_blocks: int | None = None
@@ -145,6 +153,13 @@ class EngineConfig:
         _check_choice("kernels", self.kernels, ("auto", "native", "torch"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
+        if self.threads is not None:
+            _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
+            if self.threads == 0:
+                raise ConfigError(
+                    "threads must not be 0: give a number of threads, -1 for one less than there"
+                    " are cores, or leave it out"
+                )
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
@@ -241,6 +256,8 @@ class ResolvedConfig:
     mode: Mode
     max_model_len: int
     """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
+    threads: int
+    """Threads that native operators on a CPU use."""
 
     @property
     def beside_host(self) -> bool:
@@ -293,6 +310,7 @@ class ResolvedConfig:
             native_obstacle=obstacle,
             mode=mode,
             max_model_len=config.max_model_len or longest,
+            threads=resolve_threads(config.threads),
         )
 
 

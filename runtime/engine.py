@@ -383,6 +383,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 
+        `threads` is how many threads run the native operators of a CPU (None: there are none).
         `memory` holds planned and measured bytes of each term (measured None has a note that says
         why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `start`
         has the seconds of each phase, whether the kernels and compiled code were found in a cache,

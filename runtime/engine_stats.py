@@ -31,6 +31,7 @@ def engine_stats(
         "device": str(parts.config.device),
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,
+        "threads": None if library_file is None else parts.config.threads,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
         "max_model_len": max_model_len,
         "steps": loop.num_steps,

@@ -37,6 +37,7 @@ from .batch import (
     write_table_updates,
 )
 from .config import ResolvedConfig, max_prefill_rows
+from .kernels.threads import limit_threads
 from .launch import HostOutputs, Launch, Sampled, sampled_tokens
 from .models.decoder import Decoder
 from .plan import StepPlan, TableUpdate
@@ -96,6 +97,7 @@ class Runner:
                 ),
                 device,
             )
+        self._threads = None if model.kernels.library is None else config.threads
         self._embeds_shown = False  # by the last prefill step
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
@@ -227,6 +229,8 @@ class Runner:
 
         Decoding goes first: nobody's next token waits for somebody's prompt.
         """
+        if self._threads is not None:
+            limit_threads(self._threads)
         if plan.admitted:
             with ranges.span(ranges.PREPARE, len(plan.admitted)):
                 for admission in plan.admitted:

@@ -27,7 +27,7 @@ from .checkpoint import CheckpointReader
 from .config import EngineConfig, ResolvedConfig
 from .errors import ConfigError
 from .footprint import model_footprint
-from .kernels import Kernels, select_kernels
+from .kernels import Kernels, limit_threads, select_kernels
 from .kernels.self_test import Fallback, warn
 from .loading import Source, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
@@ -215,6 +215,8 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     kernels = select_kernels(
         config.device, config.mode, config.dtype, config.weights, config.kernels
     )
+    if kernels.library is not None:
+        limit_threads(config.threads)
     kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
     kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
     if config.kernels == "torch" or config.native_obstacle is None:

@@ -35,6 +35,7 @@ from .stack import (
     StackShape,
 )
 from .support import KernelChoice, have_triton, native_obstacle
+from .threads import limit_threads, resolve_threads
 from .weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -169,6 +170,8 @@ __all__ = [
     "build_cpu_ops",
     "have_compiler",
     "have_triton",
+    "limit_threads",
     "load_cpu_ops",
     "native_obstacle",
+    "resolve_threads",
 ]

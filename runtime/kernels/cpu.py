@@ -35,6 +35,7 @@ _UNITS = (
     "cpu_linear.cpp",
     "cpu_sampling.cpp",
     "cpu_stack.cpp",
+    "cpu_pool.cpp",
 )
 _HEADERS = (
     "cpu_kernels.h",
@@ -51,6 +52,8 @@ _HEADERS = (
     "cpu_checks.h",
     "cpu_embedding_ops.h",
     "cpu_linear.h",
+    "cpu_phases.h",
+    "cpu_pool.h",
     "cpu_stack.h",
     "cpu_stack_math.h",
     "cpu_stack_ops.h",
@@ -123,7 +126,7 @@ def _build(portable: bool) -> KernelLibrary:
     compiler = _find_compiler()
     torch_root = Path(torch.__file__).parent
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ["-O3", native, "-ffp-contract=fast", "-std=c++20", "-fPIC", "-fopenmp", "-w"]
+    flags = ["-O3", native, "-ffp-contract=fast", "-std=c++20", "-fPIC", "-pthread", "-w"]
     flags += ["-DSTEPGRAPH_PORTABLE"] if portable else []
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "asking the compiler")
     key = hashlib.sha256("\0".join([torch.__version__, *flags, macros]).encode())
@@ -146,7 +149,7 @@ def _build(portable: bool) -> KernelLibrary:
         linked = f"{scratch}/{library.name}"
         torch_libraries = [f"-L{torch_root}/lib", "-ltorch_cpu", "-lc10"]
         _run(
-            [compiler, "-shared", "-fopenmp", *objects, "-o", linked, *torch_libraries],
+            [compiler, "-shared", "-pthread", *objects, "-o", linked, *torch_libraries],
             "linking the CPU kernels",
         )
         os.replace(linked, library)

@@ -47,8 +47,9 @@ void AttentionPlan::prepare(const AttentionStep& new_step, AttentionSpace& new_s
   space = &new_space;
   cut_tiles();
   share_out();
-  scratch_floats = scratch_floats_of(step, most_queries);
-  space->scratch.reserve(scratch_floats * step.threads);
+  // The same for all plans: a late thread works in its own part while others are in a later layer.
+  space->thread_floats = std::max(space->thread_floats, scratch_floats_of(step, most_queries));
+  space->scratch.reserve(space->thread_floats * step.threads);
 }
 
 int64_t AttentionPlan::scratch_bytes(const AttentionStep& step) {
@@ -115,28 +116,101 @@ void AttentionPlan::share_out() {
       for (int64_t j = i; j < i + together; ++j) pieces.push_back({&tiles[j], chunk});
     }
   }
-}
-
-template <class T>
-void attend_in_region(const AttentionArgs<T>& args, AttentionPlan& plan) {
-  switch (plan.step.storage) {
-    case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan);
-    case Storage::kInt8: return attend_int8(args, plan);
-    case Storage::kFp8: return attend_fp8(args, plan);
+  if (items > counted_tiles_) {
+    chunks_left.reset(new std::atomic<int64_t>[items]);
+    counted_tiles_ = items;
+  }
+  for (int64_t i = 0; i < items; ++i) {
+    chunks_left[i].store(tiles[i].chunks(), std::memory_order_relaxed);
   }
 }
 
 template <class T>
-void paged_attention(const AttentionArgs<T>& args, AttentionPlan& plan) {
-#pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
-  attend_in_region(args, plan);
+void attend(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
+            int64_t index) {
+  switch (plan.step.storage) {
+    case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan, phases, phase, index);
+    case Storage::kInt8: return attend_int8(args, plan, phases, phase, index);
+    case Storage::kFp8: return attend_fp8(args, plan, phases, phase, index);
+  }
 }
 
-template void attend_in_region(const AttentionArgs<c10::BFloat16>&, AttentionPlan&);
-template void attend_in_region(const AttentionArgs<c10::Half>&, AttentionPlan&);
-template void attend_in_region(const AttentionArgs<float>&, AttentionPlan&);
-template void paged_attention(const AttentionArgs<c10::BFloat16>&, AttentionPlan&);
-template void paged_attention(const AttentionArgs<c10::Half>&, AttentionPlan&);
-template void paged_attention(const AttentionArgs<float>&, AttentionPlan&);
+template <class T>
+void store_head(const AttentionArgs<T>& args, const AttentionStep& step, bool values, int64_t head,
+                int64_t first, int64_t count) {
+  const T* x = values ? args.v : args.k;
+  const int64_t(&strides)[2] = values ? args.v_strides : args.k_strides;
+  uint8_t* side = values ? args.values : args.keys;
+  switch (step.storage) {
+    case Storage::kModel:
+      return write_slots<T, Plain<T>>(step, x, strides, side, head, first, count);
+    case Storage::kInt8: return store_int8(step, x, strides, side, head, first, count);
+    case Storage::kFp8: return store_fp8(step, x, strides, side, head, first, count);
+  }
+}
+
+namespace {
+
+template <class T>
+class AttentionJob : public Job {
+ public:
+  void prepare(const AttentionArgs<T>& args, const AttentionStep& step,
+               std::shared_ptr<const void> keep) {
+    args_ = args;
+    plan_.prepare(step, space_);
+    heads_ = step.kv_heads;
+    sides_ = args.v == nullptr ? 1 : 2;
+    phases_.prepare(2, std::max(plan_.units(), heads_ * sides_), plan_.threads);
+    keep_ = std::move(keep);
+  }
+
+  int threads() const { return plan_.threads; }
+
+ protected:
+  void work(int64_t index) override {
+    const AttentionArgs<T> args = args_;
+    phases_.run(0, heads_ * sides_, [&](int64_t unit) {
+      store_head(args, plan_.step, unit >= heads_, unit % heads_, 0, plan_.step.tokens);
+    });
+    attend(args, plan_, phases_, 1, index);
+  }
+
+  void clear() override {
+    space_ = AttentionSpace();
+    keep_.reset();
+  }
+
+ private:
+  AttentionArgs<T> args_;
+  AttentionSpace space_;
+  AttentionPlan plan_;
+  int64_t heads_, sides_;
+  Phases phases_;
+  std::shared_ptr<const void> keep_;
+};
+
+}  // namespace
+
+template <class T>
+void paged_attention(const AttentionArgs<T>& args, const AttentionStep& step,
+                     std::shared_ptr<const void> keep) {
+  static auto* jobs = new JobList<AttentionJob<T>>;
+  AttentionJob<T>& job = jobs->acquire();
+  job.prepare_or_release([&] { job.prepare(args, step, std::move(keep)); });
+  job.run(job.threads(), false);
+}
+
+template void attend(const AttentionArgs<c10::BFloat16>&, AttentionPlan&, Phases&, int64_t, int64_t);
+template void attend(const AttentionArgs<float>&, AttentionPlan&, Phases&, int64_t, int64_t);
+template void store_head(const AttentionArgs<c10::BFloat16>&, const AttentionStep&, bool, int64_t,
+                         int64_t, int64_t);
+template void store_head(const AttentionArgs<float>&, const AttentionStep&, bool, int64_t, int64_t,
+                         int64_t);
+template void paged_attention(const AttentionArgs<c10::BFloat16>&, const AttentionStep&,
+                              std::shared_ptr<const void>);
+template void paged_attention(const AttentionArgs<c10::Half>&, const AttentionStep&,
+                              std::shared_ptr<const void>);
+template void paged_attention(const AttentionArgs<float>&, const AttentionStep&,
+                              std::shared_ptr<const void>);
 
 }  // namespace stepgraph

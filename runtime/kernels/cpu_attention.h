@@ -16,19 +16,19 @@
 // a factor of 0.
 #pragma once
 
-#include <omp.h>
-
 #include "cpu_attention_worker.h"
+#include "cpu_phases.h"
 
 namespace stepgraph {
 
-// One side of one kv head. A later token's vector stays where two go to one slot (padding).
+// One side of one kv head, of the tokens first ... first + count - 1. A later token's vector stays
+// where two go to one slot (padding).
 template <class T, class Codec>
 void write_slots(const AttentionStep& step, const T* x, const int64_t (&strides)[2], uint8_t* side,
-                 int64_t head) {
+                 int64_t head, int64_t first, int64_t count) {
   const int64_t d = step.head_dim;
-  x += head * strides[1];
-  for (int64_t t = 0; t < step.tokens; ++t, x += strides[0]) {
+  x += head * strides[1] + first * strides[0];
+  for (int64_t t = first; t < first + count; ++t, x += strides[0]) {
     const int64_t slot = step.slots[t], offset = slot % step.block_size;
     const int64_t index = slot / step.block_size * step.kv_heads + head;
     if constexpr (Codec::kScaled) {
@@ -42,65 +42,53 @@ void write_slots(const AttentionStep& step, const T* x, const int64_t (&strides)
 }
 
 template <class T, class Codec>
-void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan) {
-  const AttentionStep& step = plan.step;
-  const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
-  const int64_t heads = step.kv_heads, sides = args.v == nullptr ? 1 : 2;
-  const int64_t items = static_cast<int64_t>(plan.tiles.size());
-  if (index == 0) plan.taken = 0;  // all threads have left the layer before
-#pragma omp for schedule(static)
-  for (int64_t i = 0; i < heads * sides; ++i) {
-    if (i < heads) {
-      write_slots<T, Codec>(step, args.k, args.k_strides, args.keys, i);
-    } else {
-      write_slots<T, Codec>(step, args.v, args.v_strides, args.values, i - heads);
-    }
-  }
-
-  Worker<T, Codec> worker(args, plan, plan.space->scratch.get() + index * plan.scratch_floats);
+void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
+                  int64_t index) {
+  if (phases.over(phase)) return;
+  Worker<T, Codec> worker(args, plan, plan.space->scratch.get() + index * plan.space->thread_floats);
+  const int64_t units = plan.units();
   if (plan.pieces.empty()) {
-    // From the last tile on, which is a long one in prefill. The next one is taken early, so that
-    // its keys can be brought near.
-    const auto take = [&] {
-      int64_t before;
-#pragma omp atomic capture
-      before = plan.taken++;
-      return items - 1 - before;
+    // From the last tile on, which is a long one in prefill.
+    const auto tile_of = [&](int64_t unit) -> const Tile& {
+      return plan.tiles[units - 1 - std::min(unit, units - 1)];
     };
-    int64_t i = take();
-    if (i >= 0) worker.begin({&plan.tiles[i], plan.tiles[i].first_chunk()});
-    for (int64_t next; i >= 0; i = next) {
-      next = take();
-      worker.attend(plan.tiles[i], plan.tiles[std::max<int64_t>(next, 0)]);
-    }
-#pragma omp barrier
-  } else {
-    const auto states = [&](const Tile& tile) {
-      const int64_t index = &tile - plan.tiles.data();
-      return plan.space->parts.get() + index * plan.most_chunks * plan.part_floats;
-    };
-    const int64_t pieces = plan.pieces.size(), end = pieces * (index + 1) / count;
-    int64_t i = pieces * index / count;
-    if (i < end) worker.begin(plan.pieces[i]);
-    for (; i < end; ++i) {
-      const Piece& piece = plan.pieces[i];
-      const Tile& tile = *piece.tile;
-      float* place = states(tile) + (piece.chunk - tile.first_chunk()) * plan.part_floats;
-      worker.attend_piece(piece, plan.pieces[std::min(i + 1, end - 1)],
-                          worker.state_at(place, tile.queries()));
-    }
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < items; ++i) {
-      worker.attend_merged(plan.tiles[i], states(plan.tiles[i]), plan.part_floats);
-    }
+    phases.run(
+        phase, units,
+        [&](int64_t unit, int64_t next) { worker.attend(tile_of(unit), tile_of(next)); },
+        [&](int64_t unit) { worker.write(tile_of(unit)); });
+    return;
   }
+  const auto piece_of = [&](int64_t unit) -> const Piece& {
+    return plan.pieces[std::min(unit, units - 1)];
+  };
+  phases.run(
+      phase, units,
+      [&](int64_t unit, int64_t next) { worker.attend_piece(piece_of(unit), piece_of(next)); },
+      [&](int64_t unit) {
+        const Piece& piece = piece_of(unit);
+        const int64_t tile = piece.tile - plan.tiles.data();
+        float* parts = plan.space->parts.get() + tile * plan.most_chunks * plan.part_floats;
+        worker.write_piece(piece,
+                           parts + (piece.chunk - piece.tile->first_chunk()) * plan.part_floats);
+        // Whoever publishes the last chunk of a tile merges them.
+        if (plan.chunks_left[tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        plan.chunks_left[tile].store(piece.tile->chunks(), std::memory_order_relaxed);
+        worker.write_merged(*piece.tile, parts, plan.part_floats);
+      });
 }
 
 // Defined in a unit for each storage, which the compiler works on at the same time.
 template <class T>
-void attend_int8(const AttentionArgs<T>& args, AttentionPlan& plan);
+void attend_int8(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
+                 int64_t index);
 template <class T>
-void attend_fp8(const AttentionArgs<T>& args, AttentionPlan& plan);
+void attend_fp8(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
+                int64_t index);
+template <class T>
+void store_int8(const AttentionStep& step, const T* x, const int64_t (&strides)[2], uint8_t* side,
+                int64_t head, int64_t first, int64_t count);
+template <class T>
+void store_fp8(const AttentionStep& step, const T* x, const int64_t (&strides)[2], uint8_t* side,
+               int64_t head, int64_t first, int64_t count);
 
 }  // namespace stepgraph

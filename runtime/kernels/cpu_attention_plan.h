@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <new>
 #include <vector>
@@ -75,14 +76,15 @@ class WorkSpace {
 
 // What threads work in during one layer. Plans of layers that run one after another share it.
 struct AttentionSpace {
-  WorkSpace scratch;  // [threads, scratch_floats] of a plan
-  WorkSpace parts;    // states of a split call, [tiles, most_chunks, part_floats] of a plan
+  WorkSpace scratch;           // [threads, thread_floats]
+  int64_t thread_floats = 0;   // the most that a plan needs
+  WorkSpace parts;             // states of a split call, [tiles, most_chunks, part_floats] of a plan
 };
 
 class AttentionPlan {
  public:
   // Cuts a step into work. Allocates nothing where plan and space have been as large before. The
-  // space, and what the step points to, are used until the last layer is done.
+  // space, and what the step points to, are used until the last thread has left.
   //
   // Raises IndexError if a block that will be read is not of the arena.
   void prepare(const AttentionStep& step, AttentionSpace& space);
@@ -95,16 +97,19 @@ class AttentionPlan {
   AttentionSpace* space;
   std::vector<Tile> tiles;
   std::vector<Piece> pieces;  // of a split call, in the order in which memory is read; else empty
+  // Of a split call: chunks of each tile that are not done yet in the layer.
+  std::unique_ptr<std::atomic<int64_t>[]> chunks_left;
   int64_t most_queries;       // of a tile
   int64_t most_chunks;        // likewise
-  int64_t taken;              // tiles that threads have taken
   int threads;                // that have something to do
+  int64_t units() const { return pieces.empty() ? tiles.size() : pieces.size(); }
   int64_t part_floats;        // of the state of a piece
-  int64_t scratch_floats;     // of a thread
 
  private:
   void cut_tiles();
   void share_out();
+
+  int64_t counted_tiles_ = 0;  // that chunks_left has room for
 };
 
 }  // namespace stepgraph

@@ -19,7 +19,7 @@ struct State {
 template <class T, class Codec>
 class Worker {
  public:
-  // `scratch`: plan.scratch_floats floats of its own.
+  // `scratch`: thread_floats of its own.
   Worker(const AttentionArgs<T>& args, const AttentionPlan& plan, float* scratch)
       : args_(args),
         step_(plan.step),
@@ -39,21 +39,13 @@ class Worker {
     chunk_ = state_at(take(state), queries);
     running_ = state_at(take(state), queries);
     seen_ = reinterpret_cast<Span*>(take(queries * kSpanFloats));
-  }
-
-  State state_at(float* place, int64_t queries) const {
-    return {reinterpret_cast<Partial*>(place + queries * width_), place};
-  }
-
-  // To be called with the piece that is attended first.
-  void begin(const Piece& piece) {
-    std::fill_n(key_rows_, 2 * kChunk, arena_);  // any address will do to bring near
-    find_keys(piece, keys_);
+    std::fill_n(key_rows_, 2 * kChunk, arena_);  // any address will do to prefetch
   }
 
   // The whole of a tile, chunk after chunk; `next` is this thread's next one, or any.
   void attend(const Tile& tile, const Tile& next) {
     const int64_t first = tile.first_chunk(), end = tile.end_chunk();
+    begin({&tile, first});
     load_queries(tile);
     for (int64_t chunk = first; chunk < end; ++chunk) {
       const bool last = chunk + 1 == end;
@@ -64,14 +56,25 @@ class Worker {
     write(tile, running_);
   }
 
-  // One piece into `state`, for `attend_merged` to put together; `next` is this thread's next one.
-  void attend_piece(const Piece& piece, const Piece& next, State state) {
+  // Writes what the tile attended last gives.
+  void write(const Tile& tile) { write(tile, running_); }
+
+  // One chunk of a tile; `next` is this thread's next one, or any.
+  void attend_piece(const Piece& piece, const Piece& next) {
+    begin(piece);
     load_queries(*piece.tile);
-    attend_chunk(piece, next, state);
+    attend_chunk(piece, next, chunk_);
+  }
+
+  // Copies the state of the piece attended last to a part.
+  void write_piece(const Piece& piece, float* part) const {
+    const State to = state_at(part, piece.tile->queries());
+    std::copy_n(chunk_.acc, piece.tile->queries() * width_, to.acc);
+    std::copy_n(chunk_.partial, piece.tile->queries(), to.partial);
   }
 
   // `parts`: the states of all chunks of a tile, `stride` floats apart; the first one is used up.
-  void attend_merged(const Tile& tile, float* parts, int64_t stride) {
+  void write_merged(const Tile& tile, float* parts, int64_t stride) {
     const State own = std::exchange(running_, state_at(parts, tile.queries()));
     for (int64_t i = 1; i < tile.chunks(); ++i) {
       merge_chunk(tile, tile.first_chunk() + i, state_at(parts + i * stride, tile.queries()));
@@ -84,6 +87,15 @@ class Worker {
   using Data = typename Codec::Data;
   using Word = typename Codec::Word;
   static constexpr int64_t kGroupElements = 16 * Codec::kPerWord;
+
+  State state_at(float* place, int64_t queries) const {
+    return {reinterpret_cast<Partial*>(place + queries * width_), place};
+  }
+
+  // Finds the keys of the piece that is attended now, unless the one before did.
+  void begin(const Piece& piece) {
+    if (found_.tile != piece.tile || found_.chunk != piece.chunk) find_keys(piece, keys_);
+  }
 
   // Calls visit(query row of the tile, token, query head), token after token.
   template <class Visit>
@@ -154,6 +166,7 @@ class Worker {
       weigh_rows(rows_from(row), count, std::make_index_sequence<kTileRows>());
     });
     std::swap(keys_, next_keys_);
+    found_ = next;
   }
 
   // Calls visit(head of a block in the arena, offset, j, count) for each run of positions
@@ -290,6 +303,7 @@ class Worker {
   float* scores_;
   Span* seen_;
   State chunk_, running_;
+  Piece found_{nullptr, 0};  // whose keys keys_ has
 };
 
 }  // namespace stepgraph

@@ -8,10 +8,16 @@
 #include <ATen/core/Tensor.h>
 
 #include "cpu_kernels.h"
+#include "cpu_pool.h"
 
 namespace stepgraph {
 
-inline int threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+// That an operator may use.
+inline int threads() {
+  if (at::in_parallel_region()) return 1;
+  const int limit = thread_limit();
+  return limit > 0 ? limit : at::get_num_threads();
+}
 
 inline void check_index(const char* op, const at::Tensor& index, at::ScalarType dtype,
                         int64_t count, int64_t end, const char* name) {

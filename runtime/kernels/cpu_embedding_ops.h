@@ -16,12 +16,11 @@ namespace {
 // in a cache line of its own.
 template <class Word>
 void gather_words(const Word* packed, int64_t steps, const int64_t* tokens, int64_t count,
-                  int64_t words, Word* out, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < count; ++t) {
+                  int64_t words, Word* out, int threads) {
+  parallel_for(count, threads, [&](int64_t t, int64_t) {
     const Word* row = packed + tokens[t] / kBlock * steps * kBlock + tokens[t] % kBlock;
     for (int64_t k = 0; k < words; ++k) out[t * words + k] = row[k * kBlock];
-  }
+  });
 }
 
 at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& packed, int64_t k) {
@@ -37,7 +36,8 @@ at::Tensor packed_embedding_cpu(const at::Tensor& tokens, const at::Tensor& pack
   at::Tensor out = at::empty({count, words * width}, packed.options());
   const int64_t* token = tokens.const_data_ptr<int64_t>();
   constexpr int64_t kWordsPerThread = 1 << 13;
-  const int64_t used = std::clamp<int64_t>(count * words / kWordsPerThread, 1, threads());
+  const int used =
+      static_cast<int>(std::clamp<int64_t>(count * words / kWordsPerThread, 1, threads()));
   if (word_bytes == 4) {
     gather_words(static_cast<const uint32_t*>(packed.const_data_ptr()), steps, token, count, words,
                  static_cast<uint32_t*>(out.mutable_data_ptr()), used);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "cpu_vec.h"
 
@@ -33,8 +34,9 @@ struct LinearArgs {
   int threads;
 };
 
+// `keep` owns what the arguments point to. A late thread may read it after the call.
 template <class T>
-void packed_linear(const LinearArgs<T>& args);
+void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep);
 
 // How the arena stores vectors; see `cpu_storage.h`.
 enum class Storage { kModel, kInt8, kFp8 };
@@ -51,7 +53,7 @@ struct AttentionStep {
   int64_t window;              // positions that a token sees, itself included; 0: all
   int64_t element_bytes;       // of the model's type
   Storage storage;
-  int threads;                 // no team that uses a plan of this step is larger
+  int threads;                 // that use a plan of this step at most
 };
 
 // One layer's tensors; the arena is written first.
@@ -70,14 +72,25 @@ struct AttentionArgs {
 // How a step's attention is cut into work, and the work space for it (`cpu_attention_plan.h`). One
 // plan serves all layers whose step is the same, one after another.
 class AttentionPlan;
+class Phases;
 
-// Called by every thread of a team (or outside of one); `out` is complete when it returns. All
-// threads pass the same arguments, which are read until then.
+// Attention as a phase of a job, over an arena that holds the keys and values of the step. `index`
+// is that of the thread.
 template <class T>
-void attend_in_region(const AttentionArgs<T>& args, AttentionPlan& plan);
+void attend(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
+            int64_t index);
 
-// One call on its own, with a team of its own.
+// Writes keys (or values) of one kv head of the tokens first ... first + count - 1 to the arena.
 template <class T>
-void paged_attention(const AttentionArgs<T>& args, AttentionPlan& plan);
+void store_head(const AttentionArgs<T>& args, const AttentionStep& step, bool values, int64_t head,
+                int64_t first, int64_t count);
+
+// Stores the keys and values of a step, and attends. `keep` owns what the arguments point to. A late
+// thread may read it after the call.
+//
+// Raises IndexError if a block that will be read is not of the arena.
+template <class T>
+void paged_attention(const AttentionArgs<T>& args, const AttentionStep& step,
+                     std::shared_ptr<const void> keep);
 
 }  // namespace stepgraph

@@ -69,32 +69,60 @@ const TileSet& tile_set(WeightKind kind) {
   return kind == WeightKind::kInt8 ? kTileSet<Int8Codec<T>> : kTileSet<ModelCodec<T>>;
 }
 
+namespace {
+
 template <class T>
-void packed_linear(const LinearArgs<T>& args) {
-  const Weights& weights = args.weights;
-  const int64_t groups = (args.rows + kGroupRows - 1) / kGroupRows;
+class LinearJob : public Job {
+ public:
+  void prepare(const LinearArgs<T>& args, std::shared_ptr<const void> keep, int threads) {
+    args_ = args;
+    keep_ = std::move(keep);
+    phases_.prepare(1, args.weights.blocks() * row_groups(args.rows), threads);
+  }
+
+ protected:
+  void work(int64_t) override {
+    alignas(64) float sums[kGroupRows * kBlock];
+    const LinearArgs<T> args = args_;
+    const auto publish = [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
+      const int64_t columns = std::min<int64_t>(args.weights.columns - block * kBlock, kBlock);
+      T* out = args.out + row * args.weights.columns + block * kBlock;
+      for (int64_t m = 0; m < rows; ++m, out += args.weights.columns, sum += kBlock) {
+        T padded[kBlock];
+        T* place = columns == kBlock ? out : padded;
+        Element<T>::store32_in_order(place, load<F32x16>(sum), load<F32x16>(sum + 16));
+        if (place == padded) std::copy_n(padded, columns, out);
+      }
+    };
+    linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums, publish);
+  }
+
+  void clear() override { keep_.reset(); }
+
+ private:
+  LinearArgs<T> args_;
+  std::shared_ptr<const void> keep_;
+  Phases phases_;
+};
+
+}  // namespace
+
+template <class T>
+void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) {
+  static auto* jobs = new JobList<LinearJob<T>>;
   const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
-  const int64_t bytes = weights.blocks() * block_bytes<T>(weights);
-  const int64_t useful = std::min(bytes * tiles / kBytesPerThread, weights.blocks() * groups);
+  const int64_t bytes = args.weights.blocks() * block_bytes<T>(args.weights);
+  const int64_t units = args.weights.blocks() * row_groups(args.rows);
+  const int64_t useful = std::min(bytes * tiles / kBytesPerThread, units);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
-  std::atomic<int64_t> taken = 0;
-  const auto finish = [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-    const int64_t columns = std::min<int64_t>(weights.columns - block * kBlock, kBlock);
-    T* out = args.out + row * weights.columns + block * kBlock;
-    for (int64_t m = 0; m < rows; ++m, out += weights.columns, sums += kBlock) {
-      T padded[kBlock];
-      T* place = columns == kBlock ? out : padded;
-      Element<T>::store32_in_order(place, load<F32x16>(sums), load<F32x16>(sums + 16));
-      if (place == padded) std::copy_n(padded, columns, out);
-    }
-  };
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  linear_in_region(weights, args.x, args.x_stride, args.rows, taken, nullptr, finish);
+  LinearJob<T>& job = jobs->acquire();
+  job.prepare(args, std::move(keep), threads);
+  job.run(threads, false);
 }
 
 template const TileSet& tile_set<c10::BFloat16>(WeightKind);
 template const TileSet& tile_set<float>(WeightKind);
-template void packed_linear(const LinearArgs<c10::BFloat16>&);
-template void packed_linear(const LinearArgs<float>&);
+template void packed_linear(const LinearArgs<c10::BFloat16>&, std::shared_ptr<const void>);
+template void packed_linear(const LinearArgs<float>&, std::shared_ptr<const void>);
 
 }  // namespace stepgraph

@@ -1,8 +1,7 @@
-// Linear layers over packed weights, as work for the threads of a region that is there already.
+// Linear layers over packed weights, as phases of a job (`cpu_phases.h`).
 //
-// A packed weight is a row of blocks of 32 columns. Work is cut into units: one block times a group
-// of rows, handed out to whoever is free. Of a unit a tile of up to 12 rows at a time is computed
-// into a small buffer, and whoever asked for it finishes the sums from there: adds the residual,
+// A packed weight is a row of blocks of 32 columns. A unit is one block times a group of rows. It is
+// computed in tiles of up to 12 rows into a buffer of the thread; publishing it adds the residual,
 // applies the activation, rounds and stores. Each sum is one chain of multiply-adds in the order of
 // k, so it depends neither on the tile it is in nor on the number of rows or threads.
 //
@@ -11,12 +10,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
-#include <omp.h>
-
 #include "cpu_kernels.h"
+#include "cpu_phases.h"
 #include "cpu_vec.h"
 
 namespace stepgraph {
@@ -59,13 +56,12 @@ inline void load_columns(const T* of_block, int64_t columns, F32x16 (&vectors)[2
   vectors[1] = load<F32x16>(padded + 16);
 }
 
-// Sums of one block for some rows, bias and scales applied, tile by tile:
-// finish(first row, rows, sums [rows][32]). The thread reads `next` afterwards (null: unknown).
-template <class T, class Finish>
+// Sums of one block for some rows, bias and scales applied, to `sums` [rows][32]. The thread reads
+// `next` afterwards (null: unknown).
+template <class T>
 inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t x_stride,
-                      int64_t rows, const char* next, Finish finish) {
+                      int64_t rows, const char* next, float* sums) {
   const TileSet& set = tile_set<T>(weights.kind);
-  alignas(64) float sums[kTileRows * kBlock];
   const char* w = weights.packed + block * block_bytes<T>(weights);
   const int64_t columns = weights.columns - block * kBlock;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -79,51 +75,45 @@ inline void run_block(const Weights& weights, int64_t block, const T* x, int64_t
     }
     set.run[lines][to - from - 1](
         {x + from * x_stride, x_stride / Element<T>::kPerWord, w, weights.steps,
-         tiles > 1 ? next + i * weights.steps * 64 : next, sums});
-    if (weights.scales != nullptr || weights.bias != nullptr) {
-      F32x16 scale[2] = {broadcast(1.0f), broadcast(1.0f)}, bias[2] = {};
-      if (weights.scales != nullptr) load_columns(weights.scales + block * kBlock, columns, scale);
-      if (weights.bias != nullptr) {
-        load_columns(static_cast<const T*>(weights.bias) + block * kBlock, columns, bias);
-      }
-      for (int64_t m = 0; m < to - from; ++m) {
-        for (int half = 0; half < 2; ++half) {
-          float* place = sums + m * kBlock + 16 * half;
-          store(place, load<F32x16>(place) * scale[half] + bias[half]);
-        }
-      }
+         tiles > 1 ? next + i * weights.steps * 64 : next, sums + from * kBlock});
+  }
+  if (weights.scales == nullptr && weights.bias == nullptr) return;
+  F32x16 scale[2] = {broadcast(1.0f), broadcast(1.0f)}, bias[2] = {};
+  if (weights.scales != nullptr) load_columns(weights.scales + block * kBlock, columns, scale);
+  if (weights.bias != nullptr) {
+    load_columns(static_cast<const T*>(weights.bias) + block * kBlock, columns, bias);
+  }
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int half = 0; half < 2; ++half) {
+      float* place = sums + m * kBlock + 16 * half;
+      store(place, load<F32x16>(place) * scale[half] + bias[half]);
     }
-    finish(from, to - from, static_cast<const float*>(sums));
   }
 }
 
-// Calls run(unit, unit this thread takes next) for the units a thread of the region gets: first
-// one each, then who is free takes the next one. `taken` is 0 at first, and its own for each phase.
-template <class Run>
-inline void take_units(int64_t units, std::atomic<int64_t>& taken, Run run) {
-  const int64_t threads = omp_get_num_threads();
-  for (int64_t unit = omp_get_thread_num(), next; unit < units; unit = next) {
-    next = threads == 1 ? unit + 1 : threads + taken.fetch_add(1, std::memory_order_relaxed);
-    run(unit, next);
-  }
-}
+inline int64_t row_groups(int64_t rows) { return (rows + kGroupRows - 1) / kGroupRows; }
 
-// A linear layer by all threads of a region: finish(block, first row, rows, sums [rows][32]).
-// `after`: what this thread reads once there are no more units. No barrier at the end.
-template <class T, class Finish>
-inline void linear_in_region(const Weights& weights, const T* x, int64_t x_stride, int64_t rows,
-                             std::atomic<int64_t>& taken, const char* after, Finish finish) {
-  const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
-  const int64_t units = weights.blocks() * groups, bytes = block_bytes<T>(weights);
-  take_units(units, taken, [&](int64_t unit, int64_t next) {
-    const int64_t block = unit / groups, first = unit % groups * kGroupRows;
-    const char* then = next < units ? weights.packed + next / groups * bytes : after;
-    run_block(weights, block, x + first * x_stride, x_stride,
-              std::min(rows - first, kGroupRows), then,
-              [&](int64_t row, int64_t count, const float* sums) {
-                finish(block, first + row, count, sums);
-              });
-  });
+// A linear layer as a phase: publish(block, first row, rows, sums [rows][32]) for each block and
+// group of rows. `after`: what this thread reads once there are no more units. `sums` is memory of
+// this thread, [kGroupRows][32].
+template <class T, class Publish>
+inline void linear_phase(Phases& phases, int64_t phase, const Weights& weights, const T* x,
+                         int64_t x_stride, int64_t rows, const char* after, float* sums,
+                         Publish publish) {
+  const int64_t groups = row_groups(rows), bytes = block_bytes<T>(weights);
+  const int64_t units = weights.blocks() * groups;
+  const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
+  const auto rows_of = [&](int64_t unit) { return std::min(rows - first_of(unit), kGroupRows); };
+  phases.run(
+      phase, units,
+      [&](int64_t unit, int64_t next) {
+        const char* then = next < units ? weights.packed + next / groups * bytes : after;
+        run_block(weights, unit / groups, x + first_of(unit) * x_stride, x_stride, rows_of(unit),
+                  then, sums);
+      },
+      [&](int64_t unit) {
+        publish(unit / groups, first_of(unit), rows_of(unit), static_cast<const float*>(sums));
+      });
 }
 
 }  // namespace stepgraph

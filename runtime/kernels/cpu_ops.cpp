@@ -10,7 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "cpu_attention_plan.h"
 #include "cpu_checks.h"
 #include "cpu_embedding_ops.h"
 #include "cpu_kernels.h"
@@ -23,6 +22,10 @@ namespace {
 template <class T>
 void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
                 const at::Tensor* bias, at::Tensor& out) {
+  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{x, packed, out});
+  for (const at::Tensor* tensor : {scales, bias}) {
+    if (tensor != nullptr) keep->push_back(*tensor);
+  }
   Weights weights;
   weights.packed = static_cast<const char*>(packed.const_data_ptr());
   weights.scales = scales == nullptr ? nullptr : scales->const_data_ptr<float>();
@@ -31,7 +34,8 @@ void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor*
   weights.steps = packed.size(1);
   weights.kind = scales == nullptr ? WeightKind::kModel : WeightKind::kInt8;
   packed_linear(LinearArgs<T>{weights, x.const_data_ptr<T>(), x.stride(0),
-                              out.mutable_data_ptr<T>(), x.size(0), threads()});
+                              out.mutable_data_ptr<T>(), x.size(0), threads()},
+                std::move(keep));
 }
 
 at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
@@ -123,13 +127,13 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   const at::Tensor queries = dense(q), new_keys = dense(k), new_values = v ? dense(*v) : new_keys;
   uint8_t* keys = static_cast<uint8_t*>(arena.mutable_data_ptr()) +
                   layer * arena.stride(0) * arena.element_size();
-  AttentionSpace space;
-  AttentionPlan plan;
-  plan.prepare({slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
-                block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
-                positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
-                value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()},
-               space);
+  const AttentionStep step{
+      slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
+      block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
+      positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
+      value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()};
+  const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
+      queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions, out});
   const auto run = [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
@@ -137,7 +141,7 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
         {queries.stride(0), queries.stride(1)}, {new_keys.stride(0), new_keys.stride(1)},
         {new_values.stride(0), new_values.stride(1)},
         keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
-        static_cast<float>(scale), static_cast<float>(softcap)}, plan);
+        static_cast<float>(scale), static_cast<float>(softcap)}, step, keep);
   };
   switch (q.scalar_type()) {
     case at::kBFloat16: run(at::BFloat16()); break;
@@ -175,4 +179,8 @@ TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
 TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
   library.impl("stack_destroy", &stepgraph::stack_destroy);
   library.impl("stack_workspace", &stepgraph::stack_workspace);
+  library.impl("set_thread_limit", [](int64_t threads) {
+    stepgraph::set_thread_limit(static_cast<int>(threads));
+  });
+  library.impl("pool_threads", []() -> int64_t { return stepgraph::pool_threads(); });
 }

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "cpu_exp.h"
+#include "cpu_pool.h"
 #include "cpu_vec.h"
 
 namespace stepgraph {
@@ -378,14 +379,11 @@ template <class T>
 void sample_full(const SampleArgs<T>& args) {
   const int64_t bytes = sample_scratch_bytes(args.vocab_size);
   const int threads = static_cast<int>(std::clamp<int64_t>(args.lanes, 1, args.threads));
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-  for (int thread = 0; thread < threads; ++thread) {
+  parallel_for(args.lanes, threads, [&](int64_t lane, int64_t thread) {
     Scratch scratch;
     Scratch::lay_out(args.scratch + thread * bytes, sample_chunks(args.vocab_size), &scratch);
-    for (int64_t lane = thread; lane < args.lanes; lane += threads) {
-      sample_lane(args, lane, scratch);
-    }
-  }
+    sample_lane(args, lane, scratch);
+  });
 }
 
 template <class T>
@@ -394,8 +392,7 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
   constexpr int64_t kLogitsPerThread = 1 << 17;
   const int64_t useful = lanes * vocab_size / kLogitsPerThread;
   const int used = static_cast<int>(std::clamp<int64_t>(std::min(lanes, useful), 1, threads));
-#pragma omp parallel for num_threads(used) if (used > 1)
-  for (int64_t lane = 0; lane < lanes; ++lane) {
+  parallel_for(lanes, used, [&](int64_t lane, int64_t) {
     const T* values = logits + lane * logits_stride;
     alignas(64) float chunk[kSampleChunk];
     float most = kMinusInfinity;
@@ -415,7 +412,7 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
       }
     }
     tokens[lane] = best;
-  }
+  });
 }
 
 template void sample_full(const SampleArgs<c10::BFloat16>&);

@@ -4,7 +4,6 @@
 // modules in `models/decoder.py`; how the work is shared out is explained in `cpu_stack.cpp`.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -60,15 +59,20 @@ struct StackStep {
   int threads;
 };
 
+class StackJob;
+
 // The stack of one model. Steps of one stack exclude each other.
 class Stack {
  public:
   Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
         const void* norm);
+  ~Stack();  // waits for late threads
 
+  // `keep` owns what the step points to. A late thread may read it after the call.
+  //
   // Raises IndexError, before anything is written, if a block to read is not of the arena.
   template <class T>
-  void run(const StackStep<T>& step);
+  void run(const StackStep<T>& step, std::shared_ptr<const void> keep);
 
   // Bytes that steps of up to so many tokens keep at most: activations, and what attention needs.
   int64_t workspace_bytes(int64_t tokens, int64_t element_bytes, int threads) const;
@@ -79,6 +83,7 @@ class Stack {
   int64_t positions() const;
 
  private:
+  friend class StackJob;
   template <class T>
   friend class StackThread;
 
@@ -89,16 +94,19 @@ class Stack {
   };
   Layout layout(int64_t tokens, int threads) const;
 
+  // Phases of a step, and units of its largest one that is no attention.
+  int64_t phases() const;
+  int64_t units(int64_t tokens) const;
+
+  StackJob& acquire_job(int64_t tokens);
+
   StackShape shape_;
   std::vector<StackLayer> layers_;
   std::vector<StackPlan> plan_keys_;
   const void* norm_;
   bool output_norms_;
   std::mutex busy_;
-  std::vector<AttentionPlan> plans_;
-  AttentionSpace attention_space_;  // of all plans
-  WorkSpace workspace_;
-  std::unique_ptr<std::atomic<int64_t>[]> taken_;  // units of each phase of each layer
+  std::vector<std::unique_ptr<StackJob>> jobs_;
 };
 
 }  // namespace stepgraph

@@ -19,8 +19,8 @@ namespace stepgraph {
 
 // A stack and the tensors that it points into.
 struct OwnedStack {
-  std::unique_ptr<Stack> stack;
   std::vector<at::Tensor> tensors;
+  std::unique_ptr<Stack> stack;  // goes first: it waits for threads that read the tensors
   at::ScalarType dtype;
   int64_t groups, ropes;  // at least so many are expected of a step
 };
@@ -144,7 +144,7 @@ inline int64_t stack_create(const at::Tensor& norm,
                   shape.heads % shape.kv_heads == 0 && shape.head_dim > 0 &&
                   shape.head_dim % 2 == 0,
               "stack_create: sizes ", sizes, " are not those of a decoder");
-  OwnedStack owned{nullptr, {}, norm.scalar_type(), 0, 0};
+  OwnedStack owned{{}, nullptr, norm.scalar_type(), 0, 0};
   StackReader reader(weights, owned.dtype);
   std::vector<StackLayer> layers;
   std::vector<StackPlan> plans;
@@ -240,6 +240,8 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
   }
   const at::Tensor inputs = x.contiguous();
   at::Tensor out = at::empty(x.sizes(), x.options());
+  const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
+      inputs, out, arena, positions, slots, block_tables, token_rows, cos, sin});
   const auto run = [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
@@ -248,7 +250,7 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
         slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
         block_tables.size(1), block_tables.size(2), token_rows.const_data_ptr<int64_t>(),
         cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), tokens, num_blocks, block_size,
-        threads()});
+        threads()}, keep);
   };
   if (owned->dtype == at::kBFloat16) run(at::BFloat16());
   else run(float());

@@ -228,7 +228,8 @@ class DecoderStack:
         self._close()
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Bound of the work space kept for steps of at most `tokens` tokens, by torch's threads.
+        """Bound of the work space kept for steps of at most `tokens` tokens, by as many
+        threads as `limit_threads` was given.
 
         Activations and attention's scratch. The parts of long rows, which steps of few tokens are
         split into, are not counted: the reserve of the memory plan has room for them.

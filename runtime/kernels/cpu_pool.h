@@ -1,0 +1,122 @@
+// The threads that all CPU operators of a process share.
+//
+// An operator runs a job on its calling thread and on as many pool threads as join it. Nothing waits
+// for a thread that has not joined, so an operator never depends on when the scheduler of the
+// operating system starts one. Pool threads sleep while there is no job.
+//
+// A thread that has joined may lose its core at any time. The caller does not wait for it either: a
+// job outlives the call that ran it, and is used again once every thread has left it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace stepgraph {
+
+// A hint to the processor that the thread waits for another one.
+inline void pause_thread() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Whether a job is in use, in memory that is never freed: a pool thread may look at it after the job
+// is gone.
+struct JobControl {
+  static constexpr uint32_t kBusy = 1 << 16;     // a call runs or prepares the job
+  static constexpr uint32_t kRetired = 1 << 17;  // the call is over, some threads have not left
+  std::atomic<uint32_t> state{0};                // flags, and the number of pool threads inside
+  std::atomic<int32_t> next_index{0};            // of the thread that joins next
+  class Job* job = nullptr;
+  int threads = 0;  // that may take part
+};
+
+// Work for several threads. One call uses it at a time.
+class Job {
+ public:
+  Job();
+  virtual ~Job();  // waits until every thread has left
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  // Takes the job for a call. False: a call or a late thread uses it.
+  bool try_acquire();
+  void acquire();  // waits for late threads
+
+  // Calls prepare() for an acquired job. If it throws, the job is given back.
+  template <class Prepare>
+  void prepare_or_release(Prepare prepare) {
+    try {
+      prepare();
+    } catch (...) {
+      control_->state.fetch_sub(JobControl::kBusy, std::memory_order_release);
+      throw;
+    }
+  }
+
+  // Runs an acquired job on this thread and at most `threads - 1` pool threads, and gives it back.
+  // With `wait` no thread is inside when it returns.
+  void run(int threads, bool wait);
+
+ protected:
+  // What each thread does, with an index of its own below `threads`. The work is complete when the
+  // caller, whose index is 0, returns. Other threads may return later, and must not write to memory
+  // of the caller's after that.
+  virtual void work(int64_t index) = 0;
+
+  // Drops what the job refers to. Called when the last thread has left.
+  virtual void clear() {}
+
+ private:
+  friend class Pool;
+  JobControl* control_;
+};
+
+// Jobs of one kind, for calls that may overlap.
+template <class J>
+class JobList {
+ public:
+  // A job that is acquired. It stays valid.
+  J& acquire() {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    for (const std::unique_ptr<J>& job : jobs_) {
+      if (job->try_acquire()) return *job;
+    }
+    jobs_.push_back(std::make_unique<J>());
+    jobs_.back()->acquire();
+    return *jobs_.back();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<J>> jobs_;
+};
+
+// Threads that an operator may use, the calling one included. 0 (as at first): as many as torch.
+void set_thread_limit(int threads);
+int thread_limit();
+
+// Pool threads that exist.
+int pool_threads();
+
+// Calls run(index, thread) for 0 <= index < count on up to `threads` threads, 0 <= thread < threads.
+using UnitFunction = void (*)(void* context, int64_t index, int64_t thread);
+void run_units(int64_t count, int threads, UnitFunction run, void* context);
+
+template <class Run>
+inline void parallel_for(int64_t count, int threads, Run run) {
+  if (threads <= 1 || count <= 1) {
+    for (int64_t i = 0; i < count; ++i) run(i, 0);
+    return;
+  }
+  run_units(count, threads, [](void* context, int64_t index, int64_t thread) {
+    (*static_cast<Run*>(context))(index, thread);
+  }, &run);
+}
+
+}  // namespace stepgraph

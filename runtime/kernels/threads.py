@@ -1,0 +1,115 @@
+"""How many threads the C++ operators of a process use, and how many it may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+__all__ = ["limit_threads", "pool_threads", "resolve_threads", "usable_cores"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+torch.library.define("stepgraph::set_thread_limit", "(int threads) -> ()")
+torch.library.define("stepgraph::pool_threads", "() -> int")
+
+_limit = 0
+
+
+def limit_threads(threads: int) -> None:
+    """Let operators use `threads` threads of the pool from now on, the calling one included.
+
+    The pool is one for the process: it has as many threads as any engine asked for, and an operator
+    leaves one of them out for every other thread that runs an operator at the same time.
+    """
+    global _limit
+    if threads != _limit:
+        torch.ops.stepgraph.set_thread_limit.default(threads)
+        _limit = threads
+
+
+def pool_threads() -> int:
+    """Return the number of pool threads that exist, without those that call operators."""
+    return int(torch.ops.stepgraph.pool_threads.default())
+
+
+def resolve_threads(threads: int | None) -> int:
+    """Return the number of threads that `EngineConfig.threads` stands for, at least 1."""
+    if threads is None:
+        return usable_cores()
+    return threads if threads > 0 else max(usable_cores() + threads, 1)
+
+
+def usable_cores() -> int:
+    """Return the physical cores that this process may use, at least 1.
+
+    Counted are cores of which a CPU is in the affinity mask; a cgroup's CPU quota, rounded down, is
+    the limit if it is lower (cgroup v2 `cpu.max`, v1 `cpu.cfs_quota_us`), and so is
+    `OMP_NUM_THREADS`.
+    """
+    cores = _affine_cores()
+    quota = _cgroup_quota()
+    if quota is not None:
+        cores = min(cores, math.floor(quota))
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        cores = min(cores, int(asked))
+    return max(cores, 1)
+
+
+def _affine_cores() -> int:
+    """Physical cores with a CPU in the affinity mask; where there is no such mask, all of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            package, core = (
+                Path(_TOPOLOGY.format(cpu, name)).read_text().strip()
+                for name in ("physical_package_id", "core_id")
+            )
+        except OSError:
+            package, core = "cpu", str(cpu)  # unknown: a core of its own
+        cores.add((package, core))
+    return len(cores)
+
+
+def _cgroup_quota() -> float | None:
+    """CPUs that the cgroup of this process, or one around it, is limited to; None without limit."""
+    quotas = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = _CGROUP if not controllers else _CGROUP / "cpu"
+        folder = root / place.lstrip("/")
+        # In a container the root of the hierarchy is often the container's own group.
+        for group in (folder, *folder.parents):
+            quota = _quota_of(group)
+            if quota is not None:
+                quotas.append(quota)
+            if group == root:
+                break
+    return min(quotas, default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        if quota in ("max", "-1"):
+            return None
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
