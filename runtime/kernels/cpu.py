@@ -50,6 +50,7 @@ _HEADERS = (
     "cpu_sampling.h",
     "cpu_sampling_ops.h",
     "cpu_checks.h",
+    "cpu_elementwise_ops.h",
     "cpu_embedding_ops.h",
     "cpu_linear.h",
     "cpu_phases.h",

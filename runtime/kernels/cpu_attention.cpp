@@ -189,15 +189,26 @@ class AttentionJob : public Job {
   std::shared_ptr<const void> keep_;
 };
 
+template <class T>
+JobList<AttentionJob<T>>& attention_jobs() {
+  static auto* jobs = new JobList<AttentionJob<T>>;
+  return *jobs;
+}
+
 }  // namespace
 
 template <class T>
 void paged_attention(const AttentionArgs<T>& args, const AttentionStep& step,
                      std::shared_ptr<const void> keep) {
-  static auto* jobs = new JobList<AttentionJob<T>>;
-  AttentionJob<T>& job = jobs->acquire();
+  AttentionJob<T>& job = attention_jobs<T>().acquire();
   job.prepare_or_release([&] { job.prepare(args, step, std::move(keep)); });
   job.run(job.threads(), false);
+}
+
+void sweep_attention_jobs() {
+  attention_jobs<c10::BFloat16>().sweep();
+  attention_jobs<c10::Half>().sweep();
+  attention_jobs<float>().sweep();
 }
 
 template void attend(const AttentionArgs<c10::BFloat16>&, AttentionPlan&, Phases&, int64_t, int64_t);

@@ -12,24 +12,12 @@
 
 namespace stepgraph {
 
-constexpr float kLog2E = 1.44269504088896341f;  // scores are kept in units of ln 2
-
-// softcap * tanh(s / softcap) in units of ln 2, in place. Cephes' tanhf: an odd polynomial of
-// degree 11 below 0.625, else 1 - 2 / (exp(2 |x|) + 1); absolute error below 2e-7 of tanh.
+// softcap * tanh(s / softcap) in units of ln 2, in place.
 __attribute__((noinline)) inline void cap_scores(float* scores, int64_t begin, int64_t end,
                                                  float softcap) {
   for (int64_t j = begin / 16 * 16; j < end; j += 16) {
     const F32x16 x = load<F32x16>(scores + j) / broadcast(softcap);
-    const F32x16 magnitude = x < 0.0f ? -x : x, square = x * x;
-    F32x16 p = square * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    p = p * square * x + x;
-    const F32x16 e = exp2_nonpositive(magnitude * (-2.0f * kLog2E));
-    const F32x16 far = 1.0f - 2.0f * e / (e + 1.0f);
-    const F32x16 tanh = magnitude < 0.625f ? p : (x < 0.0f ? -far : far);
-    store(scores + j, tanh * (softcap * kLog2E));
+    store(scores + j, tanh_of(x) * (softcap * kLog2E));
   }
 }
 

@@ -1,5 +1,5 @@
-// Exponential functions of sixteen numbers at a time, of what is not positive: to the base e for
-// activations and sampling, to the base 2 for attention.
+// Exponential functions of sixteen numbers at a time: to the base e for activations and sampling, to
+// the base 2 for attention, and the hyperbolic tangent of soft caps.
 #pragma once
 
 #include "cpu_vec.h"
@@ -48,6 +48,22 @@ inline F32x16 exp2_nonpositive(F32x16 x) {
   const F32x16 p = polynomial(clamped - (shifted - 12582912.0f));
   return underflow ? F32x16{} : p * bits<F32x16>(exponent);
 #endif
+}
+
+constexpr float kLog2E = 1.44269504088896341f;  // attention keeps its scores in units of ln 2
+
+// Cephes' tanhf: an odd polynomial of degree 11 below 0.625, else 1 - 2 / (exp(2 |x|) + 1); absolute
+// error below 2e-7. NaN stays NaN.
+inline F32x16 tanh_of(F32x16 x) {
+  const F32x16 magnitude = x < 0.0f ? -x : x, square = x * x;
+  F32x16 p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  p = p * square * x + x;
+  const F32x16 e = exp2_nonpositive(magnitude * (-2.0f * kLog2E));
+  const F32x16 far = 1.0f - 2.0f * e / (e + 1.0f);
+  return magnitude < 0.625f ? p : (x < 0.0f ? -far : far);
 }
 
 }  // namespace stepgraph

@@ -105,19 +105,29 @@ class LinearJob : public Job {
   Phases phases_;
 };
 
+template <class T>
+JobList<LinearJob<T>>& linear_jobs() {
+  static auto* jobs = new JobList<LinearJob<T>>;
+  return *jobs;
+}
+
 }  // namespace
 
 template <class T>
 void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) {
-  static auto* jobs = new JobList<LinearJob<T>>;
   const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
   const int64_t bytes = args.weights.blocks() * block_bytes<T>(args.weights);
   const int64_t units = args.weights.blocks() * row_groups(args.rows);
   const int64_t useful = std::min(bytes * tiles / kBytesPerThread, units);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
-  LinearJob<T>& job = jobs->acquire();
+  LinearJob<T>& job = linear_jobs<T>().acquire();
   job.prepare(args, std::move(keep), threads);
   job.run(threads, false);
+}
+
+void sweep_linear_jobs() {
+  linear_jobs<c10::BFloat16>().sweep();
+  linear_jobs<float>().sweep();
 }
 
 template const TileSet& tile_set<c10::BFloat16>(WeightKind);

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "cpu_checks.h"
+#include "cpu_elementwise_ops.h"
 #include "cpu_embedding_ops.h"
 #include "cpu_kernels.h"
 #include "cpu_sampling_ops.h"
@@ -22,7 +23,7 @@ namespace {
 template <class T>
 void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
                 const at::Tensor* bias, at::Tensor& out) {
-  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{x, packed, out});
+  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{x, packed});
   for (const at::Tensor* tensor : {scales, bias}) {
     if (tensor != nullptr) keep->push_back(*tensor);
   }
@@ -133,7 +134,7 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
       positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
       value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()};
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
-      queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions, out});
+      queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions});
   const auto run = [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),

@@ -144,22 +144,10 @@ class Pool {
   }
 
   static void leave(JobControl* control) {
-    const uint32_t left = control->state.fetch_sub(1, std::memory_order_acq_rel) - 1;
-    if (left == JobControl::kRetired) drop(control);
+    control->state.fetch_sub(1, std::memory_order_release);
   }
 
  public:
-  // Ends a job that no thread is inside of, unless another thread does.
-  static void drop(JobControl* control) {
-    uint32_t retired = JobControl::kRetired;
-    if (!control->state.compare_exchange_strong(retired, JobControl::kBusy,
-                                                std::memory_order_acq_rel)) {
-      return;
-    }
-    control->job->clear();
-    control->state.fetch_sub(JobControl::kBusy, std::memory_order_release);
-  }
-
   static JobControl* new_control() {
     const std::lock_guard<std::mutex> alone(controls_mutex());
     std::vector<JobControl*>& spare = spare_controls();
@@ -196,18 +184,35 @@ Job::Job() : control_(Pool::new_control()) { control_->job = this; }
 Job::~Job() {
   acquire();
   control_->job = nullptr;
-  control_->state.fetch_sub(JobControl::kBusy, std::memory_order_release);
+  give_back();
   Pool::keep_control(control_);
 }
 
 bool Job::try_acquire() {
   uint32_t free = 0;
   return control_->state.compare_exchange_strong(free, JobControl::kBusy,
-                                                 std::memory_order_acq_rel);
+                                                 std::memory_order_acq_rel) ||
+         try_clear();
 }
 
 void Job::acquire() {
   wait_until([this] { return try_acquire(); });
+}
+
+bool Job::try_clear() {
+  uint32_t retired = JobControl::kRetired;
+  if (!control_->state.compare_exchange_strong(retired, JobControl::kBusy,
+                                               std::memory_order_acq_rel)) {
+    return false;
+  }
+  clear();
+  return true;
+}
+
+void Job::give_back() { control_->state.fetch_sub(JobControl::kBusy, std::memory_order_release); }
+
+void Job::sweep() {
+  if (try_clear()) give_back();
 }
 
 void Job::run(int threads, bool wait) {
@@ -222,9 +227,7 @@ void Job::run(int threads, bool wait) {
   }
   constexpr uint32_t kChange = JobControl::kRetired - JobControl::kBusy;
   control_->state.fetch_add(kChange, std::memory_order_acq_rel);
-  if (control_->state.load(std::memory_order_acquire) == JobControl::kRetired) {
-    Pool::drop(control_);
-  }
+  sweep();
 }
 
 namespace {

@@ -48,13 +48,16 @@ class Job {
   bool try_acquire();
   void acquire();  // waits for late threads
 
+  // Drops what an unused job still refers to.
+  void sweep();
+
   // Calls prepare() for an acquired job. If it throws, the job is given back.
   template <class Prepare>
   void prepare_or_release(Prepare prepare) {
     try {
       prepare();
     } catch (...) {
-      control_->state.fetch_sub(JobControl::kBusy, std::memory_order_release);
+      give_back();
       throw;
     }
   }
@@ -69,11 +72,17 @@ class Job {
   // of the caller's after that.
   virtual void work(int64_t index) = 0;
 
-  // Drops what the job refers to. Called when the last thread has left.
+  // Drops what the job refers to. Called by threads that call operators, after the last pool thread
+  // has left: a pool thread must not free tensors, which may need Python's lock.
   virtual void clear() {}
 
  private:
   friend class Pool;
+
+  // Takes a job whose last thread has left, and clears it.
+  bool try_clear();
+  void give_back();
+
   JobControl* control_;
 };
 
@@ -90,6 +99,12 @@ class JobList {
     jobs_.push_back(std::make_unique<J>());
     jobs_.back()->acquire();
     return *jobs_.back();
+  }
+
+  // Drops what unused jobs still refer to.
+  void sweep() {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    for (const std::unique_ptr<J>& job : jobs_) job->sweep();
   }
 
  private:

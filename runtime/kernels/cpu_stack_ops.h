@@ -191,7 +191,11 @@ inline int64_t stack_create(const at::Tensor& norm,
   return Stacks::instance().add(std::move(owned));
 }
 
-inline void stack_destroy(int64_t handle) { Stacks::instance().remove(handle); }
+inline void stack_destroy(int64_t handle) {
+  Stacks::instance().remove(handle);
+  sweep_linear_jobs();
+  sweep_attention_jobs();
+}
 
 inline int64_t stack_workspace(int64_t handle, int64_t tokens) {
   const std::shared_ptr<OwnedStack> owned = Stacks::instance().find(handle);
@@ -241,7 +245,7 @@ inline at::Tensor decoder_stack_cpu(const at::Tensor& x, at::Tensor& arena,
   const at::Tensor inputs = x.contiguous();
   at::Tensor out = at::empty(x.sizes(), x.options());
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
-      inputs, out, arena, positions, slots, block_tables, token_rows, cos, sin});
+      inputs, arena, positions, slots, block_tables, token_rows, cos, sin});
   const auto run = [&]<class T>(T) {
     owned->stack->run(StackStep<T>{
         inputs.const_data_ptr<T>(), out.mutable_data_ptr<T>(),

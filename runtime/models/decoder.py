@@ -32,6 +32,12 @@ from ..kernels import (
     StackLinear,
     StackShape,
 )
+from ..kernels.elementwise import (
+    cap_logits,
+    reference_cap_logits,
+    reference_rotations,
+    rotations,
+)
 from ..naming import operation
 from .attention import Attention, LatentAttention, Place
 from .config import ModelConfig
@@ -294,6 +300,10 @@ class Decoder(nn.Module):
             return self.weight_bytes
         return self.weight_bytes - sum(p.nbytes for p in self.embed_tokens.parameters())
 
+    @property
+    def _runs_natively_on_cpu(self) -> bool:
+        return self.stack is not None and self.device.type == "cpu"
+
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
         x_TD = self.embed_tokens.rows(token_ids_T)
@@ -310,10 +320,10 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
         with operation("rotations"):
-            angles_KTE = inputs.positions[:, None].float() * self.inverse_frequencies[:, None]
-            rotations_KTE = [angles_KTE.cos(), angles_KTE.sin()]
+            rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
+            rotations_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
             if self.amplitudes is not None:
-                rotations_KTE = [x_KTE * self.amplitudes for x_KTE in rotations_KTE]
+                rotations_KTE = (x_KTE * self.amplitudes for x_KTE in rotations_KTE)
             cos_KTE, sin_KTE = rotations_KTE
         if self.stack is not None:
             with operation("layers"):
@@ -332,7 +342,8 @@ class Decoder(nn.Module):
             cap = self.config.final_logit_softcapping
             if cap is None:
                 return logits
-            return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
+            capped = cap_logits if self._runs_natively_on_cpu else reference_cap_logits
+            return capped(logits, cap)
 
 
 def attention_specs(
