@@ -256,12 +256,17 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
 @pytest.fixture(scope="session", autouse=True)
 def quiet_and_single_threaded() -> Iterator[None]:
     """Tiny tensors lose time in every thread beyond the first, and more on a busy machine."""
-    threads = torch.get_num_threads()
+    threads, asked = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # which engines respect
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     yield
     torch.set_num_threads(threads)
+    if asked is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        os.environ["OMP_NUM_THREADS"] = asked
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .attention_cases import Attention, Case, check, make_case, poisoned_arena
+from .thread_rig import kernel_threads
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -150,15 +151,11 @@ def test_a_token_does_not_see_its_batch(
     shuffled = torch.randperm(111, generator=torch.Generator().manual_seed(1)).tolist()
     assert torch.equal(written.select(shuffled).run(kernels.paged_attention)[0], out[shuffled])
     wider = case.run(kernels.paged_attention, case.block_tables.shape[1])[0]
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with kernel_threads(count):
             assert torch.equal(case.run(kernels.paged_attention)[0], out)
             alone = written.select([110]).run(kernels.paged_attention)[0]
             assert torch.equal(alone[0], out[110])
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(wider, out)
 
 
@@ -190,16 +187,12 @@ def test_chunks_that_go_to_threads_only_where_memory_allows(storage: str) -> Non
         new,
         layer=0,
     )
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)  # never split
+    with kernel_threads(1):  # never split
         out, written = case.run(kernels.paged_attention)
-        torch.set_num_threads(8)  # fewer tiles than 32 are
+    with kernel_threads(8):  # fewer tiles than 32 are
         assert torch.equal(case.run(kernels.paged_attention)[0], out)
         some = replace(case, arena=written).select(list(range(24)))
         assert torch.equal(some.run(kernels.paged_attention)[0], out[:24])
-    finally:
-        torch.set_num_threads(threads)
 
 
 DTYPES_AND_STORAGES = [

@@ -7,6 +7,8 @@ from stepgraph.runtime import kernels
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from .thread_rig import kernel_threads
+
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -89,15 +91,11 @@ def test_a_row_does_not_see_its_batch(n: int, k: int, dtype: torch.dtype) -> Non
     poisoned = x.clone()
     poisoned[1:] = torch.nan
     assert torch.equal(kernels.packed_linear(poisoned, packed, bias, n)[0], out[0])
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with kernel_threads(count):
             for t in (1, 2, 5, 12, 13, 31, 96, 97):
                 part = kernels.packed_linear(x[150 - t :], packed, bias, n)
                 assert torch.equal(part, out[150 - t :])
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +18,8 @@ from stepgraph.runtime.loading import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .thread_rig import kernel_threads
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -147,16 +148,6 @@ class Rig:
         return out, arena
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def assert_agrees(rig: Rig, inputs: AttentionInputs, x_TD: torch.Tensor) -> None:
     expected, expected_arena = rig.step(inputs, x_TD, stacked=False)
     out, arena = rig.step(inputs, x_TD)
@@ -274,12 +265,12 @@ def test_a_row_sees_neither_batch_nor_threads(dtype: torch.dtype, fields: dict[s
     expected, expected_arena = rig.step(inputs, x_TD)
     assert_agrees(rig, inputs, x_TD)
     for count in (1, 2, 3):
-        with threads(count):
+        with kernel_threads(count):
             out, arena = rig.step(inputs, x_TD)
             assert torch.equal(out, expected)
             assert torch.equal(arena, expected_arena)
     # The last row's only token alone, and then as one of two.
-    with threads(2):
+    with kernel_threads(2):
         alone = rig.inputs([CHUNKS["T=130"][2]])
         assert torch.equal(rig.step(alone, x_TD[129:])[0], expected[129:])
         pair = rig.inputs([(0, 20, 20), CHUNKS["T=130"][2]])
@@ -337,9 +328,9 @@ def test_layers_that_do_not_fit_together_are_refused(
 def test_work_space_grows_with_tokens_and_threads() -> None:
     stack = wide(torch.bfloat16).decoder.stack
     assert stack is not None
-    with threads(1):
+    with kernel_threads(1):
         few, many = stack.workspace_bytes(1), stack.workspace_bytes(130)
-    with threads(2):
+    with kernel_threads(2):
         assert stack.workspace_bytes(130) > many
     assert 0 < few < many
 

@@ -12,6 +12,8 @@ from stepgraph.runtime.models import modules
 from stepgraph.runtime.models.modules import Projection
 from torch import Tensor
 
+from .thread_rig import kernel_threads
+
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -237,15 +239,11 @@ def test_a_row_does_not_see_its_batch(n: int, k: int, dtype: torch.dtype) -> Non
     after = kernels.packed_linear(poisoned, packed, bias, n, scales)
     assert torch.equal(after[0], out[0])
     assert after[1:].isnan().all()
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with kernel_threads(count):
             for t in (1, 2, 5, 12, 13, 31, 96, 97):
                 part = kernels.packed_linear(x[150 - t :], packed, bias, n, scales)
                 assert torch.equal(part, out[150 - t :])
-    finally:
-        torch.set_num_threads(threads)
 
 
 @needs_compiler

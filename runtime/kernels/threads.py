@@ -12,6 +12,7 @@ import torch
 __all__ = ["limit_threads", "pool_threads", "resolve_threads", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 torch.library.define("stepgraph::set_thread_limit", "(int threads) -> ()")
@@ -82,7 +83,7 @@ def _cgroup_quota() -> float | None:
     """CPUs that the cgroup of this process, or one around it, is limited to; None without limit."""
     quotas = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _GROUPS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:

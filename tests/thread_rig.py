@@ -1,0 +1,59 @@
+"""Pool threads for tests: how many operators use, and threads that hardly ever have a core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stepgraph.runtime.kernels import limit_threads
+
+
+@contextmanager
+def kernel_threads(count: int) -> Iterator[None]:
+    """Operators use `count` threads in the block, and one afterwards."""
+    limit_threads(count)
+    try:
+        yield
+    finally:
+        limit_threads(1)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _tasks() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+@contextmanager
+def starved(threads: set[int]) -> Iterator[None]:
+    """The threads get about a hundredth of a core, in short spells: they stop wherever they are."""
+    cpu = min(os.sched_getaffinity(0))
+    busy = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    busy.start()
+    assert busy.pid is not None
+    before = {thread: os.sched_getaffinity(thread) for thread in threads}
+    try:
+        os.sched_setaffinity(busy.pid, {cpu})
+        for thread in threads:
+            os.sched_setaffinity(thread, {cpu})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        yield
+    finally:
+        for thread, affinity in before.items():
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setaffinity(thread, affinity)
+        busy.kill()
+        busy.join()
+
+
+@contextmanager
+def new_threads() -> Iterator[set[int]]:
+    """Yields a set that holds, after the block, the threads that were started in it."""
+    before, started = _tasks(), set[int]()
+    yield started
+    started |= _tasks() - before
