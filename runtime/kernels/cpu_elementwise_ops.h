@@ -18,7 +18,8 @@ std::tuple<at::Tensor, at::Tensor> rotations_cpu(const at::Tensor& positions,
                                                  const at::Tensor& frequencies) {
   TORCH_CHECK(positions.scalar_type() == at::kLong && positions.dim() == 1 &&
                   positions.is_contiguous(),
-              "rotations: positions are a contiguous int64 [tokens], got ", positions.sizes());
+              "rotations: positions are a contiguous int64 [tokens], got ", positions.sizes(),
+              " of ", positions.scalar_type());
   TORCH_CHECK(frequencies.scalar_type() == at::kFloat && frequencies.dim() == 2 &&
                   frequencies.is_contiguous(),
               "rotations: frequencies are a contiguous float32 [kinds, pairs], got ",
