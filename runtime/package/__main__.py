@@ -1,0 +1,78 @@
+"""The command `stepgraph`; `python -m stepgraph` is the same. Only its subcommands load torch."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+from .profiling.command_line import INTERRUPTED, CommandParser
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        arguments: the subcommand and its arguments; None: those of the process.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    flags = list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))
+    rest = len(flags) + 1
+    command = _parser().parse_args(arguments[:rest]).command
+    try:
+        return COMMANDS[command](arguments[rest:])
+    except KeyboardInterrupt:
+        print(f"stepgraph {command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """measure decode steps, or run another scenario"""
+    from .runtime.benchmarks import cli
+
+    return cli.main(arguments)
+
+
+def _explain(arguments: Sequence[str]) -> int:
+    """predict the memory or the decode step of a model without loading it"""
+    from .runtime.benchmarks import explain
+
+    return explain.main(arguments)
+
+
+def _report(arguments: Sequence[str]) -> int:
+    """report where the time of each step went, from a profile by nsys"""
+    from .profiling.report import __main__ as report
+
+    return report.main(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "bench": _bench,
+    "explain": _explain,
+    "report": _report,
+}
+
+
+def _parser() -> CommandParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {run.__doc__}" for name, run in COMMANDS.items()]
+    parser = CommandParser(
+        prog="stepgraph",
+        usage="stepgraph [--help] [--version] COMMAND ...",
+        description="\n".join(["Low-latency decoding in PyTorch.", "", "commands:", *lines]),
+        epilog="stepgraph COMMAND --help lists the flags of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"stepgraph {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
