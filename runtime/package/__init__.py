@@ -10,9 +10,6 @@ for the first time. `import stepgraph` itself loads neither.
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .runtime import *
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -39,16 +36,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from the runtime."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import runtime
-
-    value = globals()[name] = getattr(runtime, name)
-    return value
-
-
 def __dir__() -> list[str]:
     """Return the public names with the module's own."""
     return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from .runtime import *
+else:  # a visible __getattr__ would let type checkers accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name from the runtime."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import runtime
+
+        value = globals()[name] = getattr(runtime, name)
+        return value
