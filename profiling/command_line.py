@@ -11,6 +11,10 @@ INTERRUPTED = 130
 """Exit status after SIGINT: 128 + 2, as in a shell."""
 
 
+MAX_MESSAGE = 400
+"""Characters of a usage error, which may quote arguments of any length."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` without abbreviated flags, whose usage errors are one line, exit 2."""
 
@@ -19,4 +23,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message without the usage, which `--help` prints; exit with 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+        line = " ".join(message.split())
+        if len(line) > MAX_MESSAGE:
+            line = f"{line[:MAX_MESSAGE]} ..."
+        self.exit(2, f"{self.prog}: error: {line}\n")

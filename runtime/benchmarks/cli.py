@@ -25,9 +25,9 @@ from .document import new_document, write_json
 from .explain import run_explain_memory, run_explain_step
 from .host import HostCost, measure_host
 from .options import parse_arguments
-from .outputs import print_text
+from .outputs import print_error, print_text
 from .profile import ProfileRun, run_nsys
-from .program import REPORTED_ERRORS, print_error, program_name, to_run_again
+from .program import REPORTED_ERRORS, program_name, to_run_again
 from .run_scenarios import ScenarioRun
 from .run_steady import SteadyRun
 from .tables import markdown_table, remarks, rich_table

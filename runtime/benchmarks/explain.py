@@ -16,8 +16,8 @@ from ..memory_report import explain_memory
 from ..step_report import explain_step
 from .flag_types import gigabytes_per_second, memory_size, positive_integer
 from .model_flags import add_engine_flags, add_model_flags
-from .outputs import print_text
-from .program import REPORTED_ERRORS, print_error
+from .outputs import print_error, print_text
+from .program import REPORTED_ERRORS
 
 __all__ = ["main", "run_explain_memory", "run_explain_step"]
 
@@ -115,7 +115,7 @@ def run_explain_memory(options: argparse.Namespace, program: str) -> int:
         try:
             text = explain_memory(model, config, options.device_memory)
         except REPORTED_ERRORS as error:
-            print_error(f"{model}: {error}", program)
+            print_error(error, model, program=program)
             status = 1
         else:
             print_text(separator + text)
@@ -134,13 +134,13 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
         try:
             device = resolve_device(options.device)
         except REPORTED_ERRORS as error:
-            print_error(error, program)
+            print_error(error, program=program)
             return 1
         if device.type != "cuda":
             print_error(
                 f"the steps are those of a GPU, and the device is {str(device)!r}: give the"
                 " GPU's --bandwidth-gb-s",
-                program,
+                program=program,
             )
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
@@ -158,7 +158,7 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
         try:
             text = explain_step(model, config, rows=rows, context=context, bandwidth=reads)
         except REPORTED_ERRORS as error:
-            print_error(f"{model}: {error}", program)
+            print_error(error, model, program=program)
             status = 1
         else:
             print_text(separator + text)

@@ -25,8 +25,9 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..step_report import decode_operation_costs
 from .document import modes_of, ways_of
+from .outputs import print_error
 from .profile_options import StepRange, kernels_path, trace_path
-from .program import print_error, program_name
+from .program import program_name
 from .run_steady import SteadyRun
 from .steady import BenchmarkCase, CaseRun
 

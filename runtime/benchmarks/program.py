@@ -12,7 +12,7 @@ from ...profiling.trace import TraceError
 from ...profiling.whole_files import WriteError
 from ..errors import MemoryBudgetError, StepgraphError, StepPreparationError
 
-__all__ = ["REPORTED_ERRORS", "print_error", "program_name", "shown_command_line", "to_run_again"]
+__all__ = ["REPORTED_ERRORS", "program_name", "shown_command_line", "to_run_again"]
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
@@ -37,11 +37,6 @@ def shown_command_line() -> list[str]:
 def to_run_again() -> list[str]:
     """Return the arguments that make `sys.executable` run this command line again."""
     return sys.argv if _is_script() else ["-m", "stepgraph", *sys.argv[1:]]
-
-
-def print_error(message: object, program: str | None = None) -> None:
-    """Print an error on stderr, with the name of the program (None: that of the benchmark)."""
-    print(f"{program or program_name()}: error: {message}", file=sys.stderr)
 
 
 def _is_script() -> bool:

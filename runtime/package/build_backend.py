@@ -29,7 +29,7 @@ def build_editable(
     metadata_directory: str | None = None,
 ) -> str:
     """Build the wheel of an editable install (PEP 660); return its file name."""
-    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     try:
         links = link_packages(Path.cwd())
     except OSError as error:
