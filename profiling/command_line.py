@@ -16,7 +16,10 @@ MAX_MESSAGE = 400
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` without abbreviated flags, whose usage errors are one line, exit 2."""
+    """An `ArgumentParser` whose usage errors are one line, and which takes no abbreviated flags.
+
+    An abbreviation means something else once there is another flag.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})

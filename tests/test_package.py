@@ -67,6 +67,19 @@ def test_a_usage_error_is_one_line(
     assert capsys.readouterr() == ("", f"{line}\n")
 
 
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_has_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stepgraph"])
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: stepgraph {name} ")
+    assert err == ""
+
+
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["benhc"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from .compared import COMPARED
 from .flag_types import (
@@ -59,12 +60,11 @@ def parse_arguments(
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name(),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
-        allow_abbrev=False,  # an abbreviation means something else once there is another flag
     )
     add_model_flags(parser)
     add_engine_flags(

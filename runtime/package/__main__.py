@@ -24,44 +24,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))
     rest = len(flags) + 1
     command = _parser().parse_args(arguments[:rest]).command
+    _, run = COMMANDS[command]
     try:
-        return COMMANDS[command](arguments[rest:])
+        return run(arguments[rest:])
     except KeyboardInterrupt:
         print(f"stepgraph {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    """measure decode steps, or run another scenario"""
     from .runtime.benchmarks import cli
 
     return cli.main(arguments)
 
 
 def _explain(arguments: Sequence[str]) -> int:
-    """predict the memory or the decode step of a model without loading it"""
     from .runtime.benchmarks import explain
 
     return explain.main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int:
-    """report where the time of each step went, from a profile by nsys"""
     from .profiling.report import __main__ as report
 
     return report.main(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "bench": _bench,
-    "explain": _explain,
-    "report": _report,
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "bench": ("measure decode steps, or run another scenario", _bench),
+    "explain": ("predict the memory or the decode step of a model without loading it", _explain),
+    "report": ("report where the time of each step went, from a profile by nsys", _report),
 }
+"""Name → description and main function; the functions import what they run."""
 
 
 def _parser() -> CommandParser:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {run.__doc__}" for name, run in COMMANDS.items()]
+    lines = [f"  {name:{width}}  {description}" for name, (description, _) in COMMANDS.items()]
     parser = CommandParser(
         prog="stepgraph",
         usage="stepgraph [--help] [--version] COMMAND ...",
