@@ -2,7 +2,7 @@
 
 nsys (NVIDIA Nsight Systems) starts the program, and collects only while the program says so: an
 engine loads weights, warms up and captures its steps outside the window, and the profile holds
-nothing but steps. What is collected is read by `python -m stepgraph.profiling.report`.
+nothing but steps. What is collected is read by `stepgraph report`.
 """
 
 import contextlib

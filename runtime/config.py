@@ -55,94 +55,108 @@ def max_prefill_rows(max_rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How an engine runs. Every field has a default that serves; None means "chosen for you".
+    """How an engine runs. Every field has a default; None means that the engine chooses.
 
-    Raises `ConfigError` on construction for values that no model and no device can make right.
+    Attributes:
+        device: `cpu`, `cuda`, `cuda:1` and so on; `auto` takes CUDA where there is a device.
+        dtype: of weights and activations: `float32`, `bfloat16`, `float16`; `auto` keeps the dtype
+            of the checkpoint.
+        weight_dtype: of the weights of linear layers and embeddings: `int8`, with a scale for each
+            output channel; `fp8` (e4m3), with a scale for every 128 inputs of a channel; `auto` is
+            `dtype`.
+        kv_dtype: of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head; `auto`
+            is `dtype`.
+        kernels: the implementation of a step's operations. `native`: the C++ operators on a CPU,
+            the Triton kernels on CUDA; the start fails where one is missing or fails its check.
+            `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
+            `torch` for operations without a native kernel or whose kernel fails its check; `torch`
+            with `mode="eager"`. See docs/kernels.md.
+        mode: `eager`: steps run without preparation. `compile`: steps are prepared at start, and
+            those without native kernels are compiled whole by `torch.compile`. `graph`: the same,
+            captured as CUDA graphs. `auto`: the fastest that the device has.
+        compile: whether `torch.compile` compiles steps before they are captured, with
+            `mode="graph"` and without native layers.
+        dependent_launch: whether Triton kernels may begin while their predecessors still run
+            (programmatic dependent launch, compute capability 9.0). The self-test at start switches
+            it off where it changes a result.
+        threads: threads that run the native operators on a CPU, the calling one included, 1 to
+            1024. None: one for each physical core that the process may use, by its affinity mask,
+            the CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one less, which leaves a core to
+            the rest of a service; -2: two less, and so on to -1024. Engines of one process share
+            their threads. PyTorch's own operations use `torch.get_num_threads()` threads.
+        block_size: tokens of a cache block, 1 to 1024.
+        num_blocks: blocks of the cache, the null block included, 2 to 2^40. Together with
+            `memory_fraction` or `memory_bytes` the batch tokens are what the budget leaves.
+        memory_fraction: share of the free memory that the engine may use, above 0 to 1. Where no
+            budget is given it is 0.9 on CUDA and 0.5 on a CPU. The cache takes no more of it than
+            `max_rows` requests of `max_model_len` tokens can use; `num_blocks`, `memory_tokens` or
+            `memory_bytes` keep more as prefix cache.
+        memory_bytes: bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is.
+            1 to 2^60.
+        memory_tokens: tokens of context that the cache must hold, 1 to 2^50.
+        max_batch_tokens: most tokens of one step, decoding rows and prefill chunk together, 2 to
+            2^20; more than `max_rows`.
+        max_rows: most requests that decode together, 1 to 4096.
+        prefix_cache: whether requests with a common beginning share its cache blocks.
+        host_cache_bytes: bytes of host memory (pinned for CUDA) that requests are swapped to when
+            blocks run out, 0 to 2^60; 0 is off.
+        preemption: of a request when blocks run out: `swap` it to the host cache, `recompute` it
+            later, or `auto`: whichever takes less time by the measured speed of copies and prefill.
+        max_model_len: most tokens of one sequence, prompt and output, 1 to 2^40; None is what model
+            and cache allow.
+        prefill_chunk: most prompt tokens of one step, 1 to 2^20: bounds how long a prefill delays a
+            decode step.
+        max_itl_ms: milliseconds that a decode step may take with prefill in it, above 0: chunks are
+            as large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed
+            at start for it. Progress goes first: the smallest prefill step runs even if it does not
+            fit. None: chunks are as large as `prefill_chunk` allows.
+        steps_per_launch: decode steps of one launch, 1 to 64: their tokens arrive together, and the
+            host works once for all of them. More tokens per second where the host limits decoding,
+            as with small models, and offline. A new request waits for the whole launch, and tokens
+            computed after the end of a row are discarded. See `Scheduler` for when it applies.
+        freeze_gc: whether Python's garbage collector ignores every object that exists once the
+            engine is ready (`gc.freeze`), process-wide and permanently. See docs/benchmarking.md.
+        buckets: numbers of rows to prepare decode steps for, each 1 to `max_rows`; `max_rows` is
+            always one of them. None: chosen from `max_rows`.
+        prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill
+            step then reads a buffer of `prefill_chunk` embeddings.
+        encoder_cache_bytes: bytes of host memory, outside of the memory plan, for what
+            `Engine.encode` got from encoders, 0 to 2^60; 0 keeps nothing.
+        seed: seeds requests without a seed of their own, and the weights of presets, 0 to 2^63 - 1.
+
+    Raises:
+        ConfigError: a value that no model and no device can support; it names field, value and
+            range.
     """
 
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1` …; `auto` takes CUDA where there is a device."""
     dtype: str = "auto"
-    """Of weights and activations: `float32`, `bfloat16`, `float16`; `auto`: as stored."""
     weight_dtype: str = "auto"
-    """Of the weights of linear layers and embeddings: `int8`, a scale for each output channel;
-    `fp8` (e4m3), a scale for every 128 inputs of a channel; `auto`: as `dtype`."""
     kv_dtype: str = "auto"
-    """Of the cache: `int8` or `fp8` (e4m3), a scale for each token and head; `auto`: as `dtype`."""
     kernels: str = "auto"
-    """What runs the operations of a step. `native`: the C++ operators on a CPU, the Triton kernels
-    on CUDA; raises where one is missing or fails its check at start. `torch`: plain PyTorch around
-    the paged attention operation. `auto`: `native`, and `torch` for operations without a native
-    kernel or whose kernel fails its check; `torch` with `mode="eager"`. See docs/kernels.md."""
     mode: str = "auto"
-    """`eager`: steps run as they are. `compile`: steps are prepared at start, and those without
-    native kernels are compiled whole by `torch.compile`. `graph`: the same, captured as CUDA
-    graphs. `auto`: the fastest that the device has."""
     compile: bool = True
-    """With `mode="graph"` and without native layers: whether steps are compiled by `torch.compile`
-    before they are captured."""
     dependent_launch: bool = True
-    """Whether Triton kernels may begin while their predecessors still run (programmatic dependent
-    launch, compute capability 9.0). It is switched off where the self-test at start finds that it
-    changes a result."""
     threads: int | None = None
-    """Threads that run the native operators on a CPU, the calling one included. None: a thread for
-    each physical core that the process may use, by its affinity mask, its cgroup's CPU quota and
-    `OMP_NUM_THREADS`. -1: one core less, which a service can keep for everything else; -2: two
-    less, and so on. Engines of one process share a pool of threads. Operations of PyTorch itself
-    use `torch.get_num_threads()` threads."""
     block_size: int = 16
-    """Tokens a block holds."""
     num_blocks: int | None = None
-    """Blocks of the cache, the null block included. Beside one of the `memory_*` fields the batch
-    tokens are what the budget leaves."""
     memory_fraction: float | None = None
-    """Share of the free memory that the engine may use: 0.9 on CUDA and 0.5 on a CPU where no
-    budget is given. The cache takes no more of it than `max_rows` requests of `max_model_len`
-    tokens can use; `num_blocks`, `memory_tokens` or `memory_bytes` keep more as prefix cache."""
     memory_bytes: int | None = None
-    """Bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is."""
     memory_tokens: int | None = None
-    """Tokens of context that the cache must hold."""
     max_batch_tokens: int | None = None
-    """Tokens of one step at most, decoding rows and prefill chunk together."""
     max_rows: int = 16
-    """Requests that decode together at most."""
     prefix_cache: bool = True
-    """Whether requests that begin alike share what is in the cache of their beginning."""
     host_cache_bytes: int = 0
-    """Host memory (pinned for CUDA) that requests are swapped to when blocks run out; 0: none."""
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    """When blocks run out: `swap` a request to the host cache, `recompute` it later, or (`auto`)
-    what takes less time by the measured speed of copies and of prefill."""
     max_model_len: int | None = None
-    """Tokens of one sequence at most, prompt and output; None: what model and cache allow."""
     prefill_chunk: int = 512
-    """Prompt tokens of one step at most: bounds how long a prefill can delay a decode step."""
     max_itl_ms: float | None = None
-    """Milliseconds between two tokens that prefill may stretch a decode step to: chunks are as
-    large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed at start for
-    it. Progress goes first: the smallest prefill step runs even if it does not fit. None: every
-    chunk is as large as `prefill_chunk` allows."""
     steps_per_launch: int = 1
-    """Decode steps that one launch runs one after the other, where nothing stands against it (see
-    `Scheduler`): the host works once for so many tokens of each row, which arrive together. More
-    tokens per second where the host is what decoding waits for, as with small models, and offline:
-    a token, and whoever comes meanwhile, waits for the whole launch, and what a launch computes of
-    a row behind its end is lost."""
     freeze_gc: bool = False
-    """Whether Python's collector leaves alone whatever exists once the engine is ready
-    (`gc.freeze`), for the whole process and for good: see `docs/benchmarking.md`."""
     buckets: tuple[int, ...] | None = None
-    """Numbers of rows to prepare decode steps for; `max_rows` is always one of them."""
     prompt_embeds: bool = False
-    """Whether prompts may have embeddings in the place of tokens; every prefill step then reads a
-    buffer of `prefill_chunk` embeddings."""
     encoder_cache_bytes: int = 0
-    """Host memory for what `Engine.encode` got from encoders, beside the memory plan; 0: nothing is
-    kept."""
     seed: int = 0
-    """Seeds the requests that bring no seed of their own, and the weights of presets."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str):

@@ -124,9 +124,9 @@ def test_what_cannot_be_drawn_is_refused_at_once(
     with pytest.raises(SystemExit) as ended:
         parse_arguments(arguments.format(tmp=tmp_path).split())
     assert ended.value.code == 2
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("bench.py: error: ")
-    assert message in last
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stepgraph bench: error: ")
+    assert message in line
     assert os.listdir(tmp_path) == []
 
 

@@ -44,7 +44,7 @@ def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    return printed.err.removeprefix("stepgraph.profiling.report: error: ")
+    return printed.err.removeprefix("stepgraph report: error: ")
 
 
 def foreign(path: Path, *statements: str) -> Path:

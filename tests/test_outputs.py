@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_one_line_before_anything_is_measured(
         parse_arguments([flag, str(path)])
     assert caught.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"bench.py: error: cannot write {path}: {reason}")
+    assert last.startswith(f"stepgraph bench: error: cannot write {path}: {reason}")
     assert files(tmp_path) == before
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from stepgraph.__main__ import main
 from stepgraph.profiling import attribution, nsys, ranges
 from stepgraph.profiling.trace import read_trace, trace_operations
 from stepgraph.runtime import EngineConfig
@@ -21,7 +22,7 @@ from stepgraph.runtime.benchmarks import profile, run_steady
 from stepgraph.runtime.benchmarks.options import parse_arguments
 from stepgraph.runtime.engine import Engine
 
-from .bench_rig import ROOT, load_bench, run_bench
+from .bench_rig import ROOT, run_bench
 from .fake_graphs import make_fake_graphs  # noqa: F401
 
 needs_nvtx = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
@@ -129,7 +130,7 @@ def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeyp
     arguments = f"--profile nsys --profile-steps 2:5 --profile-output steps {CASE}"
     arguments += " --output-json out.json"
     monkeypatch.setattr("sys.argv", [str(ROOT / "bench.py"), *arguments.split()])
-    status = load_bench().main()
+    status = main(["bench", *arguments.split()])
     printed = capfd.readouterr()
     assert status == 0, printed.err
     command, *lines = printed.out.splitlines()
@@ -142,7 +143,7 @@ def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeyp
         "export --type=sqlite --include-blobs=true --force-overwrite=true -o steps.sqlite"
         " steps.nsys-rep"
     )
-    assert "python -m stepgraph.profiling.report steps.sqlite" in printed.err
+    assert "stepgraph report steps.sqlite" in printed.err
     names = attribution.load(tmp_path / "steps.kernels.json")
     assert (names.model, names.steps, names.costs) == ("demo", [], [])
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]

@@ -85,12 +85,13 @@ def test_wrong_flags_are_one_clear_line(arguments, message, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.trace.json.gz").mkdir()
     (tmp_path / "taken.kernels.json").mkdir()
+    monkeypatch.setattr("sys.argv", ["bench.py"])
     with pytest.raises(SystemExit) as stopped:
         parse_arguments(arguments.split())
     assert stopped.value.code == 2
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("bench.py: error: ")
-    assert message in last
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.py: error: ")
+    assert message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "taken.kernels.json",
         "taken.trace.json.gz",

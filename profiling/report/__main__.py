@@ -1,9 +1,4 @@
-"""Reports a profile of nsys: where the time of each step went, on the host and on the device.
-
-python -m stepgraph.profiling.report TRACE.sqlite
-python -m stepgraph.profiling.report TRACE.sqlite --json report.json --csv steps.csv
-python -m stepgraph.profiling.report NEW.sqlite --diff OLD.sqlite
-"""
+"""The command `stepgraph report`; `python -m stepgraph.profiling.report` is the same."""
 
 import argparse
 import csv
@@ -15,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
+from ..command_line import CommandParser
 from ..kernel_names import NamesFileError
 from ..whole_files import WriteError, write_files
 from .comparison import compare
@@ -24,7 +20,14 @@ from .tables import diff_text, report_text
 
 __all__ = ["main"]
 
-_PROGRAM = "stepgraph.profiling.report"
+_PROGRAM = "stepgraph report"
+_DESCRIPTION = """\
+Reports a profile of nsys: where the time of each step went, on the host and on the device.
+
+%(prog)s TRACE.sqlite
+%(prog)s TRACE.sqlite --json report.json --csv steps.csv
+%(prog)s NEW.sqlite --diff OLD.sqlite
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,11 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {_PROGRAM}",
-        description=__doc__,
+    parser = CommandParser(
+        prog=_PROGRAM,
+        description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE.sqlite", help="what nsys exported")

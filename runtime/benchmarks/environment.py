@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
+from .program import shown_command_line
 
 __all__ = ["describe_budget", "describe_engine", "describe_environment", "dtype_names"]
 
@@ -37,7 +37,7 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
         "python": platform.python_version(),
         "system": platform.platform(),
         "commit": _commit(),
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(shown_command_line()),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from .compared import COMPARED
 from .flag_types import (
@@ -20,11 +21,11 @@ from .flag_types import (
     seed,
 )
 from .flags_together import FLAGS_OF_SCENARIO, check_files, check_together, fill_in_defaults
+from .model_flags import MODES, add_engine_flags, add_model_flags
 from .profile_options import add_profile_flags, check_profile
+from .program import program_name
 
 __all__ = ["MODES", "parse_arguments"]
-
-MODES = ("eager", "compile", "graph")
 
 _EPILOG = """\
 The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
@@ -59,62 +60,17 @@ def parse_arguments(
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench.py",
+    parser = CommandParser(
+        prog=program_name(),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
-        allow_abbrev=False,  # an abbreviation means something else once there is another flag
     )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=["demo"],
-        help="checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: auto)")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of weights and activations (default: auto, as stored)",
-    )
-    parser.add_argument(
-        "--weight-dtype",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "int8", "fp8"),
-        help="dtype of the weights of linear layers (default: auto, as --dtype)",
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "int8", "fp8"),
-        help="dtype of the cache (default: auto, as --dtype)",
-    )
-    parser.add_argument(
-        "--mode",
-        nargs="+",
-        choices=MODES,
-        help="how steps run (default: every mode that the device has, taking turns; with other"
-        " scenarios the fastest)",
-    )
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=["auto"],
-        choices=("auto", "native", "torch"),
-        help="native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around"
-        " the paged attention operation; auto: native, but torch with --mode eager (default: auto)",
-    )
-    parser.add_argument(
-        "--prefill-chunk",
-        type=positive_integer,
-        default=EngineConfig().prefill_chunk,
-        metavar="TOKENS",
-        help="prompt tokens of one step at most (default: %(default)s)",
+    add_model_flags(parser)
+    add_engine_flags(
+        parser,
+        default_mode="every mode that the device has, taking turns; with other scenarios the"
+        " fastest",
     )
     parser.add_argument(
         "--steps-per-launch",

@@ -1,4 +1,4 @@
-"""Where results go besides files: stdout; and whether two paths are one file."""
+"""Where results and errors go besides files; and whether two paths are one file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["print_text", "same_file"]
+from .program import program_name
+
+__all__ = ["print_error", "print_text", "same_file"]
 
 
 def print_text(text: str) -> None:
@@ -18,6 +20,20 @@ def print_text(text: str) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def print_error(error: object, name: str | None = None, *, program: str | None = None) -> None:
+    """Print an error of `name` to stderr, its details first: its message is the last line.
+
+    Args:
+        error: the error, or its message.
+        name: of what cannot be measured, such as a model.
+        program: None is the benchmark's.
+    """
+    message, *details = str(error).splitlines() or [type(error).__name__]
+    about = "" if name is None else f"{name}: "
+    last = f"{program or program_name()}: error: {about}{message}"
+    print(*details, last, sep="\n", file=sys.stderr)
 
 
 def same_file(one: Path, other: Path) -> bool:

@@ -25,7 +25,9 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..step_report import decode_operation_costs
 from .document import modes_of, ways_of
+from .outputs import print_error
 from .profile_options import StepRange, kernels_path, trace_path
+from .program import program_name
 from .run_steady import SteadyRun
 from .steady import BenchmarkCase, CaseRun
 
@@ -40,7 +42,7 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     Args:
         options: the checked command line.
-        arguments: the command line as it was given, the program first.
+        arguments: what makes `sys.executable` run the same command line.
 
     Returns:
         The exit status of nsys; 0 where the PATH has none.
@@ -58,14 +60,15 @@ def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     print(shlex.join(command), flush=True)
     found = nsys.find_nsys()
     if found is None:
-        print("bench.py: nsys was not found on the PATH: nothing was run", file=sys.stderr)
+        message = "nsys was not found on the PATH: nothing was run"
+        print(f"{program_name()}: {message}", file=sys.stderr)
         return 0
     require_nvtx("--profile nsys")
     status = _run([found, *command[1:]])
     if status == 0:  # what nsys exports by itself lacks payloads of several numbers
         status = _run(nsys.export_command(Path(f"{options.profile_output}.nsys-rep")))
     if status == 0:
-        read = ["python", "-m", "stepgraph.profiling.report", f"{options.profile_output}.sqlite"]
+        read = ["stepgraph", "report", f"{options.profile_output}.sqlite"]
         print(f"to read it: {shlex.join(read)}", file=sys.stderr)
     return status
 
@@ -83,7 +86,7 @@ def _run(command: Sequence[str]) -> int:
         environment = nsys.environment_of_nsys()
         status = subprocess.run(command, check=False, env=environment).returncode
     except OSError as error:
-        print(f"bench.py: error: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        print_error(f"cannot run {command[0]}: {error.strerror}")
         return CANNOT_RUN
     return status if status >= 0 else 128 - status
 

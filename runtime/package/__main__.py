@@ -1,0 +1,84 @@
+"""The command `stepgraph`; `python -m stepgraph` is the same. Only its subcommands load torch."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+from .profiling.command_line import INTERRUPTED, CommandParser
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        arguments: the subcommand and its arguments; None: those of the process.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    flags = list(itertools.takewhile(lambda argument: argument.startswith("-"), arguments))
+    rest = len(flags) + 1
+    command = _parser().parse_args(arguments[:rest]).command
+    _, run = COMMANDS[command]
+    try:
+        return run(arguments[rest:])
+    except KeyboardInterrupt:
+        print(f"stepgraph {command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from .runtime.benchmarks import cli
+
+    return cli.main(arguments)
+
+
+def _explain(arguments: Sequence[str]) -> int:
+    from .runtime.benchmarks import explain
+
+    return explain.main(arguments)
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from .profiling.report import __main__ as report
+
+    return report.main(arguments)
+
+
+def _build_kernels(arguments: Sequence[str]) -> int:
+    from .runtime import build_kernels
+
+    return build_kernels.main(arguments)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "bench": ("measure decode steps, or run another scenario", _bench),
+    "explain": ("predict the memory or the decode step of a model without loading it", _explain),
+    "report": ("report where the time of each step went, from a profile by nsys", _report),
+    "build-kernels": ("compile the C++ kernels beforehand, for images", _build_kernels),
+}
+"""Name → description and main function; the functions import what they run."""
+
+
+def _parser() -> CommandParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {description}" for name, (description, _) in COMMANDS.items()]
+    parser = CommandParser(
+        prog="stepgraph",
+        usage="stepgraph [--help] [--version] COMMAND ...",
+        description="\n".join(["Low-latency decoding in PyTorch.", "", "commands:", *lines]),
+        epilog="stepgraph COMMAND --help lists the flags of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"stepgraph {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

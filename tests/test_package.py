@@ -1,0 +1,171 @@
+"""`stepgraph` itself: its public names, what its import costs, and the command it installs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import stepgraph
+from stepgraph import __main__ as command
+from stepgraph import runtime
+from stepgraph.__main__ import main
+
+from .test_imports import BLOCK_TORCH, run
+
+
+def test_the_public_names_are_those_of_the_runtime() -> None:
+    assert set(stepgraph.__all__) == {*runtime.__all__, "__version__"}
+    for name in runtime.__all__:
+        assert getattr(stepgraph, name) is getattr(runtime, name)
+    assert set(stepgraph.__all__) <= set(dir(stepgraph))
+    with pytest.raises(AttributeError, match="has no attribute 'Engines'"):
+        stepgraph.Engines  # noqa: B018
+
+
+def test_the_import_loads_no_torch() -> None:
+    run(
+        BLOCK_TORCH
+        + "import stepgraph, stepgraph.__main__\n"
+        + "from stepgraph import profiling\n"
+        + "assert stepgraph.__version__ and 'Engine' in dir(stepgraph)\n"
+        + "assert not hasattr(stepgraph, 'no_such_name')\n"
+        + "for flag in ('--version', '--help'):\n"
+        + "    try: stepgraph.__main__.main([flag])\n"
+        + "    except SystemExit as end: assert end.code == 0\n"
+        + "assert not {'torch', 'numpy', 'stepgraph.runtime'} & {*sys.modules}, sys.modules\n"
+    )
+
+
+def test_star_import() -> None:
+    run("from stepgraph import *\nassert Engine.__module__ == 'stepgraph.runtime.engine'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "stepgraph: error: the following arguments are required: COMMAND"),
+        (["--verbose", "bench"], "stepgraph: error: unrecognized arguments: --verbose"),
+        (["explain"], "stepgraph explain: error: the following arguments are required: TOPIC"),
+        (
+            ["explain", "step", "--batch", "2"],
+            "stepgraph explain: error: unrecognized arguments: --batch 2",
+        ),
+        (["report"], "stepgraph report: error: the following arguments are required: TRACE.sqlite"),
+    ],
+)
+def test_a_usage_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"{line}\n")
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_has_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stepgraph"])
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: stepgraph {name} ")
+    assert err == ""
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["benhc"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(repr(name) in line for name in ("benhc", *command.COMMANDS))
+
+
+@pytest.mark.parametrize(
+    ("topic", "flags"),
+    [
+        ("memory", "--model preset:llama-3.2-1b --device-memory 24GB --batch-size 3"),
+        ("step", "--model preset:llama-3.2-1b --batch-size 1 8 --bandwidth-gb-s 4300"),
+    ],
+)
+def test_explain_is_the_benchmark_s_explanation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], topic: str, flags: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stepgraph"])
+    assert main(["explain", topic, *flags.split()]) == 0
+    text = capsys.readouterr().out
+    context = [] if topic == "memory" else ["--input-len", "1024"]
+    assert main(["bench", f"--explain-{topic}", *flags.split(), *context]) == 0
+    assert capsys.readouterr() == (text, "")
+
+
+def test_errors_name_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/venv/bin/stepgraph", "bench"])
+    nowhere = str(tmp_path / "nowhere")
+    for arguments in (
+        ["bench", "--mode", "eager", "--model", nowhere],
+        ["explain", "memory", "--model", nowhere],
+        ["explain", "step", "--bandwidth-gb-s", "1", "--model", nowhere],
+        ["report", nowhere],
+    ):
+        assert main(arguments) == 1
+        program = " ".join(["stepgraph", *arguments[: 1 + (arguments[0] == "explain")]])
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.splitlines()[-1].startswith(f"{program}: error: "), err
+        assert nowhere in err
+
+
+def fake_torch(folder: Path) -> dict[str, str]:
+    """An environment whose torch reports its import on stdout and then takes a minute."""
+    (folder / "torch.py").write_text("import time; print('torch', flush=True); time.sleep(60)")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["explain", "memory"]], ids=" ".join)
+def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepgraph", *arguments],
+        env=fake_torch(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "torch\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, f"stepgraph {arguments[0]}: interrupted\n")
+
+
+@pytest.fixture
+def recorded_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run a profile by nsys on a machine without nsys; return the command it prints."""
+    monkeypatch.setattr("stepgraph.profiling.nsys.find_nsys", lambda: None)
+
+    def record(*argv: str) -> str:
+        monkeypatch.setattr("sys.argv", list(argv))
+        assert main(["bench", "--profile", "nsys"]) == 0
+        return capsys.readouterr().out
+
+    return record
+
+
+@pytest.mark.parametrize("program", ["/venv/bin/stepgraph", "/site/stepgraph/__main__.py"])
+def test_nsys_is_given_the_installed_command(
+    recorded_command: Callable[..., str], program: str
+) -> None:
+    line = recorded_command(program, "bench", "--profile", "nsys")
+    assert line.endswith(f"{sys.executable} -m stepgraph bench --profile nsys\n")
