@@ -10,6 +10,7 @@ import torch
 
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
+from .bounded_repr import bounded_repr
 from .errors import ConfigError
 from .kernels import (
     KernelChoice,
@@ -37,6 +38,7 @@ MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
 MAX_STEPS_PER_LAUNCH = 64
+MAX_ITL_MS = 3_600_000
 MAX_SEED = 2**63 - 1
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
@@ -138,7 +140,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
+            raise ConfigError(
+                f"device must be a name such as 'cpu' or 'cuda', not {bounded_repr(self.device)}"
+            )
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
@@ -163,7 +167,8 @@ class EngineConfig:
                 _check_int(field, getattr(self, field), low, high)
         for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
+                value = bounded_repr(getattr(self, field))
+                raise ConfigError(f"{field} must be True or False, not {value}")
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache to swap to: set host_cache_bytes"
@@ -174,16 +179,16 @@ class EngineConfig:
             or not isinstance(fraction, (int, float))
             or not 0 < fraction <= 1  # NaN fails too
         ):
-            raise ConfigError(f"memory_fraction must be in (0, 1], not {fraction!r}")
+            raise ConfigError(f"memory_fraction must be in (0, 1], not {bounded_repr(fraction)}")
         most_itl = self.max_itl_ms
         if most_itl is not None and (
             isinstance(most_itl, bool)
             or not isinstance(most_itl, (int, float))
-            or not 0 < most_itl < float("inf")  # NaN fails too
+            or not 0 < most_itl <= MAX_ITL_MS  # NaN fails too
         ):
             raise ConfigError(
-                f"max_itl_ms must be a positive number of milliseconds, not {most_itl!r}:"
-                " leave it out to have chunks of prefill_chunk"
+                f"max_itl_ms must be a positive number of milliseconds, not"
+                f" {bounded_repr(most_itl)}: leave it out to have chunks of prefill_chunk"
             )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -198,7 +203,8 @@ class EngineConfig:
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
                 raise ConfigError(
-                    f"buckets must be a non-empty tuple of numbers of rows, not {self.buckets!r}"
+                    "buckets must be a non-empty tuple of numbers of rows, not "
+                    f"{bounded_repr(self.buckets)}"
                 )
             for bucket in self.buckets:
                 _check_int("buckets", bucket, 1, self.max_rows)
@@ -306,16 +312,21 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"device {name!r} is not a device: use 'auto', 'cpu' or 'cuda'"
+            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'"
         ) from error
     if device.type not in DEFAULT_MEMORY_FRACTION:
-        raise ConfigError(f"device {name!r} is not supported: use 'cpu' or 'cuda'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
+    # torch wraps an index to 8 bits: what it made of the name must be the name.
+    exists = device.index is None or str(device) == name
+    if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
         raise ConfigError(
-            f"device {name!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices"
+            f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
+            "CUDA devices"
         )
+    if device.type == "cpu" and (device.index or not exists):
+        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'")
     return device
 
 
@@ -384,10 +395,12 @@ def _as_mode(mode: str) -> Mode:
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {bounded_repr(value)}")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{field} must be an integer from {low} to {high}, not {value!r}")
+        raise ConfigError(
+            f"{field} must be an integer from {low} to {high}, not {bounded_repr(value)}"
+        )
