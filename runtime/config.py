@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -16,10 +15,12 @@ from .kernels import (
     KernelChoice,
     Mode,
     WeightStorage,
+    cpu_kernels_obstacle,
     have_compiler,
     have_triton,
     native_obstacle,
 )
+from .kernels.self_test import warn
 from .models.config import ModelConfig
 
 __all__ = [
@@ -30,8 +31,6 @@ __all__ = [
     "resolve_device",
     "resolve_kernels",
 ]
-
-logger = logging.getLogger("stepgraph.runtime")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
@@ -287,15 +286,17 @@ class ResolvedConfig:
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
-        mode = _resolve_mode(config.mode, device)
         obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
+        mode = _resolve_mode(config, device, obstacle)
+        native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
+        missing = _missing_for_native(device) if native else None
         return cls(
             user=config,
             device=device,
             dtype=dtype,
             weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
-            kernels=resolve_kernels(config.kernels, mode, obstacle, _missing_for_native(device)),
+            kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
             native_obstacle=obstacle,
             mode=mode,
             max_model_len=config.max_model_len or longest,
@@ -330,7 +331,8 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_mode(mode: str, device: torch.device) -> Mode:
+def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | None) -> Mode:
+    mode = config.mode
     if device.type == "cuda":
         return "graph" if mode == "auto" else _as_mode(mode)
     if mode == "graph":
@@ -338,14 +340,19 @@ def _resolve_mode(mode: str, device: torch.device) -> Mode:
             f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
             " use mode='compile' or mode='eager'"
         )
-    if mode in ("auto", "compile") and not have_compiler():
-        if mode == "compile":
-            raise ConfigError(
-                "mode='compile' needs a C++ compiler on a CPU, and none was found:"
-                " install g++ (or set CXX), or use mode='eager'"
-            )
-        logger.warning("no C++ compiler was found: decoding eagerly, which is several times slower")
-        return "eager"
+    if mode != "eager":
+        # Steps without native kernels are compiled by torch.compile, which needs the compiler.
+        compiled_by_torch = config.kernels == "torch" or obstacle is not None
+        missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
+        if missing is not None and mode == "compile":
+            raise ConfigError(f"mode='compile' needs {missing} on a CPU, or use mode='eager'")
+        if missing is not None:
+            if config.kernels != "native":  # which is refused
+                warn(
+                    f"steps run in mode='eager', many times slower than mode='compile', which "
+                    f"needs {missing}"
+                )
+            return "eager"
     return "compile" if mode == "auto" else _as_mode(mode)
 
 
@@ -376,9 +383,7 @@ def resolve_kernels(
                 " which takes native kernels where there are any, or kernels='torch'"
             )
     elif missing is not None:
-        logger.warning(
-            "native kernels need %s; steps run in plain PyTorch, which is slower", missing
-        )
+        warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")
         return "torch"
     return "native"
 
@@ -386,8 +391,12 @@ def resolve_kernels(
 def _missing_for_native(device: torch.device) -> str | None:
     """Return what native kernels need that this machine lacks."""
     if device.type == "cpu":
-        return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
+        return cpu_kernels_obstacle()
     return None if have_triton() else "the package triton: install it"
+
+
+def _missing_compiler() -> str | None:
+    return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
 
 
 def _as_mode(mode: str) -> Mode:
