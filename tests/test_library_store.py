@@ -36,11 +36,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     store._temporary_folder.cache_clear()
+    umask = os.umask(0o022)
     yield
+    os.umask(umask)
     store._temporary_folder.cache_clear()
 
 
 def add(folder: Path, *features: str, code: bytes = CODE, source: str = SOURCE) -> Path:
+    os.umask(0o002)  # files of others are writable to the group, a library's are not
     with store.scratch_folder(folder) as scratch:
         compiled = scratch / "compiled"
         compiled.write_bytes(code)
