@@ -173,6 +173,8 @@ def cgroup_headroom(membership: str, root: Path) -> int | None:
         root: where the control groups are mounted, `/sys/fs/cgroup`.
     """
     headrooms: list[int] = []
+    mounts: tuple[Path, ...]
+    limits: tuple[str, ...]
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2, one hierarchy for all controllers
