@@ -27,7 +27,7 @@ from ..cache.spec import LayerGroup, group_layers
 from ..profiling import ranges
 from .checkpoint import CheckpointReader
 from .config import EngineConfig, ResolvedConfig
-from .errors import ConfigError
+from .errors import ConfigError, StepgraphError, StepPreparationError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
 from .kernels.self_test import Fallback, brief, warn
@@ -319,14 +319,16 @@ def _load(
 def _within_memory() -> Iterator[None]:
     """Turn the ways in which an allocation fails into `MemoryBudgetError`.
 
-    A plan can be within what the system reports as free, and memory run out all the same: other
-    processes take it, or a limit holds that nobody reports.
+    Memory can run out although the plan fits: other processes allocate meanwhile, and not every
+    limit can be read.
     """
     try:
         yield
+    except (StepgraphError, StepPreparationError):
+        raise
     except (MemoryError, torch.cuda.OutOfMemoryError) as error:
         failure: Exception = error
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         # torch has no type of its own for what the CPU's allocator refuses.
         if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise

@@ -134,20 +134,23 @@ def _find() -> tuple[list[StoredLibrary], list[str]]:
     found: list[StoredLibrary] = []
     refused: list[str] = []
     source = _source_key(portable=False)
-    folders = [cache_directory()]
-    if given := os.environ.get(KERNEL_DIR):
-        folders.insert(0, Path(given))
-    for folder in folders:
-        if os.path.exists(folder) or str(folder) == given:  # False where it must not be searched
-            usable, reasons = find_libraries(folder, source, cpu_features())
-            found += usable
-            refused += reasons
-            if str(folder) == given and not usable and not reasons:
-                refused.append(
-                    f"{given} ({KERNEL_DIR}) holds no library of this version for torch "
-                    f"{torch.__version__}"
-                )
+    if (given := _given_folder()) is not None:
+        found, refused = find_libraries(given, source, cpu_features())
+        if not found and not refused:
+            refused.append(
+                f"{given} holds no library of this version for torch {torch.__version__}"
+            )
+    cache = cache_directory()
+    if os.path.exists(cache):  # not Path.exists, which raises where it may not be searched
+        usable, reasons = find_libraries(cache, source, cpu_features())
+        found += usable
+        refused += reasons
     return found, refused
+
+
+def _given_folder() -> Path | None:
+    given = os.environ.get(KERNEL_DIR)
+    return Path(given) if given else None
 
 
 def build_cpu_ops(portable: bool = False) -> Path:
@@ -221,8 +224,9 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "asking the compiler")
     used = features_of_macros(macros)
     if march == "native":
-        used &= cpu_features()  # what the system does not list cannot be compared later
+        # What the system does not list cannot be compared later.
         built_for = cpu_features()
+        used = used & built_for or built_for
     else:
         built_for = used
     source = _source_key(portable)
@@ -267,7 +271,7 @@ def _compile(compiler: str, flags: Sequence[str], scratch: Path) -> Path:
 
 
 def _announce(message: str) -> None:
-    """Tell whoever waits at a terminal, or reads the log of a container."""
+    """Log a message and, unless the process is to be quiet, print it on stderr."""
     logger.info("%s", message)
     if not os.environ.get(_QUIET) and sys.stderr is not None:
         print(message, file=sys.stderr, flush=True)
@@ -284,7 +288,7 @@ def load_cpu_ops() -> KernelLibrary:
     Raises KernelBuildError as `build_cpu_ops`, and if the library cannot be loaded.
     """
     found, refused = _find()
-    given = os.environ.get(KERNEL_DIR)
+    given = _given_folder()
     from_given = [library for library in found if given and library.path.is_relative_to(given)]
     chosen = from_given + [library for library in found if _is_native(library)]
     if not chosen and not have_compiler():
@@ -298,8 +302,10 @@ def load_cpu_ops() -> KernelLibrary:
         if given and library not in from_given:
             warn(f"{KERNEL_DIR} was passed over: {'; '.join(refused[:3])}")
         return KernelLibrary(library.path, built=False)
-    if refused:
-        warn(f"no compiled CPU kernels are usable: {'; '.join(refused[:3])}")
+    if given:
+        warn(f"{KERNEL_DIR} was passed over: {'; '.join(refused[:3])}")
+    elif refused:
+        logger.warning("no compiled CPU kernels are usable: %s", "; ".join(refused[:3]))
     path = build_cpu_ops()
     try:
         torch.ops.load_library(path)

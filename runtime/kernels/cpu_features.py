@@ -33,9 +33,10 @@ def cpu_features() -> frozenset[str]:
     Where Linux does not list them, the name of the processor stands for all it can do.
     """
     try:
-        return parse_cpuinfo(_CPUINFO.read_text())
+        features = parse_cpuinfo(_CPUINFO.read_text())
     except OSError:
-        return frozenset({platform.processor() or platform.machine()})
+        features = frozenset()
+    return features or frozenset({platform.processor() or platform.machine()})
 
 
 def parse_cpuinfo(text: str) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,17 +11,13 @@ from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
 from .attention_fields import read_ropes, read_windows, refuse_experts
 from .families import FAMILIES, Family, LayerType, family_of, read_field, read_optional
+from .limits import check_theta, require_layers, require_numbers, require_sizes
 from .rope import UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = ["LatentConfig", "LayerType", "ModelConfig", "Rope", "RopeScaling", "RopeType"]
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_LAYERS = 4096
-_MOST_SIZE = 2**31 - 1
-"""Of any other dimension, and of positions: a product of two fits 64 bits."""
-_LEAST_NUMBER, _MOST_NUMBER = 1e-18, 1e18
-"""Of scales and caps: float32 holds their squares."""
 
 _CONFIG_JSON_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -58,7 +53,7 @@ class LatentConfig:
         names = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         if self.q_lora_rank is not None:
             names.append("q_lora_rank")
-        _require_sizes(self, names)
+        require_sizes(self, names)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
@@ -135,8 +130,8 @@ class ModelConfig:
         _require_supported("model_type", self.model_type, FAMILIES)
         _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
         _require_supported("torch_dtype", self.torch_dtype, _DTYPES)
-        _require_layers(self.num_layers)
-        _require_sizes(
+        require_layers(self.num_layers)
+        require_sizes(
             self,
             (
                 "vocab_size",
@@ -148,20 +143,18 @@ class ModelConfig:
                 "max_position_embeddings",
             ),
         )
-        for name in (
-            "rms_norm_eps",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        ):
-            value = getattr(self, name)
-            if value is not None and not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-                raise ConfigError(
-                    f"{name} = {value} must be a number from {_LEAST_NUMBER} to {_MOST_NUMBER}"
-                )
+        require_numbers(
+            self,
+            (
+                "rms_norm_eps",
+                "query_pre_attn_scalar",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+            ),
+        )
         for rope in (Rope(self.rope_theta, self.rope_scaling), self.sliding_rope):
             if rope is not None:
-                _check_theta(rope)
+                check_theta(rope)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads = {self.num_heads} must be a multiple of "
@@ -185,7 +178,7 @@ class ModelConfig:
                     "layer_types has 'sliding_attention', but sliding_window is not in use: "
                     "it must be at least 1"
                 )
-            _require_sizes(self, ("sliding_window",))
+            require_sizes(self, ("sliding_window",))
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
         if self.latent is not None:
@@ -302,7 +295,7 @@ class ModelConfig:
 def _attention_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` that describe the layers and their attention."""
     num_layers = read_field(config, "num_hidden_layers", int)
-    _require_layers(num_layers)  # before types are listed for so many
+    require_layers(num_layers)  # before types are listed for so many
     heads = read_field(config, "num_attention_heads", int)
     hidden_size = read_field(config, "hidden_size", int)
     max_positions = read_field(config, "max_position_embeddings", int)
@@ -365,28 +358,6 @@ def _require_supported(field: str, value: str, supported: Iterable[str]) -> None
     if value not in supported:
         names = ", ".join(map(repr, supported))
         raise ConfigError(f"{field} = {bounded_repr(value)} is not supported; supported: {names}")
-
-
-def _require_layers(num_layers: int) -> None:
-    if not 1 <= num_layers <= _MOST_LAYERS:
-        bound = "at least 1" if num_layers < 1 else f"at most {_MOST_LAYERS}"
-        raise ConfigError(f"num_layers = {bounded_repr(num_layers)} must be {bound}")
-
-
-def _require_sizes(config: object, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 1 <= value <= _MOST_SIZE:
-            bound = "at least 1" if value < 1 else f"at most {_MOST_SIZE}"
-            raise ConfigError(f"{name} = {bounded_repr(value)} must be {bound}")
-
-
-def _check_theta(rope: Rope) -> None:
-    """Below 1 the fastest pairs would turn by powers of 1 / theta, which overflow."""
-    yarn = rope.scaling.type == "yarn"
-    if not (1 <= rope.theta < math.inf) or (yarn and rope.theta == 1):
-        bound = "above 1 for yarn scaling" if yarn else "a number of at least 1"
-        raise ConfigError(f"rope_theta = {rope.theta} must be {bound}")
 
 
 def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
