@@ -292,3 +292,17 @@ def test_one_name_for_an_instruction_set() -> None:
 def test_manifests_are_plain_json(folder: Path) -> None:
     document = json.loads((add(folder, "a").parent / "manifest.json").read_text())
     assert (document["size"], document["features"]) == (len(CODE), ["a"])
+
+
+def test_temporary_folders_of_killed_processes_are_cleared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, foreign = tmp_path / "stepgraph-kernels-killed", tmp_path / "stepgraph-kernels-other"
+    killed.mkdir()
+    (killed / "lock").touch()
+    foreign.mkdir()
+    os.utime(foreign, (0, 0))
+    store._temporary_folder()
+    assert not killed.exists()
+    assert foreign.exists(), "it may be of another program"

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -44,7 +45,7 @@ KERNEL_DIR = "STEPGRAPH_KERNEL_DIR"
 
 _CODE, _MANIFEST = "cpu_ops.so", "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16
-_SCRATCH, _LOCK = "build-", "lock"
+_SCRATCH, _TEMPORARY, _LOCK = "build-", "stepgraph-kernels-", "lock"
 _SECONDS_UNTIL_LOCKED = 3600.0
 """A scratch folder without a lock is older than this only if its build was killed."""
 
@@ -219,8 +220,8 @@ def _temporary_folder() -> Path:
 
     try:
         parent = Path(tempfile.gettempdir())
-        _clear_leftovers(parent, "stepgraph-")
-        folder = Path(tempfile.mkdtemp(prefix="stepgraph-", dir=parent))
+        _clear_leftovers(parent, _TEMPORARY, unlocked_after=math.inf)  # may be of any program
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
         lock = _lock(folder)
     except OSError as error:
         raise KernelBuildError(
@@ -242,7 +243,7 @@ def _temporary_folder() -> Path:
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """A folder for one build in `parent`, removed at the end; leftovers of killed builds go too."""
-    _clear_leftovers(parent, _SCRATCH)
+    _clear_leftovers(parent, _SCRATCH, unlocked_after=_SECONDS_UNTIL_LOCKED)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=parent) as scratch:
         lock = _lock(Path(scratch))
         try:
@@ -261,22 +262,27 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _clear_leftovers(parent: Path, prefix: str) -> None:
+def _clear_leftovers(parent: Path, prefix: str, unlocked_after: float) -> None:
+    """Remove the folders of processes that were killed: those whose lock is free.
+
+    A folder without a lock goes if it is older than `unlocked_after` seconds.
+    """
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if mine and _is_abandoned(path, status):
+            age = time.time() - status.st_mtime
+            if mine and _is_abandoned(path, without_lock=age > unlocked_after):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_abandoned(folder: Path, status: os.stat_result) -> bool:
+def _is_abandoned(folder: Path, *, without_lock: bool) -> bool:
     import fcntl
 
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return time.time() - status.st_mtime > _SECONDS_UNTIL_LOCKED
+        return without_lock
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
