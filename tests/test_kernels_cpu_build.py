@@ -157,7 +157,8 @@ def test_what_the_compiler_said_is_in_the_error(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpu, "_find_compiler", lambda: "/nowhere/g++")
     assert not kernels.have_compiler()
     with pytest.raises(kernels.KernelBuildError, match="install g"):

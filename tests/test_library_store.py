@@ -229,11 +229,9 @@ def test_without_a_cache_a_private_temporary_folder_serves(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spoil(kind, tmp_path / "cache", monkeypatch)
-    if kind == "no home":
+    with pytest.warns(RuntimeWarning, match="XDG_CACHE_HOME"):
         folder = store.folder_for_builds()
-    else:
-        with pytest.warns(RuntimeWarning, match="XDG_CACHE_HOME"):
-            folder = store.folder_for_builds()
+    assert (store.cache_directory() == folder) == (kind == "no home")
     assert folder.parent == Path(tempfile.gettempdir())
     assert folder.stat().st_mode & 0o777 == 0o700
     assert found(folder) == []

@@ -79,6 +79,10 @@ def cache_directory() -> Path:
     `TORCHINDUCTOR_CACHE_DIR`, else `XDG_CACHE_HOME`, else `~/.cache`; a temporary folder of this
     process where the user has no home.
     """
+    return _users_cache() or _temporary_folder()
+
+
+def _users_cache() -> Path | None:
     if (inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) and not _default_of_torch(inductor):
         return Path(inductor) / "stepgraph"
     if cache := os.environ.get("XDG_CACHE_HOME"):
@@ -86,7 +90,7 @@ def cache_directory() -> Path:
     try:
         return Path.home() / ".cache" / "stepgraph"
     except RuntimeError:  # no HOME, and no entry in the password database
-        return _temporary_folder()
+        return None
 
 
 def _default_of_torch(directory: str) -> bool:
@@ -190,15 +194,9 @@ def folder_for_builds() -> Path:
     Raises:
         KernelBuildError: neither can be written to, or code in neither can be run.
     """
-    folder = cache_directory()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            obstacle = _untrusted(folder)
-    except OSError as error:
-        obstacle = f"{folder} cannot be written to: {error.strerror}"
-    if obstacle is None:
+    folder = _users_cache()
+    obstacle = "the user has no home directory" if folder is None else _made(folder)
+    if folder is not None and obstacle is None:
         return folder
     advice = (
         f"set XDG_CACHE_HOME to a folder of this user's own, or {KERNEL_DIR} to a built library"
@@ -211,6 +209,17 @@ def folder_for_builds() -> Path:
         f"one builds them again: {advice}"
     )
     return temporary
+
+
+def _made(folder: Path) -> str | None:
+    """Make a private folder; return why libraries cannot be kept in it, None where they can."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return _untrusted(folder)
+    except OSError as error:
+        return f"{folder} cannot be written to: {error.strerror}"
 
 
 @functools.cache
@@ -256,9 +265,10 @@ def _lock(folder: Path) -> int:
     """Hold a folder as long as the descriptor is open; the system lets go of it for the killed."""
     import fcntl  # not on every system
 
-    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: see _is_abandoned
+    descriptor = os.open(folder / "unlocked", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks, where leftovers stay
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "unlocked").rename(folder / _LOCK)  # never there without being locked
     return descriptor
 
 
