@@ -24,6 +24,9 @@ class _Repr(reprlib.Repr):
             return f"<integer of {x.bit_length()} bits>"
         return repr(x)
 
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x[: self.maxstring])
+
 
 _REPR = _Repr()
 
