@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -56,7 +58,8 @@ def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`.
 
     For CUDA what the driver reports as free. For the CPU what the operating system can give without
-    swapping, or the headroom of the control group of this process where that is less.
+    swapping, or the headroom of the control group or of the resource limits of this process where
+    that is less.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -64,12 +67,25 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     _require_cpu(device)
-    available = int(psutil.virtual_memory().available)
-    if _CGROUP_MEMBERSHIP.exists():
+    headrooms = [int(psutil.virtual_memory().available), *_rlimit_headrooms()]
+    with contextlib.suppress(OSError):  # no Linux, or /proc is not mounted
         headroom = cgroup_headroom(_CGROUP_MEMBERSHIP.read_text(), _CGROUP_ROOT)
         if headroom is not None:
-            available = min(available, headroom)
-    return available
+            headrooms.append(headroom)
+    return min(headrooms)
+
+
+def _rlimit_headrooms() -> Iterator[int]:
+    """Bytes below the soft limits of address space (`ulimit -v`) and of data (`ulimit -d`)."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    for limit, held in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            with contextlib.suppress(OSError, KeyError):
+                yield max(0, most - _status_bytes(held))
 
 
 def is_shared_with_os(device: torch.device) -> bool:
@@ -148,43 +164,57 @@ def cgroup_headroom(membership: str, root: Path) -> int | None:
 
     A limit holds for all groups below it, so the least headroom from the process's group up to the
     root counts. File pages that nobody used lately are given back under pressure and do not count
-    as taken (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    as taken (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above
+    `memory.high` of version 2 the kernel slows a process down, so that is a limit too. Files that
+    cannot be read, or hold no numbers, limit nothing.
 
     Args:
         membership: contents of `/proc/self/cgroup`: lines `id:controllers:path`.
         root: where the control groups are mounted, `/sys/fs/cgroup`.
     """
     headrooms: list[int] = []
+    mounts: tuple[Path, ...]
+    limits: tuple[str, ...]
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2, one hierarchy for all controllers
-            mount, names = root, ("memory.max", "memory.current", "inactive_file")
+            mounts, limits = (root, root / "unified"), ("memory.max", "memory.high")
+            usage, reclaimable = "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            mount = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts, limits = (root / "memory",), ("memory.limit_in_bytes",)
+            usage, reclaimable = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        headrooms.extend(_headrooms(mount, path, *names))
+        for mount in mounts:
+            headrooms.extend(_headrooms(mount, path, limits, usage, reclaimable))
     return min(headrooms, default=None)
 
 
 def _headrooms(
-    mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str
+    mount: Path, path: str, limit_names: Sequence[str], usage_name: str, reclaimable_name: str
 ) -> Iterator[int]:
     """Headroom of each group with a limit, from `path` up to the mount."""
     # In a container the path may be that of the host and not exist; its own group is the mount.
     group = mount / path.lstrip("/")
     for directory in (group, *group.parents):
-        if (directory / limit_name).exists():
-            limit = (directory / limit_name).read_text().strip()
-            if limit != "max":
+        for limit_name in limit_names:
+            # OSError: no such group, or not to be read. ValueError: "max", or no number.
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((directory / limit_name).read_text())
                 usage = int((directory / usage_name).read_text())
-                stat = dict(
-                    line.split() for line in (directory / "memory.stat").read_text().splitlines()
-                )
-                yield max(0, int(limit) - usage + int(stat.get(reclaimable_name, 0)))
+                yield max(0, limit - usage + _reclaimable(directory, reclaimable_name))
         if directory == mount:
             return
+
+
+def _reclaimable(directory: Path, name: str) -> int:
+    """Bytes of file pages that the kernel takes back first; 0 where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (directory / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
 
 
 def _require_cpu(device: torch.device) -> None:

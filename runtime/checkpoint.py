@@ -5,8 +5,8 @@ Whatever is wrong with the files is a `CheckpointError` that names the file. Not
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError
+from .bounded_repr import bounded_repr, bounded_text
+from .checkpoint_files import has_file, read_json_object
+from .errors import CheckpointError, MemoryBudgetError
 from .models.config import ModelConfig
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointReader", "Shape", "TensorHeader", "read_config"]
@@ -23,6 +25,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _LFS_MAGIC = b"version https://git-lfs"
+_CONFIG_BYTES = 4 << 20
+"""Of a `config.json` at most; published ones have some KiB."""
+_INDEX_BYTES = 128 << 20
+_FILES_SHOWN = 5
 
 Shape = tuple[int, ...]
 
@@ -42,25 +48,17 @@ def read_config(directory: Path) -> ModelConfig:
     Raises `CheckpointError`, which names the file.
     """
     path = directory / "config.json"
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
     generation_path = directory / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else None
-    config = _read_json(path)
+    generation = None
+    if has_file(generation_path):
+        generation = read_json_object(generation_path, _CONFIG_BYTES)
+    config = read_json_object(path, _CONFIG_BYTES)
     try:
         return ModelConfig.from_hf(config, generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return content
 
 
 class CheckpointReader:
@@ -68,7 +66,8 @@ class CheckpointReader:
 
     Opening reads the headers of all files and checks them against the index; data is read by
     `tensor`. Files stay mapped into memory until `close()`, or the end of a `with`. Raises
-    `CheckpointError`, which names the file, for one that is missing, truncated or corrupt.
+    `CheckpointError`, which names the file, for one that is missing, truncated or corrupt, and
+    `MemoryBudgetError` where the process may not map so much (`RLIMIT_AS`).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,8 +81,10 @@ class CheckpointReader:
                 self._open(path, index)
             for name, path in index.items():
                 if name not in self._headers:
-                    raise CheckpointError(f"{path} does not hold {name}, which the index expects")
-        except CheckpointError:
+                    raise CheckpointError(
+                        f"{path} does not hold {bounded_text(name)}, which the index expects"
+                    )
+        except (CheckpointError, MemoryBudgetError):
             self.close()
             raise
 
@@ -108,10 +109,13 @@ class CheckpointReader:
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{path}: {name} cannot be read: {bounded_text(error)}"
+            ) from error
         return tensor
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
+        has_file(path)  # or an error that says what is there: the library would wait for a FIFO
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             self._files[path] = file
@@ -122,9 +126,15 @@ class CheckpointReader:
                 self._headers[name] = TensorHeader(
                     str(view.get_dtype()), tuple(view.get_shape()), path
                 )
-        except (OSError, SafetensorError) as error:
+        except (OSError, MemoryError, SafetensorError) as error:
+            if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):
+                raise MemoryBudgetError(
+                    f"{path} cannot be mapped into memory: {bounded_text(error)}. Raise the limit "
+                    "of address space (RLIMIT_AS, ulimit -v), which counts mapped files"
+                ) from error
             raise CheckpointError(
-                f"{path} is truncated or no safetensors file: {error}{_lfs_hint(path)}"
+                f"{path} is truncated or no safetensors file: {bounded_text(error)}"
+                f"{_lfs_hint(path)}"
             ) from error
 
 
@@ -138,10 +148,10 @@ def _lfs_hint(path: Path) -> str:
 
 def _weight_files(directory: Path) -> dict[str, Path]:
     """Return the index (name → shard) of a sharded checkpoint, nothing for a single file."""
-    if (directory / SINGLE_FILE).is_file():
+    if has_file(directory / SINGLE_FILE):
         return {}
     index_path = directory / INDEX_FILE
-    if not index_path.is_file():
+    if not has_file(index_path):
         pickles = sorted(file.name for p in _PICKLE_PATTERNS for file in directory.glob(p))
         if pickles:
             raise CheckpointError(
@@ -151,13 +161,26 @@ def _weight_files(directory: Path) -> dict[str, Path]:
                 "model.save_pretrained(DIRECTORY)"
             )
         raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json_object(index_path, _INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index_path} names {file!r}, which is no file beside it")
-    missing = sorted(file for file in set(weight_map.values()) if not (directory / file).is_file())
+        if not isinstance(file, str) or not _is_file_name(file):
+            raise CheckpointError(
+                f"{index_path} names {bounded_repr(file)}, which is no file beside it"
+            )
+    missing = sorted(file for file in set(weight_map.values()) if not has_file(directory / file))
     if missing:
-        raise CheckpointError(f"{directory} lacks shards named by the index: {', '.join(missing)}")
+        raise CheckpointError(f"{directory} lacks shards named by the index: {_first_of(missing)}")
     return {name: directory / file for name, file in weight_map.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name cannot lead out of its directory."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
+def _first_of(names: Iterable[str]) -> str:
+    shown = [bounded_text(name, 100) for name in names]
+    rest = len(shown) - _FILES_SHOWN
+    return ", ".join(shown[:_FILES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -10,16 +9,19 @@ import torch
 
 from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory import MemoryBudget
+from .bounded_repr import bounded_repr
 from .errors import ConfigError
 from .kernels import (
     KernelChoice,
     Mode,
     WeightStorage,
+    cpu_kernels_obstacle,
     have_compiler,
     have_triton,
     native_obstacle,
     resolve_threads,
 )
+from .kernels.self_test import warn
 from .models.config import ModelConfig
 
 __all__ = [
@@ -31,13 +33,12 @@ __all__ = [
     "resolve_kernels",
 ]
 
-logger = logging.getLogger("stepgraph.runtime")
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
 MAX_ROWS = 4096
 MAX_BLOCK_SIZE = 1024
 MAX_STEPS_PER_LAUNCH = 64
+MAX_ITL_MS = 3_600_000
 MAX_SEED = 2**63 - 1
 MAX_THREADS = 1024
 
@@ -160,7 +161,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be a name such as 'cpu' or 'cuda', not {self.device!r}")
+            raise ConfigError(
+                f"device must be a name such as 'cpu' or 'cuda', not {bounded_repr(self.device)}"
+            )
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
@@ -192,7 +195,8 @@ class EngineConfig:
                 _check_int(field, getattr(self, field), low, high)
         for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
+                value = bounded_repr(getattr(self, field))
+                raise ConfigError(f"{field} must be True or False, not {value}")
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache to swap to: set host_cache_bytes"
@@ -203,16 +207,16 @@ class EngineConfig:
             or not isinstance(fraction, (int, float))
             or not 0 < fraction <= 1  # NaN fails too
         ):
-            raise ConfigError(f"memory_fraction must be in (0, 1], not {fraction!r}")
+            raise ConfigError(f"memory_fraction must be in (0, 1], not {bounded_repr(fraction)}")
         most_itl = self.max_itl_ms
         if most_itl is not None and (
             isinstance(most_itl, bool)
             or not isinstance(most_itl, (int, float))
-            or not 0 < most_itl < float("inf")  # NaN fails too
+            or not 0 < most_itl <= MAX_ITL_MS  # NaN fails too
         ):
             raise ConfigError(
-                f"max_itl_ms must be a positive number of milliseconds, not {most_itl!r}:"
-                " leave it out to have chunks of prefill_chunk"
+                f"max_itl_ms must be a positive number of milliseconds, not"
+                f" {bounded_repr(most_itl)}: leave it out to have chunks of prefill_chunk"
             )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -227,7 +231,8 @@ class EngineConfig:
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
                 raise ConfigError(
-                    f"buckets must be a non-empty tuple of numbers of rows, not {self.buckets!r}"
+                    "buckets must be a non-empty tuple of numbers of rows, not "
+                    f"{bounded_repr(self.buckets)}"
                 )
             for bucket in self.buckets:
                 _check_int("buckets", bucket, 1, self.max_rows)
@@ -312,15 +317,17 @@ class ResolvedConfig:
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
-        mode = _resolve_mode(config.mode, device)
         obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
+        mode = _resolve_mode(config, device, obstacle)
+        native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
+        missing = _missing_for_native(device) if native else None
         return cls(
             user=config,
             device=device,
             dtype=dtype,
             weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
-            kernels=resolve_kernels(config.kernels, mode, obstacle, _missing_for_native(device)),
+            kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
             native_obstacle=obstacle,
             mode=mode,
             max_model_len=config.max_model_len or longest,
@@ -338,20 +345,26 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"device {name!r} is not a device: use 'auto', 'cpu' or 'cuda'"
+            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'"
         ) from error
     if device.type not in DEFAULT_MEMORY_FRACTION:
-        raise ConfigError(f"device {name!r} is not supported: use 'cpu' or 'cuda'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
+    # torch wraps an index to 8 bits: what it made of the name must be the name.
+    exists = device.index is None or str(device) == name
+    if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
         raise ConfigError(
-            f"device {name!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices"
+            f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
+            "CUDA devices"
         )
+    if device.type == "cpu" and (device.index or not exists):
+        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'")
     return device
 
 
-def _resolve_mode(mode: str, device: torch.device) -> Mode:
+def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | None) -> Mode:
+    mode = config.mode
     if device.type == "cuda":
         return "graph" if mode == "auto" else _as_mode(mode)
     if mode == "graph":
@@ -359,14 +372,19 @@ def _resolve_mode(mode: str, device: torch.device) -> Mode:
             f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
             " use mode='compile' or mode='eager'"
         )
-    if mode in ("auto", "compile") and not have_compiler():
-        if mode == "compile":
-            raise ConfigError(
-                "mode='compile' needs a C++ compiler on a CPU, and none was found:"
-                " install g++ (or set CXX), or use mode='eager'"
-            )
-        logger.warning("no C++ compiler was found: decoding eagerly, which is several times slower")
-        return "eager"
+    if mode != "eager":
+        # Steps without native kernels are compiled by torch.compile, which needs the compiler.
+        compiled_by_torch = config.kernels == "torch" or obstacle is not None
+        missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
+        if missing is not None and mode == "compile":
+            raise ConfigError(f"mode='compile' needs {missing} on a CPU, or use mode='eager'")
+        if missing is not None:
+            if config.kernels != "native":  # which is refused
+                warn(
+                    f"steps run in mode='eager', many times slower than mode='compile', which "
+                    f"needs {missing}"
+                )
+            return "eager"
     return "compile" if mode == "auto" else _as_mode(mode)
 
 
@@ -397,9 +415,7 @@ def resolve_kernels(
                 " which takes native kernels where there are any, or kernels='torch'"
             )
     elif missing is not None:
-        logger.warning(
-            "native kernels need %s; steps run in plain PyTorch, which is slower", missing
-        )
+        warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")
         return "torch"
     return "native"
 
@@ -407,8 +423,12 @@ def resolve_kernels(
 def _missing_for_native(device: torch.device) -> str | None:
     """Return what native kernels need that this machine lacks."""
     if device.type == "cpu":
-        return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
+        return cpu_kernels_obstacle()
     return None if have_triton() else "the package triton: install it"
+
+
+def _missing_compiler() -> str | None:
+    return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
 
 
 def _as_mode(mode: str) -> Mode:
@@ -416,10 +436,12 @@ def _as_mode(mode: str) -> Mode:
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{field} must be one of {', '.join(choices)}, not {bounded_repr(value)}")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{field} must be an integer from {low} to {high}, not {value!r}")
+        raise ConfigError(
+            f"{field} must be an integer from {low} to {high}, not {bounded_repr(value)}"
+        )

@@ -16,13 +16,16 @@ from pathlib import Path
 
 import torch
 
+from .bounded_repr import bounded_repr, bounded_text
 from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
+    Shape,
     TensorHeader,
     read_config,
 )
+from .checkpoint_files import is_directory
 from .errors import CheckpointError
 from .models.config import ModelConfig
 from .models.layout import FusedTensor, fused_layout
@@ -33,6 +36,7 @@ __all__ = [
     "FusedTensor",
     "Source",
     "TensorHeader",
+    "check_tensors",
     "fused_layout",
     "iter_weights",
     "random_weights",
@@ -41,6 +45,7 @@ __all__ = [
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 _PRESET_PREFIX = "preset:"
 _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 _PROBLEMS_SHOWN = 10
@@ -71,18 +76,27 @@ def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
     and all that is downloaded. Raises `CheckpointError` where there is nothing that can be loaded,
     `ConfigError` for an unknown preset.
     """
+    if not isinstance(source, str | Path) or not str(source):
+        raise CheckpointError(
+            f"a model is a directory, a hub id, 'preset:NAME' or 'demo', not {bounded_repr(source)}"
+        )
     name = str(source)
     if isinstance(source, str) and source.startswith(_PRESET_PREFIX):
         return Source(name, preset(source.removeprefix(_PRESET_PREFIX)), None)
     if source == "demo":
         directory = Path(__file__).parent / "demo"
     else:
-        directory = Path(source).expanduser()
-        if not directory.is_dir():
+        try:
+            directory = Path(source).expanduser()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"no checkpoint at {bounded_text(name)}: the home directory is not known ({error})"
+            ) from error
+        if not is_directory(directory):
             if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
                 raise CheckpointError(
-                    f"no checkpoint at {directory}: it must be a directory with config.json and "
-                    f"{SINGLE_FILE} or {INDEX_FILE}"
+                    f"no checkpoint at {bounded_text(directory, 500)}: it must be a directory with "
+                    f"config.json and {SINGLE_FILE} or {INDEX_FILE}"
                 )
             directory = _hub_snapshot(source, config_only=config_only)
     return Source(name, read_config(directory), directory)
@@ -94,8 +108,8 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{repository!r} is no local directory, and to look for it on the Hugging Face hub "
-            'the package huggingface_hub is needed: pip install "stepgraph[hub]"'
+            f"{bounded_repr(repository)} is no local directory, and to look for it on the Hugging "
+            'Face hub the package huggingface_hub is needed: pip install "stepgraph[hub]"'
         ) from error
     patterns = ["*.json", "*.safetensors"]
     if config_only:
@@ -112,8 +126,8 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # what a failed download raises depends on the HTTP library
         raise CheckpointError(
-            f"{repository!r} is neither a local directory nor complete in the local Hugging Face "
-            f"cache, and it could not be downloaded: {error}"
+            f"{bounded_repr(repository)} is neither a local directory nor complete in the local "
+            f"Hugging Face cache, and it could not be downloaded: {bounded_text(error)}"
         ) from error
 
 
@@ -122,20 +136,11 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over (our name, fused CPU tensor of `dtype`), in the layout's order.
 
-    Before it returns, the checkpoint is compared with the config: missing and unexpected tensors,
-    wrong shapes and unsupported dtypes are reported together in one `CheckpointError`. The
-    tensors are made as they are asked for and share no memory with the files, so the model is
-    never in memory twice. With `progress`, a bar is drawn on stderr if that is a terminal.
+    Before it returns, `check_tensors` compares the checkpoint with the config. The tensors are
+    made as they are asked for and share no memory with the files, so the model is never in memory
+    twice. With `progress`, a bar is drawn on stderr if that is a terminal.
     """
-    layout = fused_layout(config)
-    problems = _contradictions(reader.headers(), layout, tied=config.tie_word_embeddings)
-    if problems:
-        rest = len(problems) - _PROBLEMS_SHOWN
-        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
-        raise CheckpointError(
-            f"the tensors in {reader.directory} do not fit its config.json:\n  "
-            + "\n  ".join(shown)
-        )
+    layout = check_tensors(reader, config)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(math.prod(fused.shape) for fused in layout.values())
@@ -154,6 +159,32 @@ def iter_weights(
     return read()
 
 
+def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, FusedTensor]:
+    """Compare the headers of a checkpoint with its config; return the layout that both agree on.
+
+    Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
+    unsupported dtypes. A config with more layers than the files is refused before anything is made
+    per layer.
+    """
+    headers = reader.headers()
+    held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
+    if config.num_layers > len(held):
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json: num_hidden_layers = "
+            f"{config.num_layers}, but there are tensors of {len(held)} layers"
+        )
+    layout = fused_layout(config)
+    problems = _contradictions(headers, layout, tied=config.tie_word_embeddings)
+    if problems:
+        rest = len(problems) - _PROBLEMS_SHOWN
+        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json:\n  "
+            + "\n  ".join(shown)
+        )
+    return layout
+
+
 def _contradictions(
     headers: Mapping[str, TensorHeader], layout: Mapping[str, FusedTensor], *, tied: bool
 ) -> list[str]:
@@ -170,7 +201,7 @@ def _contradictions(
         if header is None:
             problems.append(f"missing: {name} {list(shape)}")
         elif header.shape != shape:
-            problems.append(f"shape: {name} expected {list(shape)}, found {list(header.shape)}")
+            problems.append(f"shape: {name} expected {list(shape)}, found {_shown(header.shape)}")
         elif header.dtype not in _LOADABLE_DTYPES:
             supported = ", ".join(sorted(_LOADABLE_DTYPES))
             problems.append(
@@ -180,8 +211,12 @@ def _contradictions(
         # Frequencies are computed from the config; with tied embeddings the head is a copy.
         harmless = name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
         if not harmless:
-            problems.append(f"unexpected: {name} {list(headers[name].shape)}")
+            problems.append(f"unexpected: {bounded_text(name)} {_shown(headers[name].shape)}")
     return problems
+
+
+def _shown(shape: Shape) -> str:
+    return bounded_repr(list(shape), 80)
 
 
 @contextmanager

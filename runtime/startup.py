@@ -11,11 +11,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from ..cache.arena import Arena, HostArena
 from ..cache.device_memory import DeviceMemory
@@ -25,11 +27,11 @@ from ..cache.spec import LayerGroup, group_layers
 from ..profiling import ranges
 from .checkpoint import CheckpointReader
 from .config import EngineConfig, ResolvedConfig
-from .errors import ConfigError
+from .errors import ConfigError, StepgraphError, StepPreparationError
 from .footprint import model_footprint
 from .kernels import Kernels, limit_threads, select_kernels
-from .kernels.self_test import Fallback, warn
-from .loading import Source, iter_weights, random_weights, resolve_source
+from .kernels.self_test import Fallback, brief, warn
+from .loading import Source, check_tensors, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
@@ -47,6 +49,9 @@ logger = logging.getLogger("stepgraph.runtime")
 
 RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Left alone: workspaces of libraries and fragmentation."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+"""In messages of torch's allocator for the CPU, the operating system and the C++ library."""
 
 _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
 """The phases of a start that make what lives on the device as long as the engine."""
@@ -151,9 +156,21 @@ class EngineParts:
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
     """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
+    with ExitStack() as open_files, _within_memory():
+        return _start(source, config, open_files, progress=progress)
+
+
+def _start(
+    source: str | Path, config: EngineConfig, open_files: ExitStack, *, progress: bool
+) -> EngineParts:
     began, code_before = time.perf_counter(), CodeCache.now()
     found = resolve_source(source)
     resolved = ResolvedConfig.resolve(config, found.config)
+    reader = tokenizer = None
+    if found.directory is not None:
+        reader = open_files.enter_context(CheckpointReader(found.directory))
+        check_tensors(reader, found.config)
+        tokenizer = load_tokenizer(found.directory)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = _checked_kernels(found.config, resolved)
@@ -163,7 +180,8 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     # No row grows longer than the cache: tables and reads need not be wider.
     resolved = dataclasses.replace(resolved, max_model_len=plan.longest_request)
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
-        model = _load(found, resolved, kernels, groups, progress=progress)
+        model = _load(found, reader, resolved, kernels, groups, progress=progress)
+    open_files.close()
     with log.phase("cache"):
         arena = Arena(
             groups,
@@ -191,7 +209,6 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
-    tokenizer = None if found.directory is None else load_tokenizer(found.directory)
     parts = EngineParts(
         resolved,
         model,
@@ -285,6 +302,7 @@ def plan_engine(
 
 def _load(
     source: Source,
+    reader: CheckpointReader | None,
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
@@ -292,12 +310,38 @@ def _load(
     progress: bool,
 ) -> Decoder:
     model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
-    if source.directory is None:
+    if reader is None:
         model.store(random_weights(source.config, config.dtype, config.user.seed))
     else:
-        with CheckpointReader(source.directory) as reader:
-            model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
+        model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Turn the ways in which an allocation fails into `MemoryBudgetError`.
+
+    Memory can run out although the plan fits: other processes allocate meanwhile, and not every
+    limit can be read.
+    """
+    try:
+        yield
+    except (StepgraphError, StepPreparationError):
+        raise
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        failure: Exception = error
+    except (RuntimeError, OSError) as error:
+        # torch has no type of its own for what the CPU's allocator refuses.
+        if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
+        failure = error
+    else:
+        return
+    raise MemoryBudgetError(
+        f"the start of the engine ran out of memory: {brief(failure)}. Lower the memory budget "
+        "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_rows or prefill_chunk, "
+        "or raise the limit of the process (RLIMIT_AS, control group)"
+    ) from failure
 
 
 @contextmanager

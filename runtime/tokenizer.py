@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from .bounded_repr import bounded_text
+from .checkpoint_files import has_file
 from .errors import CheckpointError, RequestError
 
 __all__ = ["IncrementalDetokenizer", "TextTokenizer", "load_tokenizer"]
@@ -129,12 +131,12 @@ def load_tokenizer(directory: Path) -> TextTokenizer | None:
     for a file that is not a tokenizer.
     """
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not has_file(path):
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare `Exception`
-        raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
+        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
     return TextTokenizer(tokenizer)
 
 

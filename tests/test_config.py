@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -38,6 +38,13 @@ OPTIONAL = {"num_blocks", "memory_bytes", "memory_tokens", "max_batch_tokens", "
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a compiler, whatever this machine has."""
     monkeypatch.setattr(config_module, "have_compiler", lambda: True)
+    monkeypatch.setattr(config_module, "cpu_kernels_obstacle", lambda: None)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
+    monkeypatch.setattr(config_module, "cpu_kernels_obstacle", lambda: "a C++ compiler")
 
 
 @pytest.fixture
@@ -247,27 +254,31 @@ def test_a_cpu_has_no_graphs(no_cuda: None) -> None:
         resolve(mode="graph")
 
 
-def test_without_a_compiler_it_decodes_eagerly_and_says_so(
-    no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
-    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+def test_without_a_compiler_it_decodes_eagerly_and_warns(no_cuda: None, no_compiler: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert resolve(mode="eager").mode == "eager"
-        assert not caplog.records
+    with pytest.warns(RuntimeWarning, match=r"many times slower.*C\+\+ compiler"):
         assert resolve().mode == "eager"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "no C++ compiler" in record.getMessage()
     with pytest.raises(ConfigError, match=r"mode='compile' needs a C\+\+ compiler.*mode='eager'"):
         resolve(mode="compile")
 
 
-def test_a_gpu_needs_no_compiler(
-    two_cuda_devices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_library_that_was_found_serves_without_a_compiler(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "have_compiler", lambda: False)
-    assert resolve().mode == "graph"
-    assert not caplog.records
+    resolved = resolve()
+    assert (resolved.mode, resolved.kernels) == ("compile", "native")
+    for needs_torch_compile in ({"kernels": "torch"}, {"dtype": "float16"}):
+        with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+            resolve(mode="compile", **needs_torch_compile)
+
+
+def test_a_gpu_needs_no_compiler(two_cuda_devices: None, no_compiler: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve().mode == "graph"
 
 
 @pytest.mark.parametrize(
@@ -284,17 +295,15 @@ def test_kernels(kernels: str, mode: str, resolved: str, no_cuda: None) -> None:
 
 
 def test_native_kernels_without_what_they_need(
-    two_cuda_devices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two_cuda_devices: None, no_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
     monkeypatch.setattr(config_module, "have_triton", lambda: False)
     for device, needed in (("cpu", "C++ compiler"), ("cuda", "package triton")):
         message = f"kernels='native' needs .*{re.escape(needed)}.*kernels='torch'"
         with pytest.raises(ConfigError, match=message):
             resolve(device=device, mode="eager", kernels="native")
-    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
+    with pytest.warns(RuntimeWarning, match="triton"):
         assert resolve(device="cuda", mode="graph").kernels == "torch"
-    assert "triton" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,40 @@ def test_no_limit(tmp_path: Path) -> None:
     assert device_memory.cgroup_headroom("2:cpu:/a\n", tmp_path) is None
 
 
+def test_the_kernel_slows_down_above_memory_high(tmp_path: Path) -> None:
+    write_group(tmp_path / "a", 2, "1000", usage=600, inactive_file=0)
+    (tmp_path / "a" / "memory.high").write_text("700\n")
+    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 100
+    (tmp_path / "a" / "memory.high").write_text("max\n")
+    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 400
+
+
+def test_both_versions_mounted_together(tmp_path: Path) -> None:
+    write_group(tmp_path / "unified" / "a", 2, "500", usage=100, inactive_file=0)
+    write_group(tmp_path / "memory" / "b", 1, "1000", usage=700, inactive_file=0)
+    assert device_memory.cgroup_headroom("4:memory:/b\n0::/a\n", tmp_path) == 300
+
+
+@pytest.mark.parametrize("damaged", ["memory.max", "memory.current"])
+def test_what_cannot_be_read_limits_nothing(tmp_path: Path, damaged: str) -> None:
+    write_group(tmp_path, 2, "1000", usage=600, inactive_file=0)
+    write_group(tmp_path / "a", 2, "700", usage=600, inactive_file=0)
+    (tmp_path / "a" / damaged).write_text("")
+    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 400
+    (tmp_path / "memory.stat").unlink()
+    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 400
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_limits_of_the_process(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(device_memory, "_status_bytes", lambda name: 1000 << 10)
+    unlimited = (resource.RLIM_INFINITY,) * 2
+    limits = {getattr(resource, limit): (1500 << 10, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
+    assert device_memory.available_bytes(torch.device("cpu")) == 500 << 10
+
+
 def test_limit_is_below_what_the_system_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_missing_and_unexpected_tensors_are_named(checkpoint: Path) -> None:
     ("changes", "parts"),
     [
         ({"intermediate_size": 96}, ["mlp.gate_proj.weight", "[96, 48]", "[80, 48]"]),
-        ({"num_hidden_layers": 4}, ["missing: model.layers.3."]),
+        ({"num_hidden_layers": 4}, ["num_hidden_layers = 4", "3 layers"]),
         ({"num_hidden_layers": 2}, ["unexpected: model.layers.2."]),
         ({"attention_bias": True}, ["missing: model.layers.0.self_attn.q_proj.bias"]),
         ({"vocab_size": 98}, ["model.embed_tokens.weight", "[98, 48]", "[97, 48]"]),

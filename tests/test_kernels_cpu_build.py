@@ -26,8 +26,8 @@ def test_a_library_is_built_once_and_found_again(
     monkeypatch.setattr(torch, "__version__", "another")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled: list[list[str]] = []
-    monkeypatch.setattr(cpu, "_run", lambda command, _: compiled.append(command) or "")
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(cpu, "_run", lambda command, *_: compiled.append(command) or "")
+    with pytest.raises(kernels.KernelBuildError, match="No such file"):
         kernels.build_cpu_ops()  # nothing was linked, so there is nothing to move into place
     assert len(compiled) == 2 + len(cpu._UNITS)  # the macros, the sources, the library
 
@@ -157,7 +157,8 @@ def test_what_the_compiler_said_is_in_the_error(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpu, "_find_compiler", lambda: "/nowhere/g++")
     assert not kernels.have_compiler()
     with pytest.raises(kernels.KernelBuildError, match="install g"):
@@ -175,8 +176,8 @@ def test_a_library_that_does_not_load_is_named(
 ) -> None:
     broken = tmp_path / "cpu_ops.so"
     broken.write_text("not a library")
-    found = cpu.KernelLibrary(broken, built=False)
-    monkeypatch.setattr(cpu, "_build", lambda portable: found)
+    monkeypatch.setattr(cpu, "_find", lambda: ([], []))
+    monkeypatch.setattr(cpu, "build_cpu_ops", lambda: broken)
     with pytest.raises(kernels.KernelBuildError, match="delete it to rebuild"):
         cpu.load_cpu_ops.__wrapped__()
 

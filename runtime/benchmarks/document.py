@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling.whole_files import write_file
-from ..kernels import have_compiler
+from ..kernels import cpu_kernels_obstacle
 from .compared import SCHEMA_VERSION
 from .environment import describe_environment
 from .options import MODES
@@ -46,7 +46,7 @@ def modes_of(device: torch.device) -> tuple[str, ...]:
     """Return the modes that a device has."""
     if device.type != "cpu":
         return MODES
-    return ("eager", "compile") if have_compiler() else ("eager",)
+    return ("eager", "compile") if cpu_kernels_obstacle() is None else ("eager",)
 
 
 def write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:

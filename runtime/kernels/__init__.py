@@ -12,7 +12,14 @@ import torch
 from ..errors import KernelBuildError
 from .attention import AttentionForm, AttentionInputs, paged_attention, reference_paged_attention
 from .choice import Kernels
-from .cpu import KernelLibrary, build_cpu_ops, have_compiler, load_cpu_ops
+from .cpu import (
+    KernelLibrary,
+    build_cpu_ops,
+    build_kernels,
+    cpu_kernels_obstacle,
+    have_compiler,
+    load_cpu_ops,
+)
 from .linear import (
     can_pack,
     pack_linear,
@@ -168,6 +175,8 @@ __all__ = [
     "dequantise_weight",
     "KernelBuildError",
     "build_cpu_ops",
+    "build_kernels",
+    "cpu_kernels_obstacle",
     "have_compiler",
     "have_triton",
     "limit_threads",

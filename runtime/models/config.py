@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
-from .families import (
-    FAMILIES,
-    Family,
-    LayerType,
-    family_of,
-    read_field,
-    read_optional,
-    read_ropes,
-    read_windows,
-    refuse_experts,
-)
+from .attention_fields import read_ropes, read_windows, refuse_experts
+from .families import FAMILIES, Family, LayerType, family_of, read_field, read_optional
+from .limits import check_theta, require_layers, require_numbers, require_sizes
 from .rope import UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = ["LatentConfig", "LayerType", "ModelConfig", "Rope", "RopeScaling", "RopeType"]
@@ -61,7 +53,7 @@ class LatentConfig:
         names = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         if self.q_lora_rank is not None:
             names.append("q_lora_rank")
-        _require_positive(self, names)
+        require_sizes(self, names)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary embeddings turn "
@@ -138,36 +130,31 @@ class ModelConfig:
         _require_supported("model_type", self.model_type, FAMILIES)
         _require_supported("hidden_act", self.hidden_act, _ACTIVATIONS)
         _require_supported("torch_dtype", self.torch_dtype, _DTYPES)
-        _require_positive(
+        require_layers(self.num_layers)
+        require_sizes(
             self,
             (
                 "vocab_size",
                 "hidden_size",
                 "intermediate_size",
-                "num_layers",
                 "num_heads",
                 "num_kv_heads",
                 "head_dim",
                 "max_position_embeddings",
             ),
         )
-        for name in (
-            "rms_norm_eps",
-            "rope_theta",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        ):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} = {value} must be a positive number")
-        if self.sliding_rope is not None:
-            theta = self.sliding_rope.theta
-            if not (theta > 0 and math.isfinite(theta)):
-                raise ConfigError(f"rope_theta = {theta} of sliding layers must be positive")
+        require_numbers(
+            self,
+            (
+                "rms_norm_eps",
+                "query_pre_attn_scalar",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+            ),
+        )
         for rope in (Rope(self.rope_theta, self.rope_scaling), self.sliding_rope):
-            if rope is not None and rope.scaling.type == "yarn" and rope.theta <= 1:
-                raise ConfigError(f"rope_theta = {rope.theta} must be above 1 for yarn scaling")
+            if rope is not None:
+                check_theta(rope)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads = {self.num_heads} must be a multiple of "
@@ -191,7 +178,7 @@ class ModelConfig:
                     "layer_types has 'sliding_attention', but sliding_window is not in use: "
                     "it must be at least 1"
                 )
-            _require_positive(self, ("sliding_window",))
+            require_sizes(self, ("sliding_window",))
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
         if self.latent is not None:
@@ -210,8 +197,9 @@ class ModelConfig:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(
-                    f"bos_token_id = {self.bos_token_id}, eos_token_ids = {self.eos_token_ids}: "
-                    f"{token_id} is not below vocab_size = {self.vocab_size}, or negative"
+                    f"bos_token_id = {bounded_repr(self.bos_token_id)}, eos_token_ids = "
+                    f"{bounded_repr(self.eos_token_ids)}: {bounded_repr(token_id)} is not below "
+                    f"vocab_size = {self.vocab_size}, or negative"
                 )
 
     @property
@@ -277,7 +265,7 @@ class ModelConfig:
                 + ", ".join(_DTYPES)
                 + " can be loaded"
             )
-        if config.get("use_bidirectional_attention"):
+        if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
         names = {**_CONFIG_JSON_NAMES, "hidden_act": family.activation_key}
         config = {**family.defaults, **config}
@@ -307,6 +295,7 @@ class ModelConfig:
 def _attention_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of a `ModelConfig` that describe the layers and their attention."""
     num_layers = read_field(config, "num_hidden_layers", int)
+    require_layers(num_layers)  # before types are listed for so many
     heads = read_field(config, "num_attention_heads", int)
     hidden_size = read_field(config, "hidden_size", int)
     max_positions = read_field(config, "max_position_embeddings", int)
@@ -368,13 +357,7 @@ def _latent_fields(
 def _require_supported(field: str, value: str, supported: Iterable[str]) -> None:
     if value not in supported:
         names = ", ".join(map(repr, supported))
-        raise ConfigError(f"{field} = {value!r} is not supported; supported: {names}")
-
-
-def _require_positive(config: object, names: Iterable[str]) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} = {getattr(config, name)} must be at least 1")
+        raise ConfigError(f"{field} = {bounded_repr(value)} is not supported; supported: {names}")
 
 
 def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -383,10 +366,12 @@ def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     values = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in values):
-        raise CheckpointError(f"eos_token_id must be an integer or a list of them, not {value!r}")
+        raise CheckpointError(
+            f"eos_token_id must be an integer or a list of them, not {bounded_repr(value)}"
+        )
     return tuple(values)
 
 
 def _dtype_name(config: Mapping[str, Any]) -> str:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return str(name).removeprefix("torch.")
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    return read_field(config, key, str, "float32").removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The families of decoders that can be served, and how their `config.json`s are read.
+"""The families of decoders that can be served, and how keys of their `config.json`s are read.
 
 What tells one family from another is data: the traits of its layers, and what transformers assumes
 where a `config.json` leaves a key out.
@@ -6,30 +6,32 @@ where a `config.json` leaves a key out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
+from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
-from .rope import Rope, RopeScaling, RopeType
 
 __all__ = [
     "FAMILIES",
+    "LAYER_TYPES",
     "Family",
+    "Json",
     "LayerType",
     "family_of",
     "read_field",
     "read_optional",
-    "read_ropes",
-    "read_windows",
-    "refuse_experts",
 ]
 
 LayerType = Literal["full_attention", "sliding_attention"]
-_LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
+
+_MOST_INT = 2**63 - 1
 
 
 def _full(config: Json, layer: int) -> bool:
@@ -212,30 +214,37 @@ says."""
 
 def family_of(config: Json) -> tuple[str, Family]:
     """Return the model type of a `config.json` and its family. Raises `CheckpointError`."""
-    model_type = str(config.get("model_type"))
-    family = FAMILIES.get(model_type)
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     supported = None if family is None else family.architecture
     architectures = config.get("architectures")
     # Checkpoints name the class they were saved from; a bare config has only the model type.
     named = architectures if isinstance(architectures, list) and architectures else [supported]
     if family is None or supported not in named:
-        found = ", ".join(str(name) for name in named if name) or "(unnamed)"
+        found = ", ".join(bounded_text(name, 60) for name in named[:3] if name) or "(unnamed)"
         raise CheckpointError(
-            f"architecture {found} (model_type {model_type!r}) is not supported; supported: "
-            + ", ".join(family.architecture for family in FAMILIES.values())
+            f"architecture {found} (model_type {bounded_repr(model_type, 60)}) is not supported; "
+            "supported: " + ", ".join(family.architecture for family in FAMILIES.values())
         )
-    return model_type, family
+    return str(model_type), family
 
 
 def read_optional(config: Json, name: str, kind: type[T]) -> T | None:
-    """Return a field checked for its type, None if it is absent or null."""
+    """Return a field checked for its type, None if it is absent or null.
+
+    Integers must fit 64 bits, floating-point numbers must be finite.
+    """
     value = config.get(name)
     if value is None:
         return None
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= _MOST_INT:
         value = float(value)
     if type(value) is not kind:  # not isinstance: to Python, true is an int
-        raise CheckpointError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        raise CheckpointError(f"{name} must be of type {kind.__name__}, not {bounded_repr(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{name} = {value} must be a finite number")
+    if isinstance(value, int) and abs(value) > _MOST_INT:
+        raise CheckpointError(f"{name} = {bounded_repr(value)} does not fit 64 bits")
     return value
 
 
@@ -247,144 +256,3 @@ def read_field(config: Json, name: str, kind: type[T], default: T | None = None)
     if value is None:
         raise CheckpointError(f"the config has no {name}")
     return value
-
-
-def read_windows(
-    config: Json, family: Family, num_layers: int
-) -> tuple[tuple[LayerType, ...], int | None]:
-    """Return the type of each layer and the window of those that slide.
-
-    Without types, all layers attend to everything before them.
-    """
-    window = read_optional(config, "sliding_window", int)
-    if family.window_switch and not read_field(config, "use_sliding_window", bool):
-        window = None
-    implied = tuple(_LAYER_TYPES[family.is_sliding(config, i)] for i in range(num_layers))
-    listed = config.get("layer_types")
-    if listed is None:
-        types = implied
-    elif not isinstance(listed, list) or not all(name in _LAYER_TYPES for name in listed):
-        known = ", ".join(map(repr, _LAYER_TYPES))
-        raise CheckpointError(f"layer_types must be a list of {known}, not {listed!r}")
-    elif len(listed) != num_layers:
-        raise CheckpointError(
-            f"layer_types lists {len(listed)} layers, num_hidden_layers = {num_layers}"
-        )
-    else:
-        types = tuple(listed)
-        if types != implied and not family.lists_layer_types:
-            raise CheckpointError(
-                f"layer_types = {listed} contradicts {family.architecture}, whose layers are "
-                f"{list(implied)}"
-            )
-    return (types, window) if "sliding_attention" in types else ((), None)
-
-
-def read_ropes(config: Json, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
-    """Return the rotation of the layers and, where a family has two, that of sliding layers.
-
-    Reads `rope_parameters` (transformers 5) or `rope_scaling` with the base beside it (4). Raises
-    `CheckpointError` if both are there and say different things.
-    """
-    parameters = _rope_object(config, "rope_parameters")
-    scaling = _rope_object(config, "rope_scaling")
-    nested = {name: _rope_object(parameters, name) for name in _LAYER_TYPES if name in parameters}
-    if not family.two_ropes:
-        if nested:
-            raise CheckpointError(
-                "rope_parameters must be the same for all layers of "
-                f"{family.architecture}, not by layer type: {dict(parameters)}"
-            )
-        # transformers: outside the object it has priority over what is said inside.
-        first = read_optional(config, "original_max_position_embeddings", int)
-        return _full_rope(config, parameters, scaling, max_positions, first), None
-    if parameters and not nested:
-        raise CheckpointError(
-            f"rope_parameters of {family.architecture} must be by layer type "
-            f"({', '.join(_LAYER_TYPES)}), not {dict(parameters)}"
-        )
-    full, sliding = (nested.get(name, {}) for name in _LAYER_TYPES)
-    return (
-        _full_rope(config, full, scaling, max_positions),
-        _rope(config, sliding, "rope_local_base_freq", max_positions),
-    )
-
-
-def _full_rope(
-    config: Json, parameters: Json, scaling: Json, max_positions: int, first: int | None = None
-) -> Rope:
-    """Read the rotation of full attention from the one object that is there, or from both."""
-    rope = _rope(config, parameters or scaling, "rope_theta", max_positions, first)
-    if parameters and scaling:
-        # The base may stand in the newer one only.
-        with_base = {"rope_theta": rope.theta, **scaling}
-        if _rope(config, with_base, "rope_theta", max_positions, first) != rope:
-            raise CheckpointError(
-                f"rope_parameters = {dict(parameters)} and rope_scaling = {dict(scaling)} "
-                "contradict each other: the config must have one of them, or both alike"
-            )
-    return rope
-
-
-def _rope_object(config: Json, name: str) -> Json:
-    value = config.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"{name} must be an object, not {value!r}")
-    return value or {}
-
-
-def _rope(
-    config: Json, rope: Json, theta_key: str, max_positions: int, first: int | None = None
-) -> Rope:
-    """Read one rotation; its base may stand beside the object, under `theta_key`.
-
-    `first`: positions of the first training, whatever the object says.
-    """
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise CheckpointError(
-            f"partial_rotary_factor = {partial} is not supported; every element of a head must "
-            "be rotated"
-        )
-    theta = read_optional(rope, "rope_theta", float)
-    if theta is None:
-        theta = read_field(config, theta_key, float, 10000.0)
-    return Rope(theta, _rope_scaling(rope, max_positions, first))
-
-
-def _rope_scaling(rope: Json, max_positions: int, first: int | None) -> RopeScaling:
-    kind = cast(RopeType, rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in ("linear", "llama3", "yarn"):
-        return RopeScaling(type=kind)
-    scaling: dict[str, Any] = {
-        "factor": read_field(rope, "factor", float),
-        "mscale_all_dim": read_optional(rope, "mscale_all_dim", float),
-    }
-    if kind != "linear":
-        if first is None:
-            first = read_field(rope, "original_max_position_embeddings", int, max_positions)
-        scaling["original_max_position_embeddings"] = first
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            scaling[name] = read_field(rope, name, float)
-    if kind == "yarn":
-        scaling |= {
-            "beta_fast": read_field(rope, "beta_fast", float, 32.0),
-            "beta_slow": read_field(rope, "beta_slow", float, 1.0),
-            "truncate": read_field(rope, "truncate", bool, True),
-            "attention_factor": read_optional(rope, "attention_factor", float),
-            "mscale": read_optional(rope, "mscale", float),
-        }
-    return RopeScaling(type=kind, **scaling)
-
-
-def refuse_experts(config: Json, num_layers: int) -> None:
-    """Raise `CheckpointError` if a layer of a DeepSeek config is a mixture of experts."""
-    experts = config.get("n_routed_experts")
-    dense = read_field(config, "first_k_dense_replace", int, 0)
-    if experts and dense < num_layers:
-        raise CheckpointError(
-            f"n_routed_experts = {experts} with first_k_dense_replace = {dense} makes layers "
-            f"{dense} to {num_layers - 1} mixtures of experts, which are not supported; only "
-            f"dense layers are (first_k_dense_replace of at least {num_layers})"
-        )

@@ -8,11 +8,17 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
 
 __all__ = ["UNSCALED", "Rope", "RopeScaling", "RopeType", "inverse_frequencies", "rotate"]
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+_LEAST_NUMBER, _MOST_NUMBER = 1e-9, 1e9
+"""Of factors: their logarithms and quotients stay finite in float32."""
+_MOST_POSITIONS = 2**31 - 1
+_BOUND = f" (numbers from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g} are supported)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +54,37 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.type not in get_args(RopeType):
             raise ConfigError(
-                f"rope type {self.type!r} is not supported; supported are "
+                f"rope type {bounded_repr(self.type)} is not supported; supported are "
                 + ", ".join(map(repr, get_args(RopeType)))
             )
-        if not 1 <= self.factor < math.inf:
-            raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1")
-        if self.type in ("llama3", "yarn") and self.original_max_position_embeddings < 1:
+        if not 1 <= self.factor <= _MOST_NUMBER:
+            raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1{_BOUND}")
+        if self.type in ("llama3", "yarn") and not (
+            1 <= self.original_max_position_embeddings <= _MOST_POSITIONS
+        ):
             raise ConfigError(
                 "rope original_max_position_embeddings = "
-                f"{self.original_max_position_embeddings} must be at least 1"
+                f"{bounded_repr(self.original_max_position_embeddings)} must be at least 1 and at "
+                f"most {_MOST_POSITIONS}"
             )
-        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        if self.type == "llama3" and not (
+            _LEAST_NUMBER <= self.low_freq_factor < self.high_freq_factor <= _MOST_NUMBER
+        ):
             raise ConfigError(
                 f"rope low_freq_factor = {self.low_freq_factor} must be above 0 and below "
-                f"high_freq_factor = {self.high_freq_factor}"
+                f"high_freq_factor = {self.high_freq_factor}{_BOUND}"
             )
-        if self.type == "yarn" and not 0 < self.beta_slow <= self.beta_fast < math.inf:
+        if self.type == "yarn" and not (
+            _LEAST_NUMBER <= self.beta_slow <= self.beta_fast <= _MOST_NUMBER
+        ):
             raise ConfigError(
                 f"rope beta_slow = {self.beta_slow} must be above 0 and at most "
-                f"beta_fast = {self.beta_fast}"
+                f"beta_fast = {self.beta_fast}{_BOUND}"
             )
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"rope {name} = {value} must be a number of at least 0")
+            if value is not None and not 0 <= value <= _MOST_NUMBER:
+                raise ConfigError(f"rope {name} = {value} must be a number of at least 0{_BOUND}")
 
     @property
     def amplitude(self) -> float:
@@ -145,7 +158,8 @@ def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+    # Floating point: with a base close to 1 the pair's number does not fit 64 bits.
+    first, last = float(max(first, 0)), float(min(last, dim - 1))
     return first, last + 0.001 if first == last else last
 
 

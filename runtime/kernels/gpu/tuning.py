@@ -2,7 +2,7 @@
 
 Engines look up and never tune: what is not in the file runs with `default_config`. The file is
 written by `python -m stepgraph.runtime.kernels.gpu.tune`, beside the CPU kernels in the user's
-cache (`cpu.cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
+cache (`cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
 rows, one pair of dtypes, one device, one version of Triton and one source of the kernels; after any
 of these changed it is found no more, and a newer one is put beside it.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from ..cpu import cache_directory
+from ..library_store import cache_directory
 from .launch import compute_capability, num_multiprocessors
 from .linear import LinearConfig, row_class
 from .linear_configs import config_error, default_config

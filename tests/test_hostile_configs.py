@@ -1,0 +1,216 @@
+"""Values that no config should hold: each is a typed error of bounded length, or it works."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stepgraph.cache.device_memory import peak_bytes
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.checkpoint import read_config
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
+from stepgraph.runtime.models.presets import preset
+
+TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
+LONGEST_MESSAGE = 3000
+"""Of characters: a list of ten tensors that do not fit, or a memory plan."""
+
+INTEGERS = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**62, 2**64, 10**400])
+FLOATS = st.sampled_from(
+    [-1.0, 0.0, 1e-320, 1e-12, 0.5, 1.0, 1 + 2**-52, 1e9, 1e308, math.inf, -math.inf, math.nan]
+)
+TEXTS = st.sampled_from(["", "llama", "yarn", "8", "\ud800", "\0", "x" * 100_000])
+SCALARS = st.none() | st.booleans() | INTEGERS | FLOATS | TEXTS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+ROPE_KEYS = """
+    rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast
+    beta_slow truncate attention_factor mscale mscale_all_dim partial_rotary_factor
+"""
+ROPE = st.builds(
+    lambda kind, rest: {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **rest},
+    st.sampled_from(["default", "linear", "llama3", "yarn"]) | SCALARS,
+    st.dictionaries(st.sampled_from(ROPE_KEYS.split()), SCALARS, max_size=4),
+)
+KEYS = """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta tie_word_embeddings
+    max_position_embeddings attention_bias mlp_bias hidden_act hidden_activation layer_types
+    sliding_window use_sliding_window max_window_layers sliding_window_pattern
+    query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping bos_token_id
+    eos_token_id dtype torch_dtype quantization_config use_bidirectional_attention
+    partial_rotary_factor original_max_position_embeddings rope_local_base_freq
+    first_k_dense_replace n_routed_experts q_lora_rank kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim v_head_dim rope_interleave
+"""
+CHANGES = st.builds(
+    lambda plain, ropes: plain | ropes,
+    st.dictionaries(st.sampled_from(KEYS.split()), VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(["rope_scaling", "rope_parameters"]), ROPE | VALUES),
+)
+MODELS = ("micro", "mistral", "qwen3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+
+
+def start_and_decode(directory: Path) -> None:
+    config = EngineConfig(device="cpu", mode="eager", max_rows=2, memory_bytes=100 << 20)
+    with Engine.from_pretrained(directory, config) as engine:
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert output.finished
+
+
+def refusal(work: Callable[[], object]) -> str | None:
+    """The message of a typed error, None where there is none; within a second of processor time."""
+    began = time.process_time()
+    message = None
+    try:
+        work()
+    except TYPED as error:
+        message = str(error)
+        assert len(message) < LONGEST_MESSAGE
+    assert time.process_time() - began < 1.0
+    return message
+
+
+def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> Path:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    content = json.loads((source / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+def check_refused_or_works(directory: Path) -> None:
+    message = None
+
+    def start() -> None:
+        nonlocal message
+        message = refusal(lambda: start_and_decode(directory))
+
+    held = peak_bytes(start, torch.device("cpu"))
+    assert held is None or held < 200 << 20
+    assert message is None or str(directory) in message or "memory" in message
+
+
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(model=st.sampled_from(MODELS), changes=CHANGES)
+@settings(FUZZ, max_examples=30)
+def test_any_value_is_refused_or_works(
+    tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]
+) -> None:
+    check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(model=st.sampled_from(MODELS), changes=CHANGES)
+@settings(FUZZ, max_examples=2000)
+def test_many_values_are_refused_or_work(
+    tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]
+) -> None:
+    check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 2**62}, "num_hidden_layers = 4611686018427387904 must be at most"),
+        ({"num_hidden_layers": 4000}, "num_hidden_layers = 4000, but there are tensors of 1 layer"),
+        ({"hidden_size": 10**400}, "hidden_size = <integer of 1329 bits> does not fit 64 bits"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be of type float"),
+        ({"rope_theta": 10**400}, "rope_theta must be of type float"),
+        ({"max_position_embeddings": 2**62}, "max_position_embeddings = 4611686018427387904 must"),
+        ({"sliding_window": "x" * 10**6}, "sliding_window must be of type int, not 'xxx"),
+        ({"eos_token_id": [10**400] * 1000}, "eos_token_id = .*not below vocab_size"),
+        ({"layer_types": [["x"] * 100] * 100}, "layer_types must be a list of"),
+        ({"architectures": ["x" * 10**6], "model_type": "gpt"}, r"architecture x+\.\.\. "),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]"),
+        ({"n_routed_experts": "64", "model_type": "deepseek_v3"}, "architecture LlamaFor"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor must be of type float"),
+        ({"dtype": ["float32"]}, r"dtype must be of type str, not \['float32'\]"),
+        ({"rope_theta": 1e-300}, "rope_theta = 1e-300 must be a number of at least 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"rope factor = 1e\+300"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.7e308}},
+            r"beta_fast = 1\.7e\+308",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}},
+            "beta_slow = 1e-320",
+        ),
+    ],
+)
+def test_the_key_and_the_file_are_named(
+    tiny: Any, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    changes = {"rope_parameters": None, **changes}
+    directory = rewritten(tiny("micro").directory, tmp_path / "changed", changes)
+    message = refusal(lambda: start_and_decode(directory))
+    assert message is not None
+    assert str(directory) in message
+    with pytest.raises(CheckpointError, match=named):
+        raise CheckpointError(message)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"vocab_size": ' * 100_000 + "1" + "}" * 100_000,
+        '{"model_type": "llama", "model_type": "mistral"}',
+        '{"vocab_size": ' + "9" * 100_000 + "}",
+        " " * (5 << 20) + "{}",
+    ],
+    ids=["deep", "key twice", "digits", "long"],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_python_does_not_take(tiny: Any, tmp_path: Path, name: str, content: str) -> None:
+    directory = rewritten(tiny("micro").directory, tmp_path / "changed", {})
+    (directory / name).write_text(content)
+    message = refusal(lambda: read_config(directory))
+    assert message is not None
+    assert message.startswith(str(directory / name))
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no")
+
+    __hash__ = object.__hash__
+
+
+MODEL = preset("smollm2-135m")
+FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
+ODD = [
+    *(10**400, 10**5000, -(10**400), -1, 2**63, 0.5, -0.0, math.nan, math.inf, True, False),
+    *("", "8", "cpu\0", "cuda:256", "cpu:128", "x" * 10**6, b"cpu", None, (), [1], [[]], {}, set()),
+    *(1j, Unprintable(), torch.ones(2), (10**400,), ("1",), (True,), object),
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_any_engine_configuration_is_refused_or_resolves(field: str) -> None:
+    for value in ODD:
+        choices = {"device": "cpu", "mode": "eager", field: value}
+        message = refusal(lambda c=choices: ResolvedConfig.resolve(EngineConfig(**c), MODEL))
+        assert message is None or len(message) < 500
+        if isinstance(value, int) and value.bit_length() > 70:
+            assert message is not None
+            assert field in message
