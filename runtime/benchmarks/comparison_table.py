@@ -17,6 +17,7 @@ _HEADS = {
     "input_len": "input",
     "output_len": "output",
     "max_itl_ms": "max ITL ms",
+    "neighbours": "busy",
 }
 _SELDOM = ("device", "prefill_chunk", "steps_per_launch", "steps")
 """Left out where all cases have the same."""

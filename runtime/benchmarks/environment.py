@@ -15,7 +15,18 @@ import torch
 from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
 
-__all__ = ["describe_budget", "describe_engine", "describe_environment", "dtype_names"]
+__all__ = [
+    "describe_budget",
+    "describe_engine",
+    "describe_environment",
+    "dtype_names",
+    "num_threads",
+]
+
+
+def num_threads() -> int:
+    """Return how many threads an engine computes with on a CPU."""
+    return torch.get_num_threads()
 
 
 def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -31,7 +42,7 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
         **_driver_and_clocks(device),
         "cpu": _cpu_name(),
         "cpu_mhz": None if frequency is None else round(frequency.current),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "bandwidth_gb_s": bandwidth / 1e9,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -67,6 +67,10 @@ FLAGS_OF_SCENARIO = {
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_steps", "num_warmup", "num_iters"),
     ),
+    "neighbours": (
+        *("scenario", *_ENGINE, *_OUTPUTS, "batch_size", "input_len", "num_steps"),
+        *("num_warmup", "num_iters", "neighbours", "peer", *_COMPARE),
+    ),
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -98,6 +102,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_warmup": 1,
         "num_iters": 3,
     },
+    "neighbours": {"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},
 }
 """Of flags whose default depends on the scenario."""
 

@@ -13,7 +13,7 @@ __all__ = ["terminal_tables"]
 
 NAMES = (
     *("model", "dtype", "weights", "KV", "mode", "kernel", "term"),
-    *("batch", "rows", "input", "prompt", "output", "context", "max ITL ms"),
+    *("batch", "rows", "input", "prompt", "output", "context", "max ITL ms", "busy", "runtime"),
 )
 """Columns that say what a row is about: where there are several tables, each begins with them."""
 
