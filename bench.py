@@ -14,6 +14,7 @@ python bench.py --scenario cache                      what the bookkeeping of bl
 python bench.py --scenario host                       what plan, launch and commit cost
 python bench.py --scenario interference               prompts that come while others decode
 python bench.py --scenario churn                      requests that come and leave at random
+python bench.py --scenario neighbours                 decode steps on busy processors
 python bench.py --scenario prefix                     prompts that begin alike
 python bench.py --scenario memory                     what an engine takes, and a full cache costs
 python bench.py --scenario start                      the first start of an engine, and the second
@@ -30,7 +31,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from stepgraph.cache.benchmark import OperationCost, measure_cache
 from stepgraph.profiling import bandwidth
 from stepgraph.profiling.kernel_names import NamesFileError
@@ -40,6 +40,7 @@ from stepgraph.profiling.plot import PlotError
 from stepgraph.profiling.trace import TraceError
 from stepgraph.profiling.whole_files import WriteError, write_file
 from stepgraph.runtime import (
+    ConfigError,
     EngineConfig,
     KernelBuildError,
     MemoryBudgetError,
@@ -54,21 +55,28 @@ from stepgraph.runtime.benchmarks.cost_tables import cache_table, host_table
 from stepgraph.runtime.benchmarks.document import new_document, write_json
 from stepgraph.runtime.benchmarks.host import HostCost, measure_host
 from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.outputs import print_text
+from stepgraph.runtime.benchmarks.outputs import print_error, print_text
 from stepgraph.runtime.benchmarks.profile import ProfileRun, run_nsys
 from stepgraph.runtime.benchmarks.run_scenarios import ScenarioRun
 from stepgraph.runtime.benchmarks.run_steady import SteadyRun
-from stepgraph.runtime.benchmarks.tables import markdown_table, remarks, rich_table
+from stepgraph.runtime.benchmarks.tables import markdown_table
 from stepgraph.runtime.config import resolve_device
 from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.step_report import explain_step
 
 INTERRUPTED = 130
 """The exit status of what SIGINT ended: 128 + 2, as of a shell."""
+USAGE = 2
+"""The exit status of a command line that cannot be run, as of argparse."""
 ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError, KernelBuildError),
     *(NamesFileError, NvtxMissingError, PlotError, TraceError, WriteError),
 )
+
+
+def status_of(error: Exception) -> int:
+    """Return the exit status of a run that an error of `ERRORS` ended."""
+    return USAGE if isinstance(error, ConfigError) else 1
 
 
 def run_explain_memory(options: argparse.Namespace) -> int:
@@ -97,8 +105,8 @@ def run_explain_memory(options: argparse.Namespace) -> int:
         try:
             text = explain_memory(model, config, options.device_memory)
         except ERRORS as error:
-            print(f"bench.py: error: {model}: {error}", file=sys.stderr)
-            status = 1
+            print_error(error, model)
+            status = max(status, status_of(error))
         else:
             print_text(separator + text)
             separator = "\n"
@@ -116,13 +124,12 @@ def run_explain_step(options: argparse.Namespace) -> int:
         try:
             device = resolve_device(options.device)
         except ERRORS as error:
-            print(f"bench.py: error: {error}", file=sys.stderr)
-            return 1
+            print_error(error)
+            return status_of(error)
         if device.type != "cuda":
-            print(
-                "bench.py: error: --explain-step is about a GPU, and the device is"
-                f" {str(device)!r}: give its --bandwidth-gb-s",
-                file=sys.stderr,
+            print_error(
+                f"--explain-step is about a GPU, and the device is {str(device)!r}: give its"
+                " --bandwidth-gb-s"
             )
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
@@ -140,8 +147,8 @@ def run_explain_step(options: argparse.Namespace) -> int:
         try:
             text = explain_step(model, config, rows=rows, context=context, bandwidth=reads)
         except ERRORS as error:
-            print(f"bench.py: error: {model}: {error}", file=sys.stderr)
-            status = 1
+            print_error(error, model)
+            status = max(status, status_of(error))
         else:
             print_text(separator + text)
             separator = "\n"
@@ -162,7 +169,7 @@ def run_host_scenario(options: argparse.Namespace) -> int:
     try:
         costs = measure_host(num_steps=options.num_steps, seed=options.seed)
     except ValueError as error:  # more steps than the cache has room for
-        print(f"bench.py: error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     _write_costs(options, host_table(costs), "host", costs)
     return 0
@@ -251,14 +258,10 @@ def run_profile(options: argparse.Namespace) -> int:
 
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the table where it was asked for; print it, and what is to be said of it."""
+    text = markdown_table(document)
     if options.output_md is not None:
-        write_file(options.output_md, markdown_table(document) + "\n")
-    stdout = Console(soft_wrap=True)
-    if stdout.is_terminal:
-        stdout.print(rich_table(document, stdout.width))
-        print("\n".join(remarks(document)))
-    else:
-        print_text(markdown_table(document))
+        write_file(options.output_md, text + "\n")
+    print_text(text)
     for warning in warnings(document):
         print(f"bench.py: {warning}", file=sys.stderr)
 
@@ -279,7 +282,7 @@ def judge(comparison: dict[str, Any]) -> int:
         reason = f"no case is in {comparison['old']} too: nothing was compared"
     else:
         return 0
-    print(f"bench.py: error: {reason}", file=sys.stderr)
+    print_error(reason)
     return 1
 
 
@@ -292,8 +295,8 @@ def main() -> int:
         print("bench.py: interrupted; what was measured before is kept", file=sys.stderr)
         return INTERRUPTED
     except ERRORS as error:
-        print(f"bench.py: error: {error}", file=sys.stderr)
-        return 1
+        print_error(error)
+        return status_of(error)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -303,7 +303,10 @@ def test_a_peer_that_is_not_there_is_told_first(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--peer cake", "'cake' is not NAME or NAME=PYTHON with NAME one of openvino, vllm"),
+        (
+            "--peer cake",
+            "'cake' is not NAME or NAME=PYTHON with NAME one of openvino, vllm, llama.cpp",
+        ),
         ("--peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
         ("--neighbours 1000", "'1000' is more than 256"),
         ("--neighbours -1", "'-1' is not an integer of at least 0"),

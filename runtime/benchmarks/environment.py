@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -20,8 +21,16 @@ __all__ = [
     "describe_engine",
     "describe_environment",
     "dtype_names",
+    "num_cpus",
     "num_threads",
 ]
+
+
+def num_cpus() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def num_threads() -> int:

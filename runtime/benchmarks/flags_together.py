@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,9 @@ FLAGS_OF_SCENARIO = {
     ),
 }
 
+TURN_SECONDS = 10.0
+"""Of the repetitions of a case in one mode, where their number is not given."""
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "steady": {
         "batch_size": [1, 8],
@@ -140,6 +144,7 @@ def fill_in_defaults(options: argparse.Namespace) -> None:
     What a list has twice is one case, and measured once.
     """
     defaults = DEFAULTS[options.scenario] if options.profile == "none" else PROFILE_DEFAULTS
+    options.turn_seconds = TURN_SECONDS if options.num_iters is None else math.inf
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ...profiling.stats import Summary
 from ..engine import Engine
 from ..errors import StepgraphError
-from .environment import describe_engine, num_threads
+from .environment import describe_engine, num_cpus, num_threads
 from .peers import Peer, PeerError
 from .steady import BenchmarkCase, longest_sequence
 from .turns import spread
@@ -246,7 +246,7 @@ def to_json(
             "steps": case.num_steps,
             "neighbours": neighbours,
             "threads": num_threads(),
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpus": num_cpus(),
             **measured,
             "peers": [_peer(peer, run, neighbours, measured["step_ms"]) for peer, run in theirs],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..config import EngineConfig
 from .compared import COMPARED
@@ -28,13 +29,25 @@ from .profile_options import add_profile_flags, check_profile
 __all__ = ["MODES", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
+MAX_MESSAGE = 400
+"""Characters of an error, which may quote arguments of any length."""
 
 _EPILOG = """\
 The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
 of the lists is a case, or an engine of its own. Exit status: 0; 1 if something cannot be measured
-or is above --fail-above; 2 for a wrong command line; 130 after an interrupt, which keeps what was
-measured. What is in the numbers: docs/benchmarking.md
+or is above --fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which
+keeps what was measured. What is in the numbers: docs/benchmarking.md
 """
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        text = " ".join(message.split())
+        if len(text) > MAX_MESSAGE:
+            text = f"{text[:MAX_MESSAGE]} ..."
+        self.exit(2, f"{self.prog}: error: {text}\n")
 
 
 def parse_arguments(
@@ -62,7 +75,7 @@ def parse_arguments(
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="bench.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -169,8 +182,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-iters",
         type=positive_integer,
-        help="runs of a case that are counted, and take turns with other modes; 6 or more for"
-        " --compare (default: 3)",
+        help="runs of a case that are counted, and take turns with other modes; 5 or more for"
+        " --compare (default: 3, with steady fewer where they take over 10 s; neighbours: 6)",
     )
     parser.add_argument(
         "--num-steps",

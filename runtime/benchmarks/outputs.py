@@ -1,4 +1,4 @@
-"""Where results go besides files: stdout; and whether two paths are one file."""
+"""Where results and errors go besides files; and whether two paths are one file."""
 
 from __future__ import annotations
 
@@ -6,18 +6,36 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["print_text", "same_file"]
+from rich.console import Console
+
+from .terminal import for_terminal
+
+__all__ = ["print_error", "print_text", "same_file"]
 
 
 def print_text(text: str) -> None:
-    """Print to stdout; who stops reading, as `head` does, misses the rest and ends nothing."""
+    """Print to stdout: Markdown as it is, or as fits the terminal.
+
+    Who stops reading, as `head` does, misses the rest and ends nothing.
+    """
     try:
-        print(text, flush=True)
+        console = Console(highlight=False)
+        if console.is_terminal:
+            console.print(for_terminal(text, console.width))
+        else:
+            print(text, flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again when Python exits.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def print_error(error: object, name: str | None = None) -> None:
+    """Print an error of `name` to stderr, its details first: its message is the last line."""
+    message, *details = str(error).splitlines() or [type(error).__name__]
+    about = "" if name is None else f"{name}: "
+    print(*details, f"bench.py: error: {about}{message}", sep="\n", file=sys.stderr)
 
 
 def same_file(one: Path, other: Path) -> bool:

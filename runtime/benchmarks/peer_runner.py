@@ -15,7 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-MODULES = {"openvino": ("openvino_genai", "optimum.intel"), "vllm": ("vllm",)}
+MODULES = {
+    "openvino": ("openvino_genai", "optimum.intel"),
+    "vllm": ("vllm",),
+    "llama.cpp": ("llama_cpp", "gguf"),
+}
 """What must be importable, by the name of the runtime."""
 
 
@@ -140,7 +144,131 @@ class Vllm:
             self._engine.step()
 
 
-RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm}
+class LlamaCpp:
+    """llama.cpp, through the low-level API of llama-cpp-python, for Llama models."""
+
+    CHUNK = 512
+    """Prompt tokens of a call, its default."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._api = llama_cpp
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        path = Path(load["scratch"], "model.gguf")
+        write_gguf(Path(load["checkpoint"]), path)
+        model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = load["rows"] * load["tokens"]
+        params.n_seq_max = load["rows"]
+        params.n_threads = params.n_threads_batch = load["threads"]
+        self._context = llama_cpp.llama_init_from_model(model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot load the model")
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._batch = llama_cpp.llama_batch_init(max(self.CHUNK, load["rows"]), 0, 1)
+        self._waiting: list[list[int]] = []
+        self._latest: list[int] = []
+        self._lengths: list[int] = []
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        self._waiting = prompts[::-1]
+
+    def step(self) -> list[int]:
+        if self._waiting:
+            prompt, row = self._waiting.pop(), len(self._latest)
+            for start in range(0, len(prompt), self.CHUNK):
+                chunk = prompt[start : start + self.CHUNK]
+                tokens = [(token, start + i, row) for i, token in enumerate(chunk)]
+                last = start + self.CHUNK >= len(prompt)
+                self._latest[row:] = self._decode(tokens, outputs=int(last))
+            self._lengths.append(len(prompt))
+            return [row]
+        rows = range(len(self._latest))
+        tokens = list(zip(self._latest, self._lengths, rows, strict=True))
+        self._latest = self._decode(tokens, outputs=len(tokens))
+        self._lengths = [length + 1 for length in self._lengths]
+        return list(rows)
+
+    def _decode(self, tokens: list[tuple[int, int, int]], outputs: int) -> list[int]:
+        """Run (token, position, sequence) triples; return what follows the last `outputs`."""
+        import numpy as np
+
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = i >= len(tokens) - outputs
+        if self._api.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        if not outputs:
+            return []
+        logits = self._api.llama_get_logits(self._context)
+        best = np.ctypeslib.as_array(logits, (outputs, self._vocab)).argmax(axis=1)
+        return [int(token) for token in best]
+
+    def end(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._latest, self._lengths = [], []
+
+
+def write_gguf(checkpoint: Path, path: Path) -> None:
+    """Convert a Llama checkpoint, without its vocabulary; matrices keep their dtype."""
+    import gguf
+    import numpy as np
+    from gguf.utility import SafetensorsLocal
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    rope = config.get("rope_parameters") or config
+    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{checkpoint}: not a Llama model with default rope_parameters")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    types = gguf.GGMLQuantizationType
+    stored = {"BF16": (np.uint16, types.BF16), "F16": (np.float16, types.F16)}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in SafetensorsLocal(file).tensors.items():
+            dtype, kind = stored.get(tensor.dtype, (np.float32, types.F32))
+            data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
+            if data.ndim == 1:  # norms
+                wide = data.astype(np.uint32) << 16 if dtype is np.uint16 else data
+                data = wide.view(np.float32) if dtype is np.uint16 else data.astype(np.float32)
+                kind = types.F32
+            for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+                if part in name:  # llama.cpp rotates neighbours, the checkpoint halves of a head
+                    halves = data.reshape(count, 2, head_dim // 2, -1)
+                    data = halves.swapaxes(1, 2).reshape(tensor.shape)
+            data = np.ascontiguousarray(data).view(np.uint8) if kind == types.BF16 else data
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+RUNTIMES: dict[str, type[Runtime]] = {
+    "openvino": OpenVino,
+    "vllm": Vllm,
+    "llama.cpp": LlamaCpp,
+}
 
 
 def prefill(runtime: Runtime, prompts: list[list[int]], max_tokens: int) -> None:

@@ -216,6 +216,7 @@ class ScenarioRun:
             buckets=batch_sizes,
             max_model_len=longest,
         )
+        resolve_engine(model, config)  # refused before weights are read
         with ExitStack() as stack:
             engine = stack.enter_context(self._start(model, config))
             peers = start_peers(
