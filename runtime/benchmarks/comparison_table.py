@@ -81,7 +81,8 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _enough(entry: Mapping[str, Any]) -> bool:
-    return min(entry["repetitions_old"], entry["repetitions_new"]) >= LEAST_REPETITIONS
+    fewest: int = min(entry["repetitions_old"], entry["repetitions_new"])
+    return fewest >= LEAST_REPETITIONS
 
 
 def _verdict(low: float | None, high: float | None) -> str:
