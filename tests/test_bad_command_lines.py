@@ -19,6 +19,9 @@ SMALL = "--mode eager --batch-size 1 --input-len 8 --output-len 3 --num-warmup 0
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (f"--mode {'eager' * 1000}", "argument --mode: invalid choice: 'eager"),
+        (f"--{'x' * 1000}", "unrecognized arguments: --xxx"),
+        ("--batch-size 0", "'0' is not an integer of at least 1"),
         ("--batch-siz 1", "unrecognized arguments: --batch-siz 1"),
         ("--comp old.json", "unrecognized arguments: --comp old.json"),
         ("--output-json=", "'' names no file"),
@@ -36,37 +39,46 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         parse_arguments(arguments.split())
     assert caught.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert message in last
-    assert len(last) < 200
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.py: error: ")
+    assert message in line
+    assert len(line) < 500
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("status", "arguments", "message"),
     [
-        ("--model demo /no/such --mode eager", "no checkpoint at /no/such"),
-        ("--model demo --dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
-        ("--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
-        ("--batch-size 1 5000 --mode eager", "max_rows must be an integer from 1 to 4096"),
-        ("--scenario churn --model demo /no/such --mode eager", "no checkpoint at /no/such"),
-        ("--scenario interference --mode eager graph --device cpu", "mode='graph' needs a CUDA"),
-        ("--scenario start --batch-size 5000", "max_rows must be an integer from 1 to 4096"),
-        ("--scenario memory --prefill-chunk 99999999", "prefill_chunk must be an integer from 1"),
+        (1, "--model demo /no/such --mode eager", "no checkpoint at /no/such"),
+        (2, "--dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
+        (2, "--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
+        (2, "--batch-size 1 5000 --mode eager", "max_rows must be an integer from 1 to 4096"),
+        (1, "--scenario churn --model demo /no/such --mode eager", "no checkpoint at /no/such"),
+        (2, "--scenario interference --mode eager graph --device cpu", "mode='graph' needs a CUDA"),
+        (2, "--scenario start --batch-size 5000", "max_rows must be an integer from 1 to 4096"),
+        (2, "--scenario memory --prefill-chunk 99999999", "prefill_chunk must be an integer from"),
+        (2, "--scenario neighbours --input-len 4000", "max_model_len"),
+        (2, "--model preset:nothing", "preset"),
+        (2, "--device toaster", "toaster"),
+        (2, "--device cuda:x", "cuda:x"),
+        (2, "--explain-memory --batch-size 5000", "max_rows must be an integer from 1 to 4096"),
+        (2, "--explain-step --bandwidth-gb-s 100 --input-len 5000", "2048 positions of the model"),
     ],
 )
 def test_what_cannot_run_is_told_before_anything_is_measured(
-    capsys, monkeypatch, tmp_path, arguments, message
+    capsys, monkeypatch, tmp_path, status, arguments, message
 ):
     def start(*_: object, **__: object) -> None:
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr("stepgraph.runtime.Engine.from_pretrained", start)
-    path = tmp_path / "a.json"
-    assert run_bench(monkeypatch, f"{arguments} --output-json {path}") == 1
+    if "--explain" not in arguments:
+        arguments += f" --output-json {tmp_path / 'a.json'}"
+    assert run_bench(monkeypatch, arguments) == status
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines()[-1].startswith("bench.py: error: ")
-    assert message in captured.err
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("bench.py: error: ")
+    assert message in last
     assert list(tmp_path.iterdir()) == []
 
 

@@ -354,25 +354,6 @@ def test_churn_scenario(capsys, monkeypatch, tmp_path):
     assert [line.count("|") for line in lines[:4]] == [len(CHURN_COLUMNS) + 1] * 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--model /no/such/model", "no checkpoint at /no/such/model"),
-        ("--model preset:nothing", "nothing"),
-        ("--mode graph --device cpu", "mode='graph' needs a CUDA device"),
-        ("--device tpu", "device 'tpu'"),
-        ("--input-len 4000", "max_model_len"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_line(capsys, monkeypatch, arguments, message):
-    assert run_bench(monkeypatch, f"--mode eager {arguments}") == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    last = captured.err.splitlines()[-1]
-    assert last.startswith("bench.py: error: ")
-    assert message in captured.err
-
-
 def test_start_scenario(monkeypatch, tmp_path):
     asked = []
 

@@ -38,6 +38,8 @@ RUNS = {
     " --num-warmup 0 --num-iters 2",
     "memory": "--scenario memory --mode eager --batch-size 2 --input-len 24 --output-len 6"
     " --num-steps 30 --num-warmup 0 --num-iters 2",
+    "neighbours": "--scenario neighbours --mode eager --batch-size 1 --input-len 8 --num-steps 30"
+    " --num-warmup 0 --num-iters 2 --neighbours 0 1",
     "start": "--scenario start --mode eager --batch-size 1",
     "host": "--scenario host --num-steps 40",
     "cache": "--scenario cache",

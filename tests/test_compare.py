@@ -201,7 +201,7 @@ def test_what_earlier_files_do_not_tell():
     old["samples"]["step_ms"].pop()
     (entry,) = compared(document(old), document(new))["entries"]
     assert (entry["low"], entry["repetitions_old"]) == (None, 0)
-    assert "noise unknown" in comparison_text(result | {"entries": [entry]})
+    assert "too few to compare" in comparison_text(result | {"entries": [entry]})
 
 
 @pytest.mark.parametrize("scenario", ["interference", "churn"])
@@ -424,10 +424,12 @@ def write(path: Path, *cases: dict[str, Any], **environment: Any) -> Path:
 
 @pytest.mark.parametrize(("limit", "status"), [(None, 0), (1.05, 1), (1.1, 0), (2.0, 0)])
 def test_two_files_are_compared(tmp_path, monkeypatch, capsys, limit, status):
-    old = write(tmp_path / "old.json", steady_case([[10.0], [10.5], [10.0]]), commit="before")
+    old = write(
+        tmp_path / "old.json", steady_case([[10.0], [10.5], *[[10.0]] * 3]), commit="before"
+    )
     new = write(
         tmp_path / "new.json",
-        steady_case([[11.0], [11.0], [12.0]]),
+        steady_case([*[[11.0]] * 4, [12.0]]),
         steady_case([[1.0]], mode="compile"),
     )
     flags = "" if limit is None else f"--fail-above {limit}"
@@ -438,9 +440,9 @@ def test_two_files_are_compared(tmp_path, monkeypatch, capsys, limit, status):
     lines = captured.out.splitlines()
     assert lines[0] == f"{new} against {old}: ratios of times, below 1 is faster"
     cells = [cell.strip() for cell in lines[4].split("|")[10:-1]]
-    assert cells[:7] == ["step p50", "10.000", "11.000", "1.100", "1.048 - 1.200", "3, 3", "3, 3"]
+    assert cells[:7] == ["step p50", "10.000", "11.000", "1.100", "1.048 - 1.200", "5, 5", "5, 5"]
     assert cells[7] == ("slower; above the limit" if status else "slower")
-    assert "they hold with 56% or more" in captured.out
+    assert "they hold with 88% or more" in captured.out
     assert f"Only in {new}: demo bfloat16 int8 compile cpu" in captured.out
     assert "Different commit: before before, abc now" in captured.out
     both = json.loads((tmp_path / "both.json").read_text())
@@ -453,6 +455,15 @@ def test_two_files_are_compared(tmp_path, monkeypatch, capsys, limit, status):
         assert line.startswith("bench.py: error: 1 of 1 ratios are above 1.05, the largest is 1.1")
     else:
         assert captured.err == ""
+
+
+@pytest.mark.parametrize("sides", [(4, 9), (9, 4), (1, 1), (3, 3)])
+def test_few_repetitions_say_nothing(sides):
+    old, new = ([[float(at)]] * count for at, count in zip((10, 20), sides, strict=True))
+    text = comparison_text(compared(document(steady_case(old)), document(steady_case(new))))
+    assert "| too few to compare |" in text
+    assert "fewer than 5 repetitions" in text
+    assert not any(word in text for word in ("slower", "faster |", "noise", "2.000 -", "%"))
 
 
 def test_a_gate_that_compares_nothing_does_not_open(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,11 @@ from stepgraph.profiling.dictionary import replace_tables
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
 from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
-from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
+from stepgraph.runtime.benchmarks.scenario_rows import (
+    CHURN_COLUMNS,
+    INTERFERENCE_COLUMNS,
+    NEIGHBOURS_COLUMNS,
+)
 from stepgraph.runtime.benchmarks.steady_rows import COLUMNS, baseline_columns
 from stepgraph.runtime.step_report import explain_step
 
@@ -25,8 +29,9 @@ def test_every_column_of_the_benchmark_is_explained():
     compared = [name for method in ("continuous", "static") for name in baseline_columns(method)]
     for column in (*COLUMNS[7:], *compared, *INTERFERENCE_COLUMNS[7:], *CHURN_COLUMNS[8:]):
         assert re.split(r" ms| µs|/s", column)[0] in page, column
-    of_memory = (TERM_COLUMNS, FULL_COLUMNS, SCARCITY_COLUMNS)
-    for column in (*PREFIX_COLUMNS[7:], *(name for names in of_memory for name in names[6:])):
+    later = (PREFIX_COLUMNS[7:], NEIGHBOURS_COLUMNS[10:])
+    of_memory = (names[6:] for names in (TERM_COLUMNS, FULL_COLUMNS, SCARCITY_COLUMNS))
+    for column in (name for names in (*later, *of_memory) for name in names):
         assert f"\n| {column} |" in page, column
 
 

@@ -15,7 +15,8 @@ from stepgraph.runtime.benchmarks import memory
 from stepgraph.runtime.benchmarks.memory import MemoryCase
 from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
 from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.tables import markdown_table, rich_table, tables
+from stepgraph.runtime.benchmarks.tables import markdown_table, tables
+from stepgraph.runtime.benchmarks.terminal import for_terminal
 
 from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
 
@@ -236,7 +237,7 @@ def test_defaults_follow_the_scenario() -> None:
 
 def test_a_terminal_shows_all_tables(document: dict[str, Any]) -> None:
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(rich_table(document, console.width))
+    console.print(for_terminal(markdown_table(document), console.width))
     text = console.export_text()
     for name in (*TERM_COLUMNS[6:], *FULL_COLUMNS[6:], *SCARCITY_COLUMNS[6:]):
         assert name in text, name

@@ -135,7 +135,7 @@ def test_what_cannot_be_told() -> None:
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     points = "--batch-size 1 8 --input-len 128 1024 --bandwidth-gb-s 4300"
-    assert run_bench(monkeypatch, f"--explain-step --model demo preset:mla-small {points}") == 1
+    assert run_bench(monkeypatch, f"--explain-step --model demo preset:mla-small {points}") == 2
     out, err = capsys.readouterr()
     titles = re.findall(r"^demo in bfloat16, (.*) at 4,300 GB/s$", out, re.MULTILINE)
     assert titles == [

@@ -44,6 +44,24 @@ def test_every_round_runs_every_side_once_and_none_is_always_first(sides, repeti
         assert len(set(times)) <= 1
 
 
+def test_a_side_that_takes_long_is_run_less_often(monkeypatch):
+    clock, log = [0.0], []
+
+    def side(name: str, seconds: float) -> Any:
+        def run() -> None:
+            clock[0] += seconds
+            log.append(name)
+
+        return run
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    take_turns([side("long", 11.0), side("half", 4.5), side("short", 0.5)], 3, 10.0)
+    assert [log.count(name) for name in ("long", "half", "short")] == [1, 2, 3]
+    log.clear()
+    take_turns([side("long", 11.0)], 3)
+    assert log == ["long"] * 3
+
+
 def test_spread_is_that_of_the_repetitions():
     assert spread([2.0]) is None
     assert spread([2.0, 2.0]) == 0.0

@@ -10,7 +10,7 @@ from .turns import SPREAD_LIMIT
 
 __all__ = ["failed_checks", "warnings"]
 
-_WITH_DEVICE_STATE = ("cases", "interference", "churn", "prefix", "memory")
+_WITH_DEVICE_STATE = ("cases", "interference", "churn", "prefix", "memory", "neighbours")
 """Lists of a document whose entries tell the state of the device."""
 _DTYPES = ("dtype", "weight_dtype", "kv_dtype")
 _SIZES = ("batch_size", "input_len", "output_len")

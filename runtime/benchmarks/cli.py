@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ...cache.benchmark import OperationCost, measure_cache
 from ...profiling import bandwidth
@@ -27,10 +26,10 @@ from .host import HostCost, measure_host
 from .options import parse_arguments
 from .outputs import print_error, print_text
 from .profile import ProfileRun, run_nsys
-from .program import REPORTED_ERRORS, program_name, to_run_again
+from .program import REPORTED_ERRORS, program_name, status_of, to_run_again
 from .run_scenarios import ScenarioRun
 from .run_steady import SteadyRun
-from .tables import markdown_table, remarks, rich_table
+from .tables import markdown_table
 
 __all__ = ["main"]
 
@@ -51,6 +50,7 @@ How fast does this model decode on this machine, and how far is that from the li
 %(prog)s --scenario host                       what plan, launch and commit cost
 %(prog)s --scenario interference               prompts that come while others decode
 %(prog)s --scenario churn                      requests that come and leave at random
+%(prog)s --scenario neighbours                 decode steps on busy processors
 %(prog)s --scenario prefix                     prompts that begin alike
 %(prog)s --scenario memory                     what an engine takes, and a full cache costs
 %(prog)s --scenario start                      the first start of an engine, and the second
@@ -161,14 +161,10 @@ def run_profile(options: argparse.Namespace) -> int:
 
 def _tell(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the table where it was asked for; print it, and what is to be said of it."""
+    text = markdown_table(document)
     if options.output_md is not None:
-        write_file(options.output_md, markdown_table(document) + "\n")
-    stdout = Console(soft_wrap=True)
-    if stdout.is_terminal:
-        stdout.print(rich_table(document, stdout.width))
-        print("\n".join(remarks(document)))
-    else:
-        print_text(markdown_table(document))
+        write_file(options.output_md, text + "\n")
+    print_text(text)
     for warning in warnings(document):
         print(f"{program_name()}: {warning}", file=sys.stderr)
 
@@ -203,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except REPORTED_ERRORS as error:
         print_error(error)
-        return 1
+        return status_of(error)
 
 
 def _run(options: argparse.Namespace) -> int:

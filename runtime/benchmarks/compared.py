@@ -63,6 +63,11 @@ COMPARED = {
         (*_ENGINE, "batch_size", "input_len", "output_len", "prefill_chunk"),
         (("ttft_ms", "p50"), ("step_ms", "p50")),
     ),
+    "neighbours": Compared(
+        "neighbours",
+        (*_ENGINE, "batch_size", "input_len", "steps", "prefill_chunk", "neighbours"),
+        (("step_ms", "p50"), ("step_ms", "p99")),
+    ),
 }
 """By scenario."""
 
@@ -189,7 +194,7 @@ def _check_key(key: str, value: object, name: str) -> None:
     elif key == "max_itl_ms":
         if value is not None:
             _check_time(value, name)
-    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    elif isinstance(value, bool) or not isinstance(value, int) or value < (key != "neighbours"):
         raise ValueError(f"{name} is {value!r:.40}, which is no count")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...profiling.markdown import aligned
@@ -17,7 +17,11 @@ _HEADS = {
     "input_len": "input",
     "output_len": "output",
     "max_itl_ms": "max ITL ms",
+    "neighbours": "busy",
 }
+LEAST_REPETITIONS = 5
+"""Of both runs: bounds from fewer hold with less than 88 %, and say nothing."""
+
 _SELDOM = ("device", "prefill_chunk", "steps_per_launch", "steps")
 """Left out where all cases have the same."""
 _TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
@@ -34,7 +38,7 @@ def comparison_text(comparison: Mapping[str, Any]) -> str:
         head = [*(_HEADS.get(key, key) for key in keys), *_COLUMNS]
         cells = [[*(_cell(e["case"][key]) for key in keys), *_row(e)] for e in entries]
         lines += [*aligned(head, cells, sum(key in _TEXT for key in keys)), ""]
-        notes = [_bounds(entries)]
+        notes = [*_bounds(entries)]
     else:
         notes = ["No case is in both."]
     notes += [f"Only in {comparison['old']}: {describe_case(c)}" for c in comparison["only_old"]]
@@ -63,34 +67,43 @@ _COLUMNS = ("ms", "old", "new", "ratio", "bounds", "repetitions old, new", "n ol
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    low, high = entry["low"], entry["high"]
+    low, high = (entry[name] if _enough(entry) else None for name in ("low", "high"))
     return (
         entry["metric"].replace("_ms.", " "),
         f"{entry['old']:.3f}",
         f"{entry['new']:.3f}",
         f"{entry['ratio']:.3f}",
         "-" if low is None else f"{low:.3f} - {high:.3f}",
-        "-" if low is None else f"{entry['repetitions_old']}, {entry['repetitions_new']}",
+        f"{entry['repetitions_old']}, {entry['repetitions_new']}",
         f"{entry['n_old']}, {entry['n_new']}",
         _verdict(low, high) + ("; above the limit" if entry["above"] else ""),
     )
 
 
+def _enough(entry: Mapping[str, Any]) -> bool:
+    fewest: int = min(entry["repetitions_old"], entry["repetitions_new"])
+    return fewest >= LEAST_REPETITIONS
+
+
 def _verdict(low: float | None, high: float | None) -> str:
     if low is None or high is None:
-        return "noise unknown"
+        return "too few to compare"
     return "slower" if low > 1 else "faster" if high < 1 else "within noise"
 
 
-def _bounds(entries: list[dict[str, Any]]) -> str:
-    """Say how far the bounds can be trusted."""
-    known = [entry["confidence"] for entry in entries if entry["low"] is not None]
-    if not known:
-        return "No bounds: repetitions cannot be told apart, so nothing is known of their noise."
-    return (
-        f"Bounds: medians of the repetitions, farthest apart; they hold with {min(known):.0%} or"
-        " more, as far as noise goes that repetitions of one run see."
-    )
+def _bounds(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Say how far the bounds can be trusted, and where there are none."""
+    known = [entry["confidence"] for entry in entries if _enough(entry)]
+    if known:
+        yield (
+            f"Bounds: medians of the repetitions, farthest apart; they hold with {min(known):.0%}"
+            " or more, as far as noise goes that repetitions of one run see."
+        )
+    if len(known) < len(entries):
+        yield (
+            f"Too few to compare: fewer than {LEAST_REPETITIONS} repetitions on one side"
+            f" (--num-iters {LEAST_REPETITIONS} or more), or a time that is not told of each."
+        )
 
 
 def _shown(key: str, entries: list[dict[str, Any]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -15,7 +16,26 @@ from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
 from .program import shown_command_line
 
-__all__ = ["describe_budget", "describe_engine", "describe_environment", "dtype_names"]
+__all__ = [
+    "describe_budget",
+    "describe_engine",
+    "describe_environment",
+    "dtype_names",
+    "num_cpus",
+    "num_threads",
+]
+
+
+def num_cpus() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def num_threads() -> int:
+    """Return how many threads an engine computes with on a CPU."""
+    return torch.get_num_threads()
 
 
 def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -31,7 +51,7 @@ def describe_environment(device: torch.device, bandwidth: float) -> dict[str, An
         **_driver_and_clocks(device),
         "cpu": _cpu_name(),
         "cpu_mhz": None if frequency is None else round(frequency.current),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "bandwidth_gb_s": bandwidth / 1e9,
         "torch": torch.__version__,
         "python": platform.python_version(),

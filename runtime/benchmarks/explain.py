@@ -17,7 +17,7 @@ from ..step_report import explain_step
 from .flag_types import gigabytes_per_second, memory_size, positive_integer
 from .model_flags import add_engine_flags, add_model_flags
 from .outputs import print_error, print_text
-from .program import REPORTED_ERRORS
+from .program import REPORTED_ERRORS, status_of
 
 __all__ = ["main", "run_explain_memory", "run_explain_step"]
 
@@ -116,7 +116,7 @@ def run_explain_memory(options: argparse.Namespace, program: str) -> int:
             text = explain_memory(model, config, options.device_memory)
         except REPORTED_ERRORS as error:
             print_error(error, model, program=program)
-            status = 1
+            status = max(status, status_of(error))
         else:
             print_text(separator + text)
             separator = "\n"
@@ -135,7 +135,7 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
             device = resolve_device(options.device)
         except REPORTED_ERRORS as error:
             print_error(error, program=program)
-            return 1
+            return status_of(error)
         if device.type != "cuda":
             print_error(
                 f"the steps are those of a GPU, and the device is {str(device)!r}: give the"
@@ -159,7 +159,7 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
             text = explain_step(model, config, rows=rows, context=context, bandwidth=reads)
         except REPORTED_ERRORS as error:
             print_error(error, model, program=program)
-            status = 1
+            status = max(status, status_of(error))
         else:
             print_text(separator + text)
             separator = "\n"

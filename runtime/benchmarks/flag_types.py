@@ -16,6 +16,7 @@ __all__ = [
     "memory_size",
     "milliseconds",
     "natural_number",
+    "number_of_neighbours",
     "number_of_steps",
     "positive_integer",
     "ratio",
@@ -24,6 +25,8 @@ __all__ = [
 
 LEAST_STEPS = 30
 """Of `--num-steps`."""
+MOST_NEIGHBOURS = 256
+"""Of `--neighbours`."""
 MOST = 1_000_000_000
 """Of what is counted: more is a slip of the keyboard, and would never end."""
 
@@ -51,6 +54,11 @@ def seed(text: str) -> int:
 def number_of_steps(text: str) -> int:
     """Read a number of steps, enough of them to see a distribution."""
     return _integer(text, LEAST_STEPS)
+
+
+def number_of_neighbours(text: str) -> int:
+    """Read a number of busy processes."""
+    return _integer(text, 0, MOST_NEIGHBOURS)
 
 
 def milliseconds(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,14 @@ FLAGS_OF_SCENARIO = {
         *("scenario", *_ENGINE, *_OUTPUTS),
         *("batch_size", "input_len", "output_len", "num_steps", "num_warmup", "num_iters"),
     ),
+    "neighbours": (
+        *("scenario", *_ENGINE, *_OUTPUTS, "batch_size", "input_len", "num_steps"),
+        *("num_warmup", "num_iters", "neighbours", "peer", *_COMPARE),
+    ),
 }
+
+TURN_SECONDS = 10.0
+"""Of the repetitions of a case in one mode, where their number is not given."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "steady": {
@@ -98,6 +106,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_warmup": 1,
         "num_iters": 3,
     },
+    "neighbours": {"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},
 }
 """Of flags whose default depends on the scenario."""
 
@@ -135,6 +144,7 @@ def fill_in_defaults(options: argparse.Namespace) -> None:
     What a list has twice is one case, and measured once.
     """
     defaults = DEFAULTS[options.scenario] if options.profile == "none" else PROFILE_DEFAULTS
+    options.turn_seconds = TURN_SECONDS if options.num_iters is None else math.inf
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)

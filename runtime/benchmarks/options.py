@@ -15,6 +15,7 @@ from .flag_types import (
     memory_size,
     milliseconds,
     natural_number,
+    number_of_neighbours,
     number_of_steps,
     positive_integer,
     ratio,
@@ -22,6 +23,8 @@ from .flag_types import (
 )
 from .flags_together import FLAGS_OF_SCENARIO, check_files, check_together, fill_in_defaults
 from .model_flags import MODES, add_engine_flags, add_model_flags
+from .peer_runner import MODULES
+from .peers import peer_spec
 from .profile_options import add_profile_flags, check_profile
 from .program import program_name
 
@@ -30,8 +33,8 @@ __all__ = ["MODES", "parse_arguments"]
 _EPILOG = """\
 The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
 of the lists is a case, or an engine of its own. Exit status: 0; 1 if something cannot be measured
-or is above --fail-above; 2 for a wrong command line; 130 after an interrupt, which keeps what was
-measured. What is in the numbers: docs/benchmarking.md
+or is above --fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which
+keeps what was measured. What is in the numbers: docs/benchmarking.md
 """
 
 
@@ -91,14 +94,16 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         " with a bucket for each batch size is started twice, at first with nothing built or"
         " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted;"
         " prefix: prompts that begin alike, with and without a prefix cache; memory: what an engine"
-        " takes, what a full cache costs a step, and what too few blocks cost"
+        " takes, what a full cache costs a step, and what too few blocks cost; neighbours: decode"
+        " steps with other processes busy on the same processors, beside other runtimes"
         " (default: steady)",
     )
     parser.add_argument(
         "--batch-size",
         nargs="+",
         type=positive_integer,
-        help="rows that decode (default: 1 8; start 1 2 4 8; others 8)",
+        help="rows that decode (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
+        " tokens and 8 after 1024)",
     )
     parser.add_argument(
         "--input-len",
@@ -120,14 +125,14 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-iters",
         type=positive_integer,
-        help="runs of a case that are counted, and take turns with other modes; 6 or more for"
-        " --compare (default: 3)",
+        help="runs of a case that are counted, and take turns with other modes; 5 or more for"
+        " --compare (default: 3, with steady fewer where they take over 10 s; neighbours: 6)",
     )
     parser.add_argument(
         "--num-steps",
         type=number_of_steps,
-        help="steps of interference (default: 200), churn and host (default: 400), and of memory"
-        " behind each prompt length (default: 100)",
+        help="steps of interference (default: 200), churn and host (default: 400), of memory"
+        " behind each prompt length (default: 100), and of neighbours in each round (default: 32)",
     )
     parser.add_argument(
         "--max-itl-ms",
@@ -136,6 +141,21 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         metavar="MS",
         help="time budgets of a step that prefills beside rows that decode; interference runs"
         " without one first (default: then with eight times its decode step; churn: none)",
+    )
+    parser.add_argument(
+        "--neighbours",
+        nargs="+",
+        type=number_of_neighbours,
+        metavar="PROCESSES",
+        help="busy processes beside which neighbours measures (default: 0 1 2)",
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="+",
+        type=peer_spec,
+        metavar="NAME[=PYTHON]",
+        help=f"runtimes that neighbours measures in turn on the CPU ({', '.join(MODULES)}), each"
+        " with the Python that has it (default: this Python, and all that it has)",
     )
     parser.add_argument(
         "--check",

@@ -6,15 +6,25 @@ import os
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from .program import program_name
+from .terminal import for_terminal
 
 __all__ = ["print_error", "print_text", "same_file"]
 
 
 def print_text(text: str) -> None:
-    """Print to stdout; who stops reading, as `head` does, misses the rest and ends nothing."""
+    """Print to stdout: Markdown as it is, or as fits the terminal.
+
+    Who stops reading, as `head` does, misses the rest and ends nothing.
+    """
     try:
-        print(text, flush=True)
+        console = Console(highlight=False)
+        if console.is_terminal:
+            console.print(for_terminal(text, console.width))
+        else:
+            print(text, flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again when Python exits.
         nowhere = os.open(os.devnull, os.O_WRONLY)

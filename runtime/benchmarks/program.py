@@ -10,9 +10,9 @@ from ...profiling.nvtx_tool import NvtxMissingError
 from ...profiling.plot import PlotError
 from ...profiling.trace import TraceError
 from ...profiling.whole_files import WriteError
-from ..errors import MemoryBudgetError, StepgraphError, StepPreparationError
+from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 
-__all__ = ["REPORTED_ERRORS", "program_name", "shown_command_line", "to_run_again"]
+__all__ = ["REPORTED_ERRORS", "program_name", "shown_command_line", "status_of", "to_run_again"]
 
 REPORTED_ERRORS = (
     *(StepgraphError, MemoryBudgetError, StepPreparationError),
@@ -20,6 +20,11 @@ REPORTED_ERRORS = (
 )
 """Errors that a command prints as one line; any other is a defect and keeps its traceback."""
 SCRIPT = "bench.py"
+
+
+def status_of(error: Exception) -> int:
+    """Return the exit status of a run that an error ended: 2, as of argparse, for a wrong setting."""
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def program_name() -> str:

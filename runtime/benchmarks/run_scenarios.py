@@ -17,16 +17,18 @@ from ...profiling.device_state import DeviceMonitor, watch
 from ..config import EngineConfig, ResolvedConfig, resolve_device
 from ..engine import Engine
 from ..loading import resolve_source
-from . import memory, prefix
+from . import memory, neighbours, prefix
 from .churn import ChurnCase, churn_to_json, measure_churn
 from .document import Way, modes_of, new_document, ways_of, write_json
 from .interference import InterferenceCase, interference_to_json, measure_interference
 from .kernels import measure_kernels
+from .peers import choose_peers, start_peers
 from .plot import MeasuredSteps
 from .pool import RequestBlocks
 from .resolved import resolve_engine
 from .start import measure_starts
 from .steady import BenchmarkCase, longest_sequence
+from .workload import random_prompts
 
 __all__ = ["ScenarioRun"]
 
@@ -54,6 +56,7 @@ class ScenarioRun:
         self.engines = list(itertools.product(options.model, dtypes, self.ways))
         for model, stored, way in self.engines:  # nothing is measured unless all of them can be
             resolve_engine(model, EngineConfig(**self._choices(stored, way)))
+        self.peers = choose_peers(options.peer, self.device) if options.neighbours else []
         self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
         self.document = new_document(self.device, self.bandwidth)
         """What `--output-json` writes; has an entry as soon as it is measured."""
@@ -196,6 +199,48 @@ class ScenarioRun:
                 ]
                 entry |= {"interleaved": True, "scarcity": scarcity, "device_state": read_again()}
                 yield entry
+
+    def neighbours(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
+        """Yield the results with each number of busy processes, for each point."""
+        options = self.options
+        counts = tuple(options.neighbours)
+        cases = [
+            neighbours.NeighboursCase(model, *point, options.num_steps, counts)
+            for point in neighbours.points(options.batch_size, options.input_len)
+        ]
+        batch_sizes = tuple(sorted({case.batch_size for case in cases}))
+        longest = max(case.longest_sequence(options.prefill_chunk) for case in cases)
+        config = EngineConfig(
+            **self._choices(dtypes, way),
+            max_rows=batch_sizes[-1],
+            buckets=batch_sizes,
+            max_model_len=longest,
+        )
+        resolve_engine(model, config)  # refused before weights are read
+        with ExitStack() as stack:
+            engine = stack.enter_context(self._start(model, config))
+            peers = start_peers(
+                stack, self.peers, model, config, required=bool(options.peer), say=self.say
+            )
+            for case in cases:
+                rows = case.batch_size
+                self._say_case(model, dtypes, way, rows, f"prompts of {case.input_len}")
+                ours = neighbours.SideRun(neighbours.EngineSide(engine))
+                theirs = [(peer, neighbours.SideRun(peer)) for peer in peers]
+                prompts = random_prompts(engine.model_config, rows, case.input_len, options.seed)
+                read_again = watch(self.monitor)
+                neighbours.measure_neighbours(
+                    [ours, *(run for _, run in theirs)],
+                    case,
+                    prompts,
+                    longest - case.input_len,
+                    num_warmup=options.num_warmup,
+                    num_iters=options.num_iters,
+                    say=self.say,
+                )
+                state = read_again()
+                for entry in neighbours.to_json(engine, case, ours, theirs):
+                    yield {**entry, "device_state": state}
 
     def start(self, model: str, dtypes: Dtypes, way: Way) -> Iterator[dict[str, Any]]:
         """Yield the first start and the second one."""

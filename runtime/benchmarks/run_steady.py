@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from ...cache.memory import MemoryBudgetError
 from ...profiling import bandwidth
@@ -31,6 +30,9 @@ from .tables import describe_start
 from .turns import take_turns
 
 __all__ = ["SteadyRun"]
+
+PROGRESS_SECONDS = 5.0
+"""Between lines about what is being measured."""
 
 SHARED_MEMORY_FRACTION = 0.5
 """Of the memory that is free, for engines beside which another runtime needs some."""
@@ -78,23 +80,26 @@ class SteadyRun:
     def say(self, text: str) -> None:
         """Tell on stderr what is going on."""
         self.console.print(text, style="dim", highlight=False, markup=False)
+        self._told = time.monotonic()
+
+    def telling(self, act: Callable[[], None], what: str) -> Callable[[], None]:
+        """Return `act` with a line on stderr after it, if there was none for a while."""
+
+        def told() -> None:
+            act()
+            if time.monotonic() - self._told >= PROGRESS_SECONDS:
+                self.say(what)
+
+        return told
 
     def run(self) -> None:
         """Measure every case, and write the document after each."""
-        options = self.options
-        with Progress(
-            console=self.console, transient=True, disable=not self.console.is_terminal
-        ) as progress:
-            engines = len(self.kinds) * len(self.ways)
-            task = progress.add_task("starting", total=engines * len(self.grid))
-            for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
-                with self.baseline(model, dtype) as baseline:
-                    for kind in kinds:
-                        for case in self.measure_kind(kind, baseline):
-                            self.document["cases"].append(case)
-                            write_json(options, self.document)
-                            name = " ".join((*kind, case["mode"]))
-                            progress.update(task, advance=1, description=escape(name))
+        for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
+            with self.baseline(model, dtype) as baseline:
+                for kind in kinds:
+                    for case in self.measure_kind(kind, baseline):
+                        self.document["cases"].append(case)
+                        write_json(self.options, self.document)
 
     def check_kinds(self) -> list[Kind]:
         """Return the models and dtypes to be measured, once each, in the order of the flags.
@@ -200,28 +205,37 @@ class SteadyRun:
         if self.checks:
             unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
             check = TokenCheck((unpacked or engines)[0], model)
-        for case in (BenchmarkCase(model, *point) for point in self.grid):
+        for number, point in enumerate(self.grid, 1):
+            case = BenchmarkCase(model, *point)
+            about = f"{case.batch_size} rows after {case.input_len} tokens"
+            self.say(f"{model}, {number} of {len(self.grid)}: {about}")
             runs = [self.case_run(engine, case) for engine in engines]
-            sides = [run.repeat for run in runs]
+            names = [str(Way(e.config.mode, e.config.kernels)) for e in engines]
+            sides = [
+                self.telling(run.repeat, f"{about}: a repetition of {name}")
+                for name, run in zip(names, runs, strict=True)
+            ]
             turns: BaselineCase | None = None
             if baseline is not None:
-                self.say(
-                    f"{case.batch_size} rows after {case.input_len} in transformers, weights and"
-                    f" cache in {baseline.dtype}"
-                )
+                self.say(f"transformers, weights and cache in {baseline.dtype}")
                 turns = baseline.prepare(
                     runs[0].prompts, case.output_len - 1, options.prefill_chunk
                 )
-                sides.append(turns.run)
-            for run in runs:
+                sides.append(self.telling(turns.run, f"{about}: a repetition of transformers"))
+            for name, run in zip(names, runs, strict=True):
                 for _ in range(options.num_warmup):
-                    run.warm_up()
+                    self.telling(run.warm_up, f"{about}: a warm-up of {name}")()
             read_again = watch(self.monitor)
             with self.steps.timed(*engines):
-                take_turns(sides, options.num_iters)
+                take_turns(sides, options.num_iters, options.turn_seconds)
             state = read_again()
-            for run in runs:
+            for name, run in zip(names, runs, strict=True):
                 measured = run.result()
+                done = len(measured.repetition_ms)
+                if done < options.num_iters:
+                    self.say(
+                        f"{name}: {done} of {options.num_iters} repetitions, as they take long"
+                    )
                 if is_reference(run.engine):
                     eager[case] = measured
                 checked = None if check is None else check.check(run.prompts, measured.outputs)

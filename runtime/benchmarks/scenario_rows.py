@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .cells import engine_cells, median, percentiles, roofline
+from .cells import engine_cells, median, percentiles, roofline, share
 from .memory_rows import (
     FULL_COLUMNS,
     SCARCITY_COLUMNS,
@@ -20,6 +20,7 @@ __all__ = [
     "CHURN_COLUMNS",
     "INTERFERENCE_COLUMNS",
     "KERNEL_COLUMNS",
+    "NEIGHBOURS_COLUMNS",
     "SCENARIO_TABLES",
     "START_COLUMNS",
 ]
@@ -102,6 +103,46 @@ KERNEL_COLUMNS = (
     "bandwidth",
     "torch.mm µs",
 )
+NEIGHBOURS_COLUMNS = (
+    "model",
+    "dtype",
+    "weights",
+    "KV",
+    "mode",
+    "batch",
+    "input",
+    "busy",
+    "runtime",
+    "step ms p50 / p90 / p99",
+    "p50 to peer",
+    "p90 to peer",
+    "p99 / p50",
+    "n",
+    "spread",
+)
+
+
+def _neighbours_rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each runtime; its ratios are our times over its own."""
+    sizes = (str(entry[name]) for name in ("batch_size", "input_len", "neighbours"))
+    shared = (*engine_cells(entry), *sizes)
+    return [
+        (*shared, side["name"], *_measured_cells(side))
+        for side in ({"name": "stepgraph", **entry}, *entry["peers"])
+    ]
+
+
+def _measured_cells(side: dict[str, Any]) -> tuple[str, ...]:
+    step = side["step_ms"]
+    if step is None:
+        return ("failed", *("-" for _ in range(5)))
+    ratios = (side.get(name) for name in ("ratio_p50", "ratio_p90", "p99_to_p50"))
+    return (
+        percentiles(step),
+        *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        str(step["n"]),
+        share(side["spread"]),
+    )
 
 
 def _start_row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -211,6 +252,7 @@ SCENARIO_TABLES = {
     "kernels": (ScenarioTable(KERNEL_COLUMNS, _one(_kernel_row)),),
     "churn": (ScenarioTable(CHURN_COLUMNS, _one(_churn_row)),),
     "prefix": (ScenarioTable(PREFIX_COLUMNS, _one(prefix_row)),),
+    "neighbours": (ScenarioTable(NEIGHBOURS_COLUMNS, _neighbours_rows, text_columns=9),),
     "memory": (
         ScenarioTable(TERM_COLUMNS, term_rows, "What an engine takes", text_columns=7),
         ScenarioTable(FULL_COLUMNS, full_rows, "What a cache costs as it fills"),

@@ -1,11 +1,8 @@
-"""The benchmark's tables, for a terminal and as Markdown, from its JSON document."""
+"""The benchmark's tables as Markdown, from its JSON document."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-
-from rich.console import Group
-from rich.text import Text
 
 from ...profiling.markdown import aligned
 from . import steady_rows
@@ -13,14 +10,11 @@ from .caveats import warnings
 from .comparison_table import comparison_text
 from .instrumentation import instrumentation_line
 from .scenario_rows import SCENARIO_TABLES
-from .terminal import terminal_tables
 
 __all__ = [
     "columns",
     "describe_start",
     "markdown_table",
-    "remarks",
-    "rich_table",
     "rows",
     "tables",
 ]
@@ -36,37 +30,21 @@ class ShownTable(NamedTuple):
     """The first ones, which are aligned to the left."""
 
 
-def rich_table(document: dict[str, Any], width: int) -> Group:
-    """Return the tables for a terminal of so many characters."""
-    shown = [
-        terminal_tables(
-            table.title,
-            table.columns,
-            table.rows,
-            text_columns=table.text_columns,
-            width=width,
-        )
-        for table in tables(document)
-    ]
-    return Group(*shown, Text(caption(document), style="dim italic"))
-
-
 def markdown_table(document: dict[str, Any]) -> str:
-    """Return the tables as Markdown, aligned so that they read as plain text too."""
+    """Return the tables, and below them warnings and the comparison.
+
+    They are aligned so that they read as plain text too.
+    """
     lines: list[str] = []
     for shown in tables(document):
         if shown.title is not None:
             lines += [shown.title, ""]
         lines += [*aligned(shown.columns, shown.rows, shown.text_columns), ""]
-    return "\n".join([*lines, caption(document), *remarks(document)])
-
-
-def remarks(document: dict[str, Any]) -> list[str]:
-    """Return what stands below the table and its caption: warnings and the comparison."""
-    lines = [line for warning in warnings(document) for line in ("", warning)]
+    lines.append(caption(document))
+    lines += [line for warning in warnings(document) for line in ("", warning)]
     if "comparison" in document:
         lines += ["", comparison_text(document["comparison"])]
-    return lines
+    return "\n".join(lines)
 
 
 def describe_start(stats: dict[str, Any]) -> str:
