@@ -14,6 +14,7 @@ import torch
 
 from ...profiling.device_state import DeviceMonitor
 from ..engine import Engine
+from ..kernels import resolve_threads
 from .program import shown_command_line
 
 __all__ = [
@@ -35,7 +36,7 @@ def num_cpus() -> int:
 
 def num_threads() -> int:
     """Return how many threads an engine computes with on a CPU."""
-    return torch.get_num_threads()
+    return resolve_threads(None)
 
 
 def describe_environment(device: torch.device, bandwidth: float) -> dict[str, Any]:

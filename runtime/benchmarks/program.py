@@ -23,7 +23,7 @@ SCRIPT = "bench.py"
 
 
 def status_of(error: Exception) -> int:
-    """Return the exit status of a run that an error ended: 2, as of argparse, for a wrong setting."""
+    """Return the exit status after an error: 2, that of argparse, for a wrong configuration."""
     return 2 if isinstance(error, ConfigError) else 1
 
 

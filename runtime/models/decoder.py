@@ -321,10 +321,9 @@ class Decoder(nn.Module):
         """As `forward`, for tokens that are embedded."""
         with operation("rotations"):
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
-            rotations_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
+            cos_KTE, sin_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
             if self.amplitudes is not None:
-                rotations_KTE = (x_KTE * self.amplitudes for x_KTE in rotations_KTE)
-            cos_KTE, sin_KTE = rotations_KTE
+                cos_KTE, sin_KTE = cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
         if self.stack is not None:
             with operation("layers"):
                 return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
