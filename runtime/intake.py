@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from ..cache.prefix import PrefixHashes
+from .detokenizer import IncrementalDetokenizer
 from .errors import RequestError
 from .models.config import ModelConfig
 from .prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from .request import Request, RequestGroup
 from .sampling import MAX_ROW_STOP_IDS
 from .sampling_params import SamplingParams
-from .tokenizer import IncrementalDetokenizer, TextTokenizer
+from .tokenizer import TextTokenizer
 
 __all__ = ["Intake", "Prompt"]
 
@@ -129,7 +130,13 @@ class Intake:
     ) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
-        return IncrementalDetokenizer(self._tokenizer, prompt_ids, params.stop)
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_ids,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if prompt == "":  # before the tokenizer begins it with a token of its own

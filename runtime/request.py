@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ..cache.prefix import PrefixHashes
 from ..profiling.stats import RequestTiming
+from .detokenizer import IncrementalDetokenizer
 from .sampling_params import SamplingParams
-from .tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan

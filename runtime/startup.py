@@ -191,7 +191,11 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
-    tokenizer = None if found.directory is None else load_tokenizer(found.directory)
+    tokenizer = (
+        None
+        if found.directory is None
+        else load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
+    )
     parts = EngineParts(
         resolved,
         model,
