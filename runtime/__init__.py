@@ -17,7 +17,8 @@ from .errors import (
     StepPreparationError,
 )
 from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
-from .request import CompletionOutput, RequestOutput, TokenLogprobs
+from .request import TokenLogprobs
+from .request_output import CompletionOutput, OutputDelta, RequestOutput
 from .sampling_params import SamplingParams
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",
+    "OutputDelta",
     "TokenLogprobs",
     "PromptEmbeds",
     "EmbeddedSpan",

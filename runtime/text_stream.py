@@ -20,6 +20,7 @@ across tokens. `stream_kind` refuses them.
 from __future__ import annotations
 
 import codecs
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ __all__ = [
     "Pieces",
     "StreamKind",
     "TextStream",
+    "component_state",
     "find_difference",
     "stages",
     "stream_kind",
@@ -86,6 +88,11 @@ def tokenizer_errors(action: str) -> Iterator[None]:
             raise
         shown = f"{type(error).__name__}: {error}"
         raise RequestError(f"the tokenizer cannot {action}: {shown[:_MAX_SHOWN_CHARS]}") from error
+
+
+def component_state(component: Any) -> dict[str, Any] | None:
+    """Return a component of a tokenizer as `tokenizer.json` has it."""
+    return None if component is None else json.loads(component.__getstate__())
 
 
 def stages(component: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:

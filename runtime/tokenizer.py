@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from .errors import CheckpointError, RequestError
+from .prompt_length import TokenBound
 from .text_stream import (
     STREAMS,
     Pieces,
     TextStream,
+    component_state,
     find_difference,
     stages,
     stream_kind,
@@ -50,7 +50,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         """Tokens that end the model's output, those of the engine's requests."""
-        decoder = _state(tokenizer.decoder)
+        decoder = component_state(tokenizer.decoder)
         kind = stream_kind(decoder)
         if kind is None:
             raise CheckpointError(
@@ -67,6 +67,15 @@ class TextTokenizer:
                 f" give {_shown(difference[0])} one by one, so output cannot be streamed: without"
                 " tokenizer.json, requests of token ids are served"
             )
+
+        self._bound = TokenBound(tokenizer)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Return a number of tokens that `text` has at least, 0 where that is not known.
+
+        Does not tokenise the text, and stops counting at `enough`: milliseconds for megabytes.
+        """
+        return self._bound.least(text, enough)
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +105,10 @@ class TextTokenizer:
             RequestError: the tokenizer cannot decode them.
         """
         return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def spelling(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token, quoted, for messages."""
+        return _shown(self._tokenizer.id_to_token(token_id))
 
     def text_stream(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
@@ -136,7 +149,9 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
 
 def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
     """Set the post-processor that `tokenizer_config.json` asks for, if there is no other."""
-    kinds = {part["type"] for part in stages(_state(tokenizer.post_processor), "processors")}
+    kinds = {
+        part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
+    }
     begin, end = config.added_tokens
     if kinds - _POST_PROCESSORS_WITHOUT_TOKENS or not (begin or end):
         return
@@ -151,11 +166,6 @@ def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
         single=[*([begin] if begin else []), "$A", *([end] if end else [])],
         special_tokens=list(ids.items()),
     )
-
-
-def _state(component: Any) -> dict[str, Any] | None:
-    """Return a component of a tokenizer as `tokenizer.json` has it."""
-    return None if component is None else json.loads(component.__getstate__())
 
 
 def _shown(value: object) -> str:
