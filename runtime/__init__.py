@@ -2,6 +2,7 @@
 
 import logging
 
+from .chat_template import ChatPrompt
 from .config import EngineConfig
 from .engine import Engine
 from .errors import (
@@ -20,6 +21,7 @@ from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
 from .request import TokenLogprobs
 from .request_output import CompletionOutput, OutputDelta, RequestOutput
 from .sampling_params import SamplingParams
+from .tokenizer import TextTokenizer
 
 __all__ = [
     "Engine",
@@ -29,6 +31,8 @@ __all__ = [
     "CompletionOutput",
     "OutputDelta",
     "TokenLogprobs",
+    "TextTokenizer",
+    "ChatPrompt",
     "PromptEmbeds",
     "EmbeddedSpan",
     "EncodedContent",

@@ -133,6 +133,10 @@ class EngineConfig:
     encoder_cache_bytes: int = 0
     """Host memory for what `Engine.encode` got from encoders, beside the memory plan; 0: nothing is
     kept."""
+    tie_word_embeddings: bool | None = None
+    """Whether the output head is the embedding: True ignores an `lm_head.weight` of the checkpoint,
+    False uses it; None: as in `config.json`, and a checkpoint whose own head differs from the
+    embedding it is tied to is refused."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own, and the weights of presets."""
 
@@ -164,6 +168,11 @@ class EngineConfig:
         for field in ("compile", "dependent_launch", "prefix_cache", "prompt_embeds", "freeze_gc"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}")
+        if not isinstance(self.tie_word_embeddings, bool | None):
+            raise ConfigError(
+                "tie_word_embeddings must be True, False or None, not a"
+                f" {type(self.tie_word_embeddings).__name__}"
+            )
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache to swap to: set host_cache_bytes"

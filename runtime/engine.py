@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from ..cache.kv_cache import KVCache
 from ..cache.memory import MemoryPlan
 from ..profiling.timeline import Timeline
 from .calibration import calibrated_step_budget, preemption_policy
+from .chat_template import ChatPrompt, Message, is_batch
 from .config import EngineConfig
 from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
@@ -238,7 +239,7 @@ class Engine:
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
-        batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds)))
+        batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
         if params is None or issubclass(type(params), SamplingParams):
             params = [cast("SamplingParams | None", params) or SamplingParams()] * len(batch)
         elif not issubclass(type(params), Sequence):
@@ -279,6 +280,55 @@ class Engine:
                 stacklevel=2,
             )
         return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them; return the outputs, in order.
+
+        The prompt is what the checkpoint's chat template makes of the messages. To stream, give a
+        `ChatPrompt` to `add_request`.
+
+        Args:
+            messages: dicts with `role` and `content`, or a list of such conversations.
+            params: one for all, or one for each conversation.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that know them.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message;
+                None: unless the last message is continued.
+            continue_final_message: let the model go on with the last message.
+            chat_template: the name of one of the checkpoint's templates.
+            template_kwargs: more variables of the template.
+
+        Raises:
+            RequestError: as `generate`; for a conversation that cannot be rendered, as for a prompt
+                that cannot be served.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        prompts = [
+            ChatPrompt(
+                cast("Sequence[Message]", conversation),
+                tools,
+                documents,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                template_kwargs or {},
+            )
+            for conversation in (messages if is_batch(messages) else [messages])
+        ]
+        return self.generate(prompts, params)
 
     def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
         """Return what an encoder makes of a content, for the spans of a `PromptEmbeds`.

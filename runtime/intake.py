@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..cache.prefix import PrefixHashes
+from .chat_template import ChatPrompt
 from .detokenizer import IncrementalDetokenizer
 from .errors import RequestError
 from .models.config import ModelConfig
@@ -22,9 +23,9 @@ from .tokenizer import TextTokenizer
 
 __all__ = ["Intake", "Prompt"]
 
-Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds
-"""Text, token ids, or token ids some of which embeddings replace; see `prompt_ids` for the types
-that token ids may have."""
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
+"""Text, token ids (`prompt_ids` has the types), token ids some of which embeddings replace, or
+a conversation."""
 
 MAX_SALT_CHARS = 256
 
@@ -145,6 +146,10 @@ class Intake:
                 assert isinstance(prompt, PromptEmbeds)
                 token_ids = self._not_empty(self.check_token_ids(prompt.token_ids))
                 return token_ids, self._embeds(prompt, len(token_ids))
+            if issubclass(kind, ChatPrompt):
+                assert isinstance(prompt, ChatPrompt)
+                text = self._with_tokenizer().render(prompt)
+                return self._not_empty(self._encode(text, special=False)), ()
             text = plain_text(prompt)
             if text is None:
                 return self._not_empty(self.check_token_ids(prompt)), ()
@@ -156,24 +161,28 @@ class Intake:
                 f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
             ) from error
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _with_tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:
             raise RequestError(
                 "the prompt is text, but the checkpoint has no tokenizer.json:"
                 " give a list of token ids"
             )
+        return self._tokenizer
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        tokenizer = self._with_tokenizer()
         if not text:  # before the tokenizer begins it with a token of its own
             return []
-        least = self._tokenizer.least_tokens(text, enough=self._longest)
+        least = tokenizer.least_tokens(text, enough=self._longest)
         if least >= self._longest:
             raise RequestError(too_long(f"at least {least} tokens", self._longest))
-        token_ids = self._tokenizer.encode(text, special=special)
+        token_ids = tokenizer.encode(text, special=special)
         if len(token_ids) >= self._longest:
             raise RequestError(too_long(f"{len(token_ids)} tokens", self._longest))
         if max(token_ids, default=0) >= self._config.vocab_size:
             token_id = next(i for i in token_ids if i >= self._config.vocab_size)
             raise RequestError(
-                f"the prompt has token {token_id}, {self._tokenizer.spelling(token_id)}, which the"
+                f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, which the"
                 f" tokenizer knows and the model, with a vocabulary of {self._config.vocab_size},"
                 " does not"
             )

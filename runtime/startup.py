@@ -29,7 +29,7 @@ from .errors import ConfigError
 from .footprint import model_footprint
 from .kernels import Kernels, select_kernels
 from .kernels.self_test import Fallback, warn
-from .loading import Source, iter_weights, random_weights, resolve_source
+from .loading import Source, check_tied_head, iter_weights, random_weights, resolve_source
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
@@ -153,6 +153,9 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
     began, code_before = time.perf_counter(), CodeCache.now()
     found = resolve_source(source)
+    if config.tie_word_embeddings is not None:
+        tied = dataclasses.replace(found.config, tie_word_embeddings=config.tie_word_embeddings)
+        found = dataclasses.replace(found, config=tied)
     resolved = ResolvedConfig.resolve(config, found.config)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
@@ -298,6 +301,8 @@ def _load(
         model.store(random_weights(source.config, config.dtype, config.user.seed))
     else:
         with CheckpointReader(source.directory) as reader:
+            if source.config.tie_word_embeddings and config.user.tie_word_embeddings is None:
+                check_tied_head(reader)
             model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
 from .errors import CheckpointError, RequestError
 from .prompt_length import TokenBound
 from .text_stream import (
@@ -34,13 +36,20 @@ _MAX_SHOWN_CHARS = 200
 class TextTokenizer:
     """A checkpoint's tokenizer: text to token ids, token ids to text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        templates: ChatTemplates | None = None,
+    ) -> None:
         """Take over a tokenizer of the `tokenizers` library.
 
         Args:
             tokenizer: its truncation and padding, if any, are switched off: a prompt is served as
                 it is or refused, never silently cut.
             eos_token_ids: tokens that end the model's output.
+            templates: the chat templates of the checkpoint.
 
         Raises:
             CheckpointError: it has a decoder whose text cannot be shown token by token.
@@ -50,6 +59,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         """Tokens that end the model's output, those of the engine's requests."""
+        self._templates = templates or ChatTemplates({}, {})
         decoder = component_state(tokenizer.decoder)
         kind = stream_kind(decoder)
         if kind is None:
@@ -106,6 +116,63 @@ class TextTokenizer:
         """
         return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja sources of the checkpoint's chat templates by name, mostly `default` alone."""
+        return dict(self._templates.sources)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> str | list[int] | list[str] | list[list[int]]:
+        """Return the prompt of a conversation, or the prompts of a list of conversations.
+
+        The arguments are those of transformers' method of this name. Templates write the token
+        that begins a text themselves, so none is added: `encode` a text with `special=False`.
+
+        Args:
+            messages: a conversation, or a list of them.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that know them.
+            add_generation_prompt: end with the beginning of an assistant's message.
+            continue_final_message: leave the last message open; a string names its field.
+            chat_template: the name of one of `chat_templates`.
+            tokenize: return token ids instead of text.
+            **template_kwargs: more variables of the template.
+
+        Raises:
+            RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
+        """
+
+        def one(conversation: Any) -> str | list[int]:
+            prompt = ChatPrompt(
+                conversation,
+                tools,
+                documents,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                template_kwargs,
+            )
+            text = self.render(prompt)
+            return self.encode(text, special=False) if tokenize else text
+
+        if is_batch(messages):
+            return [one(conversation) for conversation in messages]  # type: ignore[return-value]
+        return one(messages)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
+        return self._templates.render(prompt)
+
     def spelling(self, token_id: int) -> str:
         """Return how the vocabulary spells a token, quoted, for messages."""
         return _shown(self._tokenizer.id_to_token(token_id))
@@ -139,10 +206,11 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare `Exception`
         raise CheckpointError(f"{path} is not a tokenizer: {_shown(error)}") from error
-    settings = TokenizerConfig.read(directory)
-    _add_begin_and_end(tokenizer, settings)
+    config = TokenizerConfig.read(directory)
+    _add_begin_and_end(tokenizer, config)
+    templates = ChatTemplates(config.chat_templates, config.special_tokens)
     try:
-        return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids)
+        return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 

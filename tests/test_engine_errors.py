@@ -383,3 +383,26 @@ def test_parameters_of_another_type(base: TinyModel) -> None:
             first, second = engine.generate([[1, 2], [3]], [good, {"n": 2}])  # type: ignore[list-item]
         assert first.finish_reason == "length"
         assert isinstance(second.error, RequestError)
+
+
+def test_a_tied_head_that_differs(checkpoint: Path, base: TinyModel) -> None:
+    """Both ways out give the model that they name."""
+    ids = base.prompts(9, seed=5)[0]
+    tied = base.logits(ids)[-1:]
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    with start(checkpoint, dtype="float32") as engine:
+        torch.testing.assert_close(engine.score(ids, 9), tied, rtol=1e-4, atol=1e-4)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding * 2}))
+    refusal(
+        CheckpointError,
+        lambda: start(checkpoint),
+        checkpoint / "model.safetensors",
+        "lm_head.weight",
+        "tie_word_embeddings=False",
+        "tie_word_embeddings=True",
+    )
+    for choice, expected in ((True, tied), (False, 2 * tied)):
+        with start(checkpoint, dtype="float32", tie_word_embeddings=choice) as engine:
+            torch.testing.assert_close(engine.score(ids, 9), expected, rtol=1e-4, atol=1e-4)
+    refusal(ConfigError, lambda: start(checkpoint, tie_word_embeddings=1), "tie_word_embeddings")
