@@ -156,9 +156,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value
-    for plain in (str, int, float):
-        if issubclass(kind, plain):
-            return plain.__new__(plain, plain.__str__(value) if plain is str else value)
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if issubclass(kind, int):
+        return int.__index__(value)
+    if issubclass(kind, float):
+        return float.__float__(value)
     if depth > MAX_DEPTH:
         raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep")
     if issubclass(kind, Mapping):

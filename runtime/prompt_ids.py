@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, Sequence, Set
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -86,6 +87,10 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
         raise RequestError(
             f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
         ) from error
+    if set(map(type, values)) == {int}:  # as most are: without a call for each
+        plain = cast("Sequence[int]", values)
+        if min(plain) >= 0 and max(plain) < vocab_size:
+            return list(plain)
     token_ids = []
     for position, value in enumerate(values):
         token = _plain_integer(value, position)
@@ -102,11 +107,13 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
 def _values(prompt: object, longest: int) -> Sequence[object]:
     kind = type(prompt)
     if issubclass(kind, list):  # a subclass may override what reads it
-        _check_length(list.__len__(prompt), longest)  # type: ignore[arg-type]
-        return list.__getitem__(prompt, slice(None))  # type: ignore[index]
+        values = cast("list[object]", prompt)
+        _check_length(list.__len__(values), longest)
+        return list.__getitem__(values, slice(None))
     if issubclass(kind, tuple):
-        _check_length(tuple.__len__(prompt), longest)  # type: ignore[arg-type]
-        return tuple.__getitem__(prompt, slice(None))  # type: ignore[index]
+        several = cast("tuple[object, ...]", prompt)
+        _check_length(tuple.__len__(several), longest)
+        return tuple.__getitem__(several, slice(None))
     if kind is range:
         assert isinstance(prompt, range)
         length = -((prompt.start - prompt.stop) // prompt.step)  # rounded up; `len` may overflow
@@ -123,8 +130,7 @@ def _values(prompt: object, longest: int) -> Sequence[object]:
         if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
             raise _refusal(f"a NumPy array of {str(prompt.dtype)[:_MAX_NAME_CHARS]}", prompt.shape)
         _check_length(prompt.shape[0], longest)
-        values: list[object] = prompt.tolist()
-        return values
+        return cast("list[object]", prompt.tolist())
     if kind is torch.Tensor:
         assert isinstance(prompt, torch.Tensor)
         return _tensor_values(prompt, longest)
@@ -151,12 +157,10 @@ def _tensor_values(tensor: torch.Tensor, longest: int) -> Sequence[object]:
 
 def _plain_integer(value: object, position: int) -> int:
     kind = type(value)
-    if kind is int:
-        return value  # type: ignore[return-value]
     if issubclass(kind, int) and kind is not bool:
-        return int.__index__(value)  # type: ignore[arg-type]
+        return int.__index__(cast(int, value))
     if issubclass(kind, np.integer) and kind.__module__ == "numpy":
-        return int(value)  # type: ignore[call-overload]
+        return int(cast("np.integer[Any]", value))
     raise RequestError(
         f"the prompt must be a sequence of integer token ids, but position {position} holds a"
         f" {type_name(value)}"

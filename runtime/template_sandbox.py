@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -35,6 +35,8 @@ __all__ = ["BoundedEnvironment", "TemplateLimitError", "run_bounded"]
 
 MAX_CHARS = 1 << 26
 """Characters (and list elements) that all operations of one run may make together."""
+_SAFE_VERSION = (3, 1, 6)
+"""Templates got out of the sandbox of older ones."""
 _GRACE_SECONDS = 1.0
 _WIDE = re.compile(r"\d{7,}")
 _NESTED_SPEC = re.compile(r":[^{}]*\{")
@@ -71,6 +73,9 @@ _STRUCTURAL_FILTERS = frozenset(
 """Filters that make no text of the containers they are given."""
 
 T = TypeVar("T")
+
+if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < _SAFE_VERSION:
+    raise ImportError(f"jinja2 {jinja2.__version__} is older than 3.1.6")
 
 
 class TemplateLimitError(BaseException):
@@ -202,7 +207,7 @@ class _CodeGenerator(CodeGenerator):
 class _Generation(Extension):
     """The block `{% generation %}`, which marks what an assistant said: its content, here."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
