@@ -148,8 +148,8 @@ class Intake:
                 return token_ids, self._embeds(prompt, len(token_ids))
             if issubclass(kind, ChatPrompt):
                 assert isinstance(prompt, ChatPrompt)
-                text = self._with_tokenizer().render(prompt)
-                return self._not_empty(self._encode(text, special=False)), ()
+                rendered = self._with_tokenizer().render(prompt)
+                return self._not_empty(self._encode(rendered, special=False)), ()
             text = plain_text(prompt)
             if text is None:
                 return self._not_empty(self.check_token_ids(prompt)), ()

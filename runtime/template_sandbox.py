@@ -35,6 +35,7 @@ __all__ = ["BoundedEnvironment", "TemplateLimitError", "run_bounded"]
 
 MAX_CHARS = 1 << 26
 """Characters (and list elements) that all operations of one run may make together."""
+_MAX_INTEGER_BITS = 1 << 14
 _SAFE_VERSION = (3, 1, 6)
 """Templates got out of the sandbox of older ones."""
 _GRACE_SECONDS = 1.0
@@ -130,6 +131,11 @@ def charge(size: int) -> None:
         raise TemplateLimitError(f"it makes more than {MAX_CHARS} characters")
 
 
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_INTEGER_BITS:
+        raise TemplateLimitError(f"it makes an integer of more than {_MAX_INTEGER_BITS} bits")
+
+
 def _charge_result(value: T) -> T:
     if isinstance(value, (str, bytes, list, tuple, dict)):
         charge(len(value))
@@ -164,12 +170,15 @@ def _growth(name: str, text: Any, arguments: tuple[Any, ...], named: Mapping[str
     texts = [len(value) for value in values if isinstance(value, str)]
     numbers = [value for value in values if isinstance(value, int)]
     size = len(text) if isinstance(text, (str, list, tuple)) else 0
-    if name == "replace" and len(arguments) >= 2 and isinstance(text, str):
-        old, new = str(arguments[0]), str(arguments[1])
-        return size + text.count(old) * len(new)
-    if name in ("indent", "wordwrap", "expandtabs") and isinstance(text, str):
-        lines = size if name == "wordwrap" else text.count("\n") + text.count("\t") + 1
+    if name == "replace" and isinstance(text, str):
+        old = arguments[0] if arguments else named.get("old", "")
+        new = arguments[1] if len(arguments) > 1 else named.get("new", "")
+        return size + text.count(str(old)) * len(str(new))
+    if name in ("indent", "expandtabs") and isinstance(text, str):
+        lines = text.count("\n") + text.count("\t") + 1
         return size + lines * max([8, *texts, *numbers])
+    if name == "wordwrap":
+        return size + size * max([1, *texts])
     if name == "translate":
         return size * max([1, *(len(str(v)) for d in values for v in dict(d).values())])
     return 0
@@ -280,9 +289,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(value, sized) and isinstance(times, int):
                     charge(len(value) * times)
             if isinstance(left, int) and isinstance(right, int):
-                charge(left.bit_length() + right.bit_length())
+                _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            charge(left.bit_length() * abs(right))
+            _check_bits(left.bit_length() * abs(right))
         elif operator == "+" and isinstance(left, sized) and isinstance(right, sized):
             charge(len(left) + len(right))
         elif operator == "%":

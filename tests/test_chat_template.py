@@ -69,7 +69,7 @@ def load(directory: Path) -> TextTokenizer:
         {"continue_final_message": "reasoning_content"},
         {"tools": TOOLS},
         {"documents": [{"title": "a", "text": "b"}]},
-        {"mood": "gay", "bos_token": "<other>"},
+        {"mood": "merry", "bos_token": "<other>"},
     ],
     ids=str,
 )
@@ -134,6 +134,8 @@ HARMFUL = {
     "format_filter": "{{ '%999999999d' | format(1) }}",
     "replace": "{% set x = 'a' * 10**6 %}{{ x.replace('a', x) }}",
     "replace_filter": "{% set x = 'a' * 10**6 %}{{ x | replace('a', x) }}",
+    "replace_named": "{% set x = 'a' * 10**6 %}{{ x | replace(old='a', new=x) }}",
+    "squared": "{% set n = namespace(x=3) %}{% for i in r %}{% set n.x = n.x * n.x %}{% endfor %}",
     "join": "{% set x = 'a' * 10**6 %}{{ x.join(r) }}{{ r | join(x) }}",
     "join_filter": "{% set x = 'a' * 10**6 %}{{ r | join(x) }}",
     "join_same": "{% set x = 'a' * 10**6 %}{{ ''.join(r | map('replace', '', x)) }}",
