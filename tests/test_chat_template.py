@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import transformers
 from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, SamplingParams
 from stepgraph.runtime import chat_template as module
 from stepgraph.runtime.tokenizer import TextTokenizer, load_tokenizer
@@ -38,7 +39,7 @@ SAID = [
     {"role": "system", "content": " be <kind> "},
     {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "!"}]},
     {"role": "assistant", "content": "x", "tool_calls": [{"id": 1, "é": None}], "name": None},
-    {"role": "assistant", "content": "the end", "thinking": "hm"},
+    {"role": "assistant", "content": "the end", "reasoning_content": "hm"},
 ]
 
 
@@ -47,6 +48,10 @@ def save(directory: Path, template: Any, **config: Any) -> Path:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+RECENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+NEW = pytest.mark.skipif(not RECENT, reason="older transformers know no fields of reasoning")
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def load(directory: Path) -> TextTokenizer:
         {},
         {"add_generation_prompt": True},
         {"continue_final_message": True},
-        {"continue_final_message": "reasoning_content"},
+        pytest.param({"continue_final_message": "reasoning_content"}, marks=NEW),
         {"tools": TOOLS},
         {"documents": [{"title": "a", "text": "b"}]},
         {"mood": "merry", "bos_token": "<other>"},
@@ -83,6 +88,15 @@ def test_the_prompt_is_that_of_transformers(directory: Path, options: dict[str, 
         batch = tokenizer.apply_chat_template([SAID, SAID[1:2] + SAID[3:]], **settings)
         assert batch[0] == expected
         assert len(batch) == 2
+
+
+def test_reasoning_is_read_under_several_names(directory: Path) -> None:
+    tokenizer = load(save(directory, CHATML))
+    expected = tokenizer.apply_chat_template(SAID, tokenize=False)
+    last = SAID[3] | {"reasoning_content": None}
+    for name in ("thinking", "reasoning"):
+        said = [*SAID[:3], last | {name: "hm"}]
+        assert tokenizer.apply_chat_template(said, tokenize=False) == expected
 
 
 def test_where_templates_are_found(directory: Path) -> None:
