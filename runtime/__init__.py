@@ -2,6 +2,7 @@
 
 import logging
 
+from .chat_template import ChatPrompt
 from .config import EngineConfig
 from .engine import Engine
 from .errors import (
@@ -17,8 +18,10 @@ from .errors import (
     StepPreparationError,
 )
 from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
-from .request import CompletionOutput, RequestOutput, TokenLogprobs
+from .request import TokenLogprobs
+from .request_output import CompletionOutput, OutputDelta, RequestOutput
 from .sampling_params import SamplingParams
+from .tokenizer import TextTokenizer
 
 __all__ = [
     "Engine",
@@ -26,7 +29,10 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",
+    "OutputDelta",
     "TokenLogprobs",
+    "TextTokenizer",
+    "ChatPrompt",
     "PromptEmbeds",
     "EmbeddedSpan",
     "EncodedContent",

@@ -123,6 +123,9 @@ class EngineConfig:
             step then reads a buffer of `prefill_chunk` embeddings.
         encoder_cache_bytes: bytes of host memory, outside of the memory plan, for what
             `Engine.encode` got from encoders, 0 to 2^60; 0 keeps nothing.
+        tie_word_embeddings: whether the output head is the embedding. True ignores an
+            `lm_head.weight` of the checkpoint, False uses it. None: as in `config.json`; a
+            checkpoint whose own head differs from the embedding it is tied to is refused.
         seed: seeds requests without a seed of their own, and the weights of presets, 0 to 2^63 - 1.
 
     Raises:
@@ -157,6 +160,7 @@ class EngineConfig:
     buckets: tuple[int, ...] | None = None
     prompt_embeds: bool = False
     encoder_cache_bytes: int = 0
+    tie_word_embeddings: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -197,6 +201,11 @@ class EngineConfig:
             if not isinstance(getattr(self, field), bool):
                 value = bounded_repr(getattr(self, field))
                 raise ConfigError(f"{field} must be True or False, not {value}")
+        if not isinstance(self.tie_word_embeddings, bool | None):
+            raise ConfigError(
+                "tie_word_embeddings must be True, False or None, not a"
+                f" {type(self.tie_word_embeddings).__name__}"
+            )
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError(
                 "preemption='swap' needs a host cache to swap to: set host_cache_bytes"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,17 +17,20 @@ from ..cache.kv_cache import KVCache
 from ..cache.memory import MemoryPlan
 from ..profiling.timeline import Timeline
 from .calibration import calibrated_step_budget, preemption_policy
+from .chat_template import ChatPrompt, Message, is_batch
 from .config import EngineConfig
 from .engine_stats import engine_stats
 from .errors import EngineClosedError, EngineFailedError, RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
 from .models.decoder import Decoder
-from .prompt_embeds import EncodedContent, check_embeds
-from .request import RequestOutput
+from .prompt_embeds import EncodedContent, PromptEmbeds, check_embeds
+from .prompt_ids import plain_batch, type_name
+from .request_output import RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .startup import EngineParts, start
+from .tokenizer import TextTokenizer
 
 __all__ = ["Engine"]
 
@@ -173,7 +177,11 @@ class Engine:
             raise RequestError(f"priority must be an integer, not {priority!r}")
         self._loop.add(
             self._intake.accept(
-                request_id, prompt, params or SamplingParams(), priority, cache_salt
+                request_id,
+                prompt,
+                SamplingParams() if params is None else params,
+                priority,
+                cache_salt,
             )
         )
         return request_id
@@ -212,26 +220,33 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Decode prompts to their end and return their outputs, in order.
 
         Args:
-            prompts: a text, or a sequence of texts and lists of token ids.
+            prompts: a text, or a sequence of texts and lists of token ids (see `Prompt`).
             params: one for all, or one for each prompt.
 
-        A prompt that cannot be served does not touch the others: its output has no completions,
-        `finish_reason` `error`, and the `RequestError` in `error`.
+        One of several prompts that cannot be served does not touch the others: its output has no
+        completions, `finish_reason` `error`, and the `RequestError` in `error`. A warning counts
+        such prompts. A single one raises.
 
         Raises:
-            RequestError: as many `params` as prompts were expected.
+            RequestError: the only prompt cannot be served; as many `params` as prompts were
+                expected; `prompts` is no sequence.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(batch)
+        batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
+        if params is None or issubclass(type(params), SamplingParams):
+            params = [cast("SamplingParams | None", params) or SamplingParams()] * len(batch)
+        elif not issubclass(type(params), Sequence):
+            raise RequestError(
+                f"params must be a SamplingParams or a sequence of them, not a {type_name(params)}"
+            )
+        params = cast("Sequence[SamplingParams]", params)
         if len(params) != len(batch):
             raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
         ids = [self._fresh_id() for _ in batch]
@@ -242,7 +257,10 @@ class Engine:
                 try:
                     self.add_request(prompt, own, request_id)
                 except RequestError as error:
+                    if len(batch) == 1:
+                        raise
                     done[request_id] = RequestOutput(request_id, [], (), True, error=error)
+            refused = [output.error for output in done.values()]
             ours = set(ids)
             while len(done) < len(ids):
                 for output in self.step():
@@ -255,7 +273,62 @@ class Engine:
             if len(done) < len(ids) and self._failure is None:  # interrupted
                 for request_id in ids:
                     self.abort(request_id)
+        if refused:
+            warnings.warn(
+                f"{len(refused)} of {len(batch)} prompts were refused, see RequestOutput.error;"
+                f" the first: {refused[0]}",
+                stacklevel=2,
+            )
         return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them; return the outputs, in order.
+
+        The prompt is what the checkpoint's chat template makes of the messages. To stream, give a
+        `ChatPrompt` to `add_request`.
+
+        Args:
+            messages: dicts with `role` and `content`, or a list of such conversations.
+            params: one for all, or one for each conversation.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that know them.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message;
+                None: unless the last message is continued.
+            continue_final_message: let the model go on with the last message.
+            chat_template: the name of one of the checkpoint's templates.
+            template_kwargs: more variables of the template.
+
+        Raises:
+            RequestError: as `generate`; for a conversation that cannot be rendered, as for a prompt
+                that cannot be served.
+            EngineClosedError, EngineFailedError: the engine serves nothing more.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        prompts = [
+            ChatPrompt(
+                cast("Sequence[Message]", conversation),
+                tools,
+                documents,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                template_kwargs or {},
+            )
+            for conversation in (messages if is_batch(messages) else [messages])
+        ]
+        return self.generate(prompts, params)
 
     def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
         """Return what an encoder makes of a content, for the spans of a `PromptEmbeds`.
@@ -351,6 +424,11 @@ class Engine:
             yield self._loop.timeline
         finally:
             runner.times_device = before
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """The checkpoint's tokenizer, None for one without `tokenizer.json` and for presets."""
+        return self._open_parts().tokenizer
 
     @property
     def decoder(self) -> Decoder:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..cache.prefix import PrefixHashes
+from .chat_template import ChatPrompt
+from .detokenizer import IncrementalDetokenizer
 from .errors import RequestError
 from .models.config import ModelConfig
 from .prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
+from .prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from .request import Request, RequestGroup
 from .sampling import MAX_ROW_STOP_IDS
 from .sampling_params import SamplingParams
-from .tokenizer import IncrementalDetokenizer, TextTokenizer
+from .tokenizer import TextTokenizer
 
 __all__ = ["Intake", "Prompt"]
 
-Prompt = str | Sequence[int] | PromptEmbeds
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
+"""Text, token ids (`prompt_ids` has the types), token ids some of which embeddings replace, or
+a conversation."""
 
 MAX_SALT_CHARS = 256
 
@@ -62,17 +67,13 @@ class Intake:
         """Return the requests of a prompt, one for each of `params.n` completions.
 
         Raises:
-            RequestError: an empty or too long prompt, text without a tokenizer, a token outside
-                the vocabulary, or a parameter that names one; a salt that is none.
+            RequestError: a prompt of another type, empty or too long; text without a tokenizer, or
+                that it cannot encode; a token outside the vocabulary, or a parameter that names
+                one; a salt that is none.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be a SamplingParams, not {params!r}")
-        embeds: tuple[EmbeddedSpan, ...] = ()
-        if isinstance(prompt, PromptEmbeds):
-            prompt_ids = self._token_ids(prompt.token_ids)
-            embeds = self._embeds(prompt, len(prompt_ids))
-        else:
-            prompt_ids = self._token_ids(prompt)
+        if not issubclass(type(params), SamplingParams):
+            raise RequestError(f"params must be a SamplingParams, not a {type_name(params)}")
+        prompt_ids, embeds = self._prompt(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()
         self._arrivals += 1
@@ -129,44 +130,77 @@ class Intake:
     ) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
-        return IncrementalDetokenizer(self._tokenizer, prompt_ids, params.stop)
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_ids,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if prompt == "":  # before the tokenizer begins it with a token of its own
-            raise RequestError("the prompt is empty: it must have at least one token")
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError(
-                    "the prompt is text, but the checkpoint has no tokenizer.json:"
-                    " give a list of token ids"
-                )
-            token_ids = self._tokenizer.encode(prompt)
-        else:
-            token_ids = self.check_token_ids(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty: it must have at least one token")
-        if len(token_ids) >= self._longest:
+    def _prompt(self, prompt: object) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
+        """Return the tokens of a prompt, and what stands in the place of some of them."""
+        kind = type(prompt)
+        try:
+            if issubclass(kind, PromptEmbeds):
+                assert isinstance(prompt, PromptEmbeds)
+                token_ids = self._not_empty(self.check_token_ids(prompt.token_ids))
+                return token_ids, self._embeds(prompt, len(token_ids))
+            if issubclass(kind, ChatPrompt):
+                assert isinstance(prompt, ChatPrompt)
+                rendered = self._with_tokenizer().render(prompt)
+                return self._not_empty(self._encode(rendered, special=False)), ()
+            text = plain_text(prompt)
+            if text is None:
+                return self._not_empty(self.check_token_ids(prompt)), ()
+            return self._not_empty(self._encode(text, special=True)), ()
+        except (RequestError, AssertionError):
+            raise
+        except Exception as error:  # whatever an object of the user raises
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but a sequence may have at most"
-                f" {self._longest} (max_model_len, or what the cache holds) and needs room for at"
-                " least one more: shorten the prompt or raise max_model_len or the memory budget"
+                f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
+            ) from error
+
+    def _with_tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "the prompt is text, but the checkpoint has no tokenizer.json:"
+                " give a list of token ids"
+            )
+        return self._tokenizer
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        tokenizer = self._with_tokenizer()
+        if not text:  # before the tokenizer begins it with a token of its own
+            return []
+        least = tokenizer.least_tokens(text, enough=self._longest)
+        if least >= self._longest:
+            raise RequestError(too_long(f"at least {least} tokens", self._longest))
+        token_ids = tokenizer.encode(text, special=special)
+        if len(token_ids) >= self._longest:
+            raise RequestError(too_long(f"{len(token_ids)} tokens", self._longest))
+        if max(token_ids, default=0) >= self._config.vocab_size:
+            token_id = next(i for i in token_ids if i >= self._config.vocab_size)
+            raise RequestError(
+                f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, which the"
+                f" tokenizer knows and the model, with a vocabulary of {self._config.vocab_size},"
+                " does not"
             )
         return token_ids
 
-    def check_token_ids(self, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens as plain integers, or raise `RequestError` for what is no token."""
-        try:
-            token_ids = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise RequestError(
-                f"the prompt must be text or a sequence of integer token ids: {error}"
-            ) from error
-        for position, token in enumerate(token_ids):
-            if not 0 <= token < self._config.vocab_size:
-                raise RequestError(
-                    f"token {token} at position {position} of the prompt is outside the"
-                    f" vocabulary of {self._config.vocab_size}"
-                )
+    def check_token_ids(self, prompt: object) -> list[int]:
+        """Return the tokens as plain integers, fewer than a sequence may have.
+
+        Raises:
+            RequestError: what is no sequence of integers (see `plain_token_ids`), too many, or an
+                id outside the vocabulary.
+        """
+        return plain_token_ids(prompt, self._config.vocab_size, self._longest)
+
+    @staticmethod
+    def _not_empty(token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
         return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -178,7 +212,8 @@ class Intake:
 def _check_salt(salt: str) -> None:
     """Refuse what is no salt before it is hashed."""
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
-        shown = f"a string of {len(salt)} characters" if isinstance(salt, str) else repr(salt)
+        is_text = isinstance(salt, str)
+        shown = f"a string of {len(salt)} characters" if is_text else f"a {type_name(salt)}"
         raise RequestError(
             f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}"
         )

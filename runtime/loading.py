@@ -37,6 +37,7 @@ __all__ = [
     "Source",
     "TensorHeader",
     "check_tensors",
+    "check_tied_head",
     "fused_layout",
     "iter_weights",
     "random_weights",
@@ -49,6 +50,9 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 _PRESET_PREFIX = "preset:"
 _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 _PROBLEMS_SHOWN = 10
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ELEMENTS_COMPARED = 1 << 24
+"""Of two tensors at a time: copies in float32 stay small."""
 _INITIAL_STD = 0.02
 _NORMAL_POOL = 262_147
 """Normal values drawn per tensor at most: a prime, so that the rows of a matrix filled with
@@ -111,7 +115,7 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
             f"{bounded_repr(repository)} is no local directory, and to look for it on the Hugging "
             'Face hub the package huggingface_hub is needed: pip install "stepgraph[hub]"'
         ) from error
-    patterns = ["*.json", "*.safetensors"]
+    patterns = ["*.json", "*.jinja", "*.safetensors"]
     if config_only:
         patterns = ["config.json", "generation_config.json"]
     try:
@@ -183,6 +187,35 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Fu
             + "\n  ".join(shown)
         )
     return layout
+
+
+def check_tied_head(reader: CheckpointReader) -> None:
+    """Refuse a checkpoint with a head of its own that its config says is the embedding.
+
+    transformers takes such a head for the output, other loaders drop it: which one the model was
+    trained with only the user can know.
+
+    Raises:
+        CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
+    """
+    headers = reader.headers()
+    head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)
+    if head is None or embedding is None:
+        return
+    equal = head.shape == embedding.shape
+    if equal:
+        stored, embeddings = reader.tensor(_HEAD), reader.tensor(_EMBEDDING)
+        rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
+        equal = all(
+            torch.equal(ours.float(), theirs.float())
+            for ours, theirs in zip(stored.split(rows), embeddings.split(rows), strict=True)
+        )
+    if not equal:
+        raise CheckpointError(
+            f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though config.json says that they are"
+            " tied (tie_word_embeddings). EngineConfig(tie_word_embeddings=False) uses the stored"
+            " head, as transformers does; EngineConfig(tie_word_embeddings=True) ignores it"
+        )
 
 
 def _contradictions(

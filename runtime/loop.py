@@ -30,7 +30,8 @@ from ..profiling.collector import CollectorWatch
 from ..profiling.timeline import Timeline
 from .launch import Launch
 from .plan import StepPlan
-from .request import FinishReason, Request, RequestGroup, RequestOutput, RequestStatus
+from .request import FinishReason, Request, RequestGroup, RequestStatus
+from .request_output import RequestOutput
 from .runner import Runner
 from .scheduler import Scheduler
 from .step_budget import StepBudget

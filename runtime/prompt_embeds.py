@@ -17,6 +17,7 @@ import torch
 
 from ..cache.encoder_outputs import content_key
 from .errors import RequestError
+from .prompt_ids import type_name
 
 __all__ = ["EmbeddedSpan", "EncodedContent", "PromptEmbeds", "check_embeds", "check_spans"]
 
@@ -103,11 +104,14 @@ def check_spans(
             outside the prompt, or overlapping.
     """
     if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
-        raise RequestError(f"spans must be a sequence of EmbeddedSpan, not {spans!r}")
+        raise RequestError(f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}")
     checked: list[EmbeddedSpan] = []
     for index, span in enumerate(spans):
         if not isinstance(span, EmbeddedSpan) or type(span.position) is not int:
-            raise RequestError(f"span {index} of the prompt must be an EmbeddedSpan, not {span!r}")
+            raise RequestError(
+                f"span {index} of the prompt must be an EmbeddedSpan with an integer position,"
+                f" not a {type_name(span)}"
+            )
         content = span.content
         if not isinstance(content, EncodedContent):
             raise RequestError(

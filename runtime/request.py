@@ -22,19 +22,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ..cache.prefix import PrefixHashes
-from ..profiling.stats import RequestTiming
+from .detokenizer import IncrementalDetokenizer
 from .sampling_params import SamplingParams
-from .tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
 
 __all__ = [
-    "CompletionOutput",
     "FinishReason",
     "Request",
     "RequestGroup",
-    "RequestOutput",
     "RequestStatus",
     "TokenLogprobs",
 ]
@@ -118,6 +115,9 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     """Tokens that it found computed when it was first admitted; None before."""
+    num_reported_tokens: int = 0
+    num_reported_chars: int = 0
+    """Of its tokens and text, what outputs have shown: the next `delta` begins there."""
     may_fork: bool = True
     """Whether it may go on from what a sibling has computed; not after copies for that failed."""
 
@@ -140,6 +140,10 @@ class Request:
     def output_ids(self) -> list[int]:
         """The output tokens known on the host. A copy."""
         return self._output_ids[: self.num_output].tolist()
+
+    def output_slice(self, start: int, stop: int) -> list[int]:
+        """Return output tokens `start` to `stop` - 1, which are known. A copy."""
+        return self._output_ids[start:stop].tolist()
 
     @property
     def token_ns(self) -> list[int]:
@@ -210,154 +214,3 @@ class RequestGroup:
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(request.status is _FINISHED for request in self.requests)
-
-
-class CompletionOutput:
-    """One completion as it stood when the output was made; later steps do not change it."""
-
-    __slots__ = ("_num_chars", "_num_tokens", "_request", "finish_reason")
-
-    def __init__(self, request: Request) -> None:
-        detokenizer = request.detokenizer
-        self.finish_reason: FinishReason | None = request.finish_reason
-        self._request = request  # tokens and text only grow: their lengths are a snapshot of them
-        self._num_tokens = request.num_output
-        self._num_chars = 0 if detokenizer is None else detokenizer.num_chars
-
-    @property
-    def text(self) -> str:
-        """The text of the output tokens."""
-        detokenizer = self._request.detokenizer
-        return "" if detokenizer is None else detokenizer.text[: self._num_chars]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The output tokens, the one that ended it included."""
-        return self._request.output_ids[: self._num_tokens]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many `token_ids` there are, without making the list."""
-        return self._num_tokens
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """One entry a token; empty unless `SamplingParams.logprobs` was given."""
-        return self._request.logprobs[: self._num_tokens]
-
-    @property
-    def timing(self) -> RequestTiming | None:
-        """Arrival and token times; None before the first token."""
-        times = self._request.token_ns[: self._num_tokens]
-        return RequestTiming(self._request.arrival_ns, times) if times else None
-
-    def __repr__(self) -> str:
-        return (
-            f"CompletionOutput(text={self.text!r}, token_ids={self.token_ids},"
-            f" finish_reason={self.finish_reason!r})"
-        )
-
-
-class RequestOutput:
-    """What a request has produced so far. `text`, `token_ids` … are those of completion 0.
-
-    A step makes one for each row, so what is not always asked for is put together when it is.
-
-    Attributes:
-        request_id: the request.
-        completions: as many as were asked for; none if the request was refused.
-        finished: whether every completion has ended.
-        num_preemptions: how often one of them lost its row.
-        cached_tokens: tokens of the prompt that completion 0 did not compute: the cache had them
-            already.
-        error: why it ended with `finish_reason` `error`.
-    """
-
-    __slots__ = (
-        "_prompt_ids",
-        "cached_tokens",
-        "completions",
-        "error",
-        "finished",
-        "num_preemptions",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        completions: tuple[CompletionOutput, ...],
-        finished: bool,
-        num_preemptions: int = 0,
-        cached_tokens: int = 0,
-        error: Exception | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self._prompt_ids = prompt_token_ids
-        self.completions = completions
-        self.finished = finished
-        self.num_preemptions = num_preemptions
-        self.cached_tokens = cached_tokens
-        self.error = error
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt. A copy: the engine may have to prefill its own again."""
-        return self._prompt_ids.copy()
-
-    @property
-    def text(self) -> str:
-        """The text of completion 0 (empty for a checkpoint without a tokenizer)."""
-        return self.completions[0].text if self.completions else ""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The output tokens of completion 0."""
-        return self.completions[0].token_ids if self.completions else []
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """The log-probabilities of completion 0."""
-        return self.completions[0].logprobs if self.completions else []
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why completion 0 ended; None while it goes on."""
-        return self.completions[0].finish_reason if self.completions else "error"
-
-    @property
-    def timing(self) -> RequestTiming | None:
-        """Arrival and token times of completion 0; None before its first token."""
-        return self.completions[0].timing if self.completions else None
-
-    def __repr__(self) -> str:
-        return (
-            f"RequestOutput(request_id={self.request_id!r}, finished={self.finished},"
-            f" completions={self.completions!r}, error={self.error!r})"
-        )
-
-    @classmethod
-    def of(cls, group: RequestGroup) -> RequestOutput:
-        """Return the present state of a group of requests."""
-        requests = group.requests
-        first = requests[0]
-        if len(requests) == 1:  # as most are, and there is one for each row in every step
-            return cls(
-                group.id,
-                group.prompt_ids,
-                (CompletionOutput(first),),
-                first.status is _FINISHED,
-                first.num_preemptions,
-                first.num_cached_tokens or 0,
-                first.error,
-            )
-        return cls(
-            group.id,
-            group.prompt_ids,
-            tuple([CompletionOutput(request) for request in requests]),
-            group.finished,
-            sum(request.num_preemptions for request in requests),
-            first.num_cached_tokens or 0,
-            next((request.error for request in requests if request.error is not None), None),
-        )

@@ -64,9 +64,9 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate, 1 to 2^20.
         min_tokens: tokens before which neither an end-of-sequence token nor one of `stop_token_ids`
-            can be drawn, 0 to `max_tokens`.
+            can be drawn, and within whose text a stop string is ignored, 0 to `max_tokens`.
         temperature: divisor of the logits, 0 to 100; 0 takes the most probable token.
-        top_k: draw from the k most probable tokens; 0 is off.
+        top_k: draw from the k most probable tokens; 0 is off, and so is -1, which is stored as 0.
         top_p: draw from the most probable tokens that together reach this probability, above 0 to
             1; 1 is off.
         min_p: draw from tokens at least this fraction as probable as the best one, 0 to 1; 0 is
@@ -83,6 +83,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
+        skip_special_tokens: leave the text of special tokens out of the output's text. The token
+            that ends an output has none in any case.
 
     Raises:
         RequestError: a value of another type or out of its range; it names field, value and range.
@@ -104,18 +106,21 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_int("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         _check_int("n", self.n, 1, MAX_N)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not isinstance(self.ignore_eos, bool):
-            raise _refusal("ignore_eos", self.ignore_eos, "True or False")
+        for field in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, field), bool):
+                raise _refusal(field, getattr(self, field), "True or False")
 
         self._set_real("temperature", 0.0, MAX_TEMPERATURE)
         self._set_real("top_p", 0.0, 1.0, above=True)

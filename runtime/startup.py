@@ -31,7 +31,14 @@ from .errors import ConfigError, StepgraphError, StepPreparationError
 from .footprint import model_footprint
 from .kernels import Kernels, limit_threads, select_kernels
 from .kernels.self_test import Fallback, brief, warn
-from .loading import Source, check_tensors, iter_weights, random_weights, resolve_source
+from .loading import (
+    Source,
+    check_tensors,
+    check_tied_head,
+    iter_weights,
+    random_weights,
+    resolve_source,
+)
 from .memory_measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from .models.config import ModelConfig
 from .models.decoder import Decoder, attention_specs
@@ -165,12 +172,17 @@ def _start(
 ) -> EngineParts:
     began, code_before = time.perf_counter(), CodeCache.now()
     found = resolve_source(source)
+    if config.tie_word_embeddings is not None:
+        tied = dataclasses.replace(found.config, tie_word_embeddings=config.tie_word_embeddings)
+        found = dataclasses.replace(found, config=tied)
     resolved = ResolvedConfig.resolve(config, found.config)
     reader = tokenizer = None
     if found.directory is not None:
         reader = open_files.enter_context(CheckpointReader(found.directory))
         check_tensors(reader, found.config)
-        tokenizer = load_tokenizer(found.directory)
+        if found.config.tie_word_embeddings and config.tie_word_embeddings is None:
+            check_tied_head(reader)
+        tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = _checked_kernels(found.config, resolved)

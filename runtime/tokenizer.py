@@ -1,72 +1,93 @@
-"""Text in and out: the checkpoint's tokenizer, and text that grows token by token.
+"""A checkpoint's tokenizer: text to token ids, token ids to text, conversations to prompts.
 
-Incremental detokenization works on bytes. Every token stands for a fixed byte string (its *piece*);
-the pieces of a request run through an incremental UTF-8 decoder, so a character that is split over
-tokens appears when its last byte does, bytes that can never become a character appear as U+FFFD at
-once, and the cost of a token does not depend on how many came before it. (`tokenizers`' own
-`DecodeStream` keeps every token of an unfinished run: a model that emits stray continuation bytes
-makes each step slower than the last.)
+`Engine.tokenizer` is one of these. `text_stream` shows how token ids become text one by one.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from .bounded_repr import bounded_text
+from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
 from .checkpoint_files import has_file
 from .errors import CheckpointError, RequestError
+from .prompt_length import TokenBound
+from .text_stream import (
+    STREAMS,
+    Pieces,
+    TextStream,
+    component_state,
+    find_difference,
+    stages,
+    stream_kind,
+    tokenizer_errors,
+)
+from .tokenizer_config import TokenizerConfig
 
-__all__ = ["IncrementalDetokenizer", "TextTokenizer", "load_tokenizer"]
+__all__ = ["TextTokenizer", "load_tokenizer"]
 
-
-def _byte_of_char() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: the character that stands for a byte → that byte.
-
-    Bytes that are printable in Latin-1 stand for themselves, the others for U+0100 onwards in
-    their order (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-_BYTE_OF_FALLBACK_TOKEN = {f"<0x{byte:02X}>": byte for byte in range(0x100)}
-_MAX_INCOMPLETE_BYTES = 3
-_MAX_PARTS = 256  # of a text, before they are joined
-"""The longest beginning of a UTF-8 character that is not yet a character."""
+_POST_PROCESSORS_WITHOUT_TOKENS = frozenset({"ByteLevel"})
+_MAX_SHOWN_CHARS = 200
 
 
 class TextTokenizer:
     """A checkpoint's tokenizer: text to token ids, token ids to text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        # A tokenizer.json may carry the truncation and padding of its training; a prompt is
-        # served as it is or refused, never silently cut.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        templates: ChatTemplates | None = None,
+    ) -> None:
+        """Take over a tokenizer of the `tokenizers` library.
+
+        Args:
+            tokenizer: its truncation and padding, if any, are switched off: a prompt is served as
+                it is or refused, never silently cut.
+            eos_token_ids: tokens that end the model's output.
+            templates: the chat templates of the checkpoint.
+
+        Raises:
+            CheckpointError: it has a decoder whose text cannot be shown token by token.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
-        decoder = tokenizer.decoder
-        # What the decoder does is asked of it, because it may be nested in a sequence. U+20AC:
-        self._byte_level = decoder is not None and decoder.decode(["âĤ¬"]) == "€"
-        self._byte_fallback = (
-            decoder is not None and decoder.decode(["<0xE2>", "<0x82>", "<0xAC>"]) == "€"
-        )
-        self._pieces: dict[int, bytes] = {}
-        ordinary = [i for i in self.encode("a", special=False) if i not in self._special_ids]
-        self._anchor = ordinary[-1:]
-        self._anchor_length = len(self.decode(self._anchor))
+        self.eos_token_ids = tuple(eos_token_ids)
+        """Tokens that end the model's output, those of the engine's requests."""
+        self._templates = templates or ChatTemplates({}, {})
+        decoder = component_state(tokenizer.decoder)
+        kind = stream_kind(decoder)
+        if kind is None:
+            raise CheckpointError(
+                f"its decoder {_shown(decoder)} may change text that was already shown, so output"
+                " cannot be streamed: without tokenizer.json, requests of token ids are served"
+            )
+        self.pieces = Pieces(tokenizer, decoder)
+        """What each token adds to a text."""
+        self._stream = STREAMS[kind]
+        difference = find_difference(kind, self.pieces)
+        if difference is not None:
+            raise CheckpointError(
+                f"its decoder {_shown(decoder)} gives {_shown(difference[1])} for tokens that"
+                f" give {_shown(difference[0])} one by one, so output cannot be streamed: without"
+                " tokenizer.json, requests of token ids are served"
+            )
+
+        self._bound = TokenBound(tokenizer)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Return a number of tokens that `text` has at least, 0 where that is not known.
+
+        Does not tokenise the text, and stops counting at `enough`: milliseconds for megabytes.
+        """
+        return self._bound.least(text, enough)
 
     @property
     def vocab_size(self) -> int:
@@ -77,58 +98,108 @@ class TextTokenizer:
         """Return the token ids of `text`.
 
         With `special`, the checkpoint's post-processor adds its tokens (for example the one
-        that begins a text). Raises `RequestError` for a `text` that is not valid Unicode.
+        that begins a text).
+
+        Raises:
+            RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
         """
         try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate cannot be handed to the tokenizer
+            raise RequestError(f"the text is not valid Unicode: {text[:40]!a}") from error
+        with tokenizer_errors("encode the text"):
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except TypeError as error:  # a lone surrogate cannot be handed to the tokenizer
-            raise RequestError(f"the prompt is not valid Unicode text: {text[:40]!a}") from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`; special tokens and ids without a token are left out."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`. Ids without a token have none.
 
-    def piece(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text, none for a special token.
-
-        `first` says that no other token with a piece precedes it: decoders in the style of
-        SentencePiece then drop the space that stands before the first word.
+        Raises:
+            RequestError: the tokenizer cannot decode them.
         """
-        if first:
-            return self._compute_piece(token_id, first=True)
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._compute_piece(token_id, first=False)
-        return piece
+        return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def has_piece(self, token_id: int) -> bool:
-        """Return whether `decode` would pass the token to the decoder at all."""
-        return (
-            token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
-        )
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja sources of the checkpoint's chat templates by name, mostly `default` alone."""
+        return dict(self._templates.sources)
 
-    def _compute_piece(self, token_id: int, *, first: bool) -> bytes:
-        if not self.has_piece(token_id):
-            return b""
-        token = str(self._tokenizer.id_to_token(token_id))
-        if self._byte_level:
-            try:
-                return bytes(_BYTE_OF_CHAR[char] for char in token)
-            except KeyError:  # an added token, which is plain text
-                return token.encode()
-        if self._byte_fallback and token in _BYTE_OF_FALLBACK_TOKEN:
-            return bytes((_BYTE_OF_FALLBACK_TOKEN[token],))
-        if first:
-            return self.decode([token_id]).encode()
-        # Behind an ordinary token the decoder treats this one as the middle of a text.
-        return self.decode([*self._anchor, token_id])[self._anchor_length :].encode()
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> str | list[int] | list[str] | list[list[int]]:
+        """Return the prompt of a conversation, or the prompts of a list of conversations.
+
+        The arguments are those of transformers' method of this name. Templates write the token
+        that begins a text themselves, so none is added: `encode` a text with `special=False`.
+
+        Args:
+            messages: a conversation, or a list of them.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that know them.
+            add_generation_prompt: end with the beginning of an assistant's message.
+            continue_final_message: leave the last message open; a string names its field.
+            chat_template: the name of one of `chat_templates`.
+            tokenize: return token ids instead of text.
+            **template_kwargs: more variables of the template.
+
+        Raises:
+            RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
+        """
+
+        def one(conversation: Any) -> str | list[int]:
+            prompt = ChatPrompt(
+                conversation,
+                tools,
+                documents,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                template_kwargs,
+            )
+            text = self.render(prompt)
+            return self.encode(text, special=False) if tokenize else text
+
+        if is_batch(messages):
+            return [one(conversation) for conversation in messages]  # type: ignore[return-value]
+        return one(messages)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
+        return self._templates.render(prompt)
+
+    def spelling(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token, quoted, for messages."""
+        return _shown(self._tokenizer.id_to_token(token_id))
+
+    def text_stream(
+        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """Return the state of a text that goes on after `prompt_ids`.
+
+        Raises:
+            RequestError: the tokenizer cannot decode the prompt.
+        """
+        return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 
-def load_tokenizer(directory: Path) -> TextTokenizer | None:
+def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
     """Return the tokenizer of a checkpoint directory, `None` where it has no `tokenizer.json`.
 
-    Without one, prompts must be token ids and outputs have no text. Raises `CheckpointError`
-    for a file that is not a tokenizer.
+    Without one, prompts must be token ids and outputs have no text. `add_bos_token` and
+    `add_eos_token` of `tokenizer_config.json` count where `tokenizer.json` has no post-processor
+    that adds tokens: it leaves open whether a text begins or ends with one.
+
+    Raises:
+        CheckpointError: a file that is not a tokenizer or contradicts itself, or a decoder whose
+            text cannot be shown token by token.
     """
     path = directory / "tokenizer.json"
     if not has_file(path):
@@ -137,123 +208,36 @@ def load_tokenizer(directory: Path) -> TextTokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare `Exception`
         raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
-    return TextTokenizer(tokenizer)
+    config = TokenizerConfig.read(directory)
+    _add_begin_and_end(tokenizer, config)
+    templates = ChatTemplates(config.chat_templates, config.special_tokens)
+    try:
+        return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-class _StopPattern:
-    """A stop string and how much of it the text ends with (Knuth, Morris, Pratt 1977)."""
-
-    def __init__(self, text: str) -> None:
-        assert text, "an empty stop string would match before the first token"
-        self.text = text
-        self.matched = 0
-        """The length of the longest suffix of the text that begins the stop string."""
-        self._borders = [0]
-        """For each prefix, the length of its longest proper prefix that is also its suffix."""
-        border = 0
-        for char in text[1:]:
-            while border and text[border] != char:
-                border = self._borders[border - 1]
-            border += text[border] == char
-            self._borders.append(border)
-
-    def advance(self, char: str) -> bool:
-        """Take the next character; return whether it completes the stop string."""
-        if self.matched == len(self.text):
-            self.matched = self._borders[-1]
-        while self.matched and self.text[self.matched] != char:
-            self.matched = self._borders[self.matched - 1]
-        self.matched += self.text[self.matched] == char
-        return self.matched == len(self.text)
+def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Set the post-processor that `tokenizer_config.json` asks for, if there is no other."""
+    kinds = {
+        part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
+    }
+    begin, end = config.added_tokens
+    if kinds - _POST_PROCESSORS_WITHOUT_TOKENS or not (begin or end):
+        return
+    tokens = [token for token in (begin, end) if token]
+    ids = {token: tokenizer.token_to_id(token) for token in tokens}
+    for token, token_id in ids.items():
+        if token_id is None:
+            raise CheckpointError(
+                f"{config.path} adds {_shown(token)} to every text, which tokenizer.json lacks"
+            )
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*([begin] if begin else []), "$A", *([end] if end else [])],
+        special_tokens=list(ids.items()),
+    )
 
 
-class IncrementalDetokenizer:
-    """The text of one request's output, token by token, up to a stop string.
-
-    A stop string counts when its last character appears, so which one wins does not depend on
-    where tokens end: the match that *ends* first, and the longest of those that end together.
-    The text ends before it. Stop strings are looked for in the output only, not in the prompt.
-
-    For a byte-level tokenizer the text equals `decode(prompt + output)` behind the prompt, less
-    the bytes of an unfinished character at the end. With byte fallback that holds for valid
-    UTF-8; a run with invalid bytes, which `decode` can only judge as a whole, shows what was
-    valid in it.
-    """
-
-    def __init__(
-        self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._patterns = [_StopPattern(text) for text in stop]
-        self._parts: list[str] = []
-        self.num_chars = 0
-        """Characters of `text`, which only grows."""
-        self._held = ""
-        """Decoded text that may be the beginning of a stop string."""
-        self._stopped: str | None = None
-        self._finished = False
-        self._at_start = True
-        context = b""
-        for token_id in reversed(prompt_ids):
-            if len(context) >= _MAX_INCOMPLETE_BYTES:
-                break
-            context = tokenizer.piece(token_id) + context
-            self._at_start = self._at_start and not tokenizer.has_piece(token_id)
-        # Only an unfinished character at the prompt's end has an effect on what follows.
-        self._utf8.decode(context)
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that was found, `None` as long as there is none."""
-        return self._stopped
-
-    @property
-    def text(self) -> str:
-        """All text returned so far. Joins it: to be asked for once in a while, not per token.
-
-        Changes nothing: another thread may ask while this one pushes.
-        """
-        return "".join(self._parts)
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens and return the text that is now certain to be in the output.
-
-        That is never half a character and never what may turn out to begin a stop string. After
-        a stop string was found tokens are ignored.
-        """
-        assert not self._finished, "push after finish"
-        if self._stopped is not None:
-            return ""
-        raw = b""
-        for token_id in token_ids:
-            raw += self._tokenizer.piece(token_id, first=self._at_start)
-            self._at_start = self._at_start and not self._tokenizer.has_piece(token_id)
-        return self._emit(self._advance(self._utf8.decode(raw)))
-
-    def finish(self) -> str:
-        """End the output and return the text held back; bytes of half a character are dropped."""
-        self._finished = True
-        held, self._held = self._held, ""
-        return self._emit(held)
-
-    def _advance(self, new: str) -> str:
-        """Run `new` through the stop patterns and return what need not be held back."""
-        text = self._held + new
-        for end, char in enumerate(new, start=len(self._held) + 1):
-            found = [pattern.text for pattern in self._patterns if pattern.advance(char)]
-            if found:
-                self._stopped = max(found, key=len)
-                self._held = ""
-                return text[: end - len(self._stopped)]
-        keep = max((pattern.matched for pattern in self._patterns), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def _emit(self, text: str) -> str:
-        if text:
-            self._parts.append(text)
-            self.num_chars += len(text)
-            if len(self._parts) == _MAX_PARTS:
-                self._parts = ["".join(self._parts)]
-        return text
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return repr(text) if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]!r}..."

@@ -18,7 +18,8 @@ from stepgraph.cache.spec import (
 from stepgraph.runtime.loop import StepLoop
 from stepgraph.runtime.plan import StepPlan
 from stepgraph.runtime.preemption import PreemptionPolicy
-from stepgraph.runtime.request import Request, RequestGroup, RequestOutput
+from stepgraph.runtime.request import Request, RequestGroup
+from stepgraph.runtime.request_output import RequestOutput
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.step_budget import StepBudget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -318,6 +319,72 @@ def test_text_arrives_piece_by_piece(
     assert len(texts) == 30
     assert all(later.startswith(sooner) for sooner, later in pairwise(texts))
     assert len(set(texts)) == 30
+
+
+@pytest.mark.parametrize("config", [{}, {"steps_per_launch": 4}, {"num_blocks": 9}], ids=str)
+def test_deltas_join_to_the_output(
+    open_engine: Callable[..., Engine], ascii_bias: dict[int, float], config: dict[str, Any]
+) -> None:
+    """Held-back text, several completions, preemption, an abort, and `generate` in between."""
+    engine = open_engine("text", max_rows=4, block_size=8, **config)
+    (plain,) = engine.generate("the", greedy(40, logit_bias=ascii_bias))
+    stop = [plain.text[20:24], plain.text[5:9] + "\x00"]
+    params = [
+        SamplingParams(max_tokens=40, n=3, seed=1, logprobs=1, stop=["e", "th"]),
+        greedy(40, logit_bias=ascii_bias, stop=stop),
+        greedy(40),
+        greedy(40),
+        greedy(40),
+    ]
+    ids = [engine.add_request("the", own) for own in params]
+    joined: dict[str, list[tuple[str, list[int], int]]] = {}
+    final: dict[str, RequestOutput] = {}
+    steps = 0
+    while engine.has_unfinished():
+        if (steps := steps + 1) == 3:
+            engine.generate("s", greedy(4))
+        if steps == 5:
+            engine.abort(ids[3])
+        for output in engine.step():
+            parts = joined.setdefault(output.request_id, [("", [], 0)] * len(output.completions))
+            for index, completion in enumerate(output.completions):
+                delta, (text, tokens, logprobs) = completion.delta, parts[index]
+                logprobs += len(delta.logprobs)
+                parts[index] = (text + delta.text, [*tokens, *delta.token_ids], logprobs)
+                assert parts[index][:2] == (completion.text, completion.token_ids)
+            if output.finished:
+                final[output.request_id] = output
+    assert [joined[i] for i in ids] == [
+        [(c.text, c.token_ids, len(c.logprobs)) for c in final[i].completions] for i in ids
+    ]
+    assert final[ids[1]].finish_reason == "stop"
+    assert final[ids[3]].finish_reason == "abort"
+    if "num_blocks" in config:
+        assert engine.stats()["preemptions"] > 0
+
+
+def test_a_stop_string_before_min_tokens_is_ignored(
+    open_engine: Callable[..., Engine], ascii_bias: dict[int, float]
+) -> None:
+    engine = open_engine("text")
+    (whole,) = engine.generate("return", greedy(40, logit_bias=ascii_bias))
+    char = whole.text[0]
+    (output,) = engine.generate(
+        "return", greedy(40, logit_bias=ascii_bias, stop=[char], min_tokens=8)
+    )
+    # Every token is a character or more, and sampling is not changed by stop strings.
+    assert len(output.token_ids) > 8 or output.finish_reason == "length"
+    assert whole.text.startswith(output.text)
+    assert output.text.startswith(char)
+
+
+def test_special_tokens_in_the_text(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("text")
+    special = greedy(3, logit_bias={0: 100.0})  # <s>
+    (hidden,) = engine.generate("the", special)
+    (shown,) = engine.generate("the", dataclasses.replace(special, skip_special_tokens=False))
+    assert hidden.token_ids == shown.token_ids == [0, 0, 0]
+    assert (hidden.text, shown.text) == ("", "<s><s><s>")
 
 
 def test_stop_strings_across_token_borders(

@@ -243,7 +243,7 @@ def accepted(engine: Engine) -> int:
         ([-1], ["token -1", "position 0"]),
         ([1.5], ["integer token ids"]),
         ([None], ["integer token ids"]),
-        (7, ["integer token ids"]),
+        (7, ["token ids", "not int"]),
         ("text", ["text", "tokenizer.json", "token ids"]),
         ([1] * 32, ["32 tokens", "at most 32", "max_model_len"]),
         ([1] * 1000, ["1000 tokens", "at most 32"]),
@@ -279,7 +279,7 @@ def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.1),
-        ("top_k", -1),
+        ("top_k", -2),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
         ("presence_penalty", 3.0),
@@ -332,7 +332,8 @@ def test_request_id_and_priority(engine: Engine) -> None:
 def test_a_bad_request_does_not_touch_the_good_ones(engine: Engine, base: TinyModel) -> None:
     good = base.prompts(5, 9, 2, seed=51)
     prompts: list[Any] = [good[0], [], good[1], [5, 200], "text", [1] * 40, good[2]]
-    outputs = engine.generate(prompts, GREEDY)
+    with pytest.warns(UserWarning, match="4 of 7 prompts were refused.*the first: .*empty"):
+        outputs = engine.generate(prompts, GREEDY)
     assert [outputs[i].token_ids for i in (0, 2, 6)] == base.greedy(good, 6)
     for index, part in ((1, "empty"), (3, "200"), (4, "tokenizer.json"), (5, "40 tokens")):
         output = outputs[index]
@@ -378,6 +379,30 @@ def test_parameters_of_another_type(base: TinyModel) -> None:
         with pytest.raises(RequestError, match="params must be a SamplingParams, not"):
             engine.add_request([1, 2], {"n": 2})  # type: ignore[arg-type]
         good = SamplingParams(max_tokens=2, temperature=0.0)
-        first, second = engine.generate([[1, 2], [3]], [good, {"n": 2}])  # type: ignore[list-item]
+        with pytest.warns(UserWarning, match="1 of 2 prompts"):
+            first, second = engine.generate([[1, 2], [3]], [good, {"n": 2}])  # type: ignore[list-item]
         assert first.finish_reason == "length"
         assert isinstance(second.error, RequestError)
+
+
+def test_a_tied_head_that_differs(checkpoint: Path, base: TinyModel) -> None:
+    """Both ways out give the model that they name."""
+    ids = base.prompts(9, seed=5)[0]
+    tied = base.logits(ids)[-1:]
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    with start(checkpoint, dtype="float32") as engine:
+        torch.testing.assert_close(engine.score(ids, 9), tied, rtol=1e-4, atol=1e-4)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": embedding * 2}))
+    refusal(
+        CheckpointError,
+        lambda: start(checkpoint),
+        checkpoint / "model.safetensors",
+        "lm_head.weight",
+        "tie_word_embeddings=False",
+        "tie_word_embeddings=True",
+    )
+    for choice, expected in ((True, tied), (False, 2 * tied)):
+        with start(checkpoint, dtype="float32", tie_word_embeddings=choice) as engine:
+            torch.testing.assert_close(engine.score(ids, 9), expected, rtol=1e-4, atol=1e-4)
+    refusal(ConfigError, lambda: start(checkpoint, tie_word_embeddings=1), "tie_word_embeddings")

@@ -73,7 +73,7 @@ def test_a_wrong_command_line_starts_no_engine(
     arguments: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr("stepgraph.runtime.demo.perplexity.held_out_tokens", lambda: [1] * 3000)
+    monkeypatch.setattr("stepgraph.runtime.demo.perplexity.text_tokens", lambda _: [1] * 3000)
     monkeypatch.delattr("stepgraph.runtime.demo.perplexity.Engine.from_pretrained")
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())

@@ -154,7 +154,8 @@ def test_bad_spans(
     with pytest.raises(RequestError, match=message):
         engine.add_request(PromptEmbeds(ids, [span]))
     assert not engine.has_unfinished()
-    good, bad = engine.generate([ids, PromptEmbeds(ids, [span])], GREEDY)
+    with pytest.warns(UserWarning, match="1 of 2 prompts"):
+        good, bad = engine.generate([ids, PromptEmbeds(ids, [span])], GREEDY)
     assert [good.token_ids] == base.greedy([ids], 20)
     assert isinstance(bad.error, RequestError)
 

@@ -12,10 +12,10 @@ from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import (
     Request,
     RequestGroup,
-    RequestOutput,
     RequestStatus,
     TokenLogprobs,
 )
+from stepgraph.runtime.request_output import RequestOutput
 from stepgraph.runtime.sampling_params import SamplingParams
 
 MS = 1_000_000
@@ -27,6 +27,9 @@ class Text:
     text = ""
     num_chars = 0
     stopped = None
+
+    def text_between(self, start: int, stop: int) -> str:
+        return self.text[start:stop]
 
 
 def make_request(prompt: list[int], output: list[int], **fields: object) -> Request:
@@ -130,6 +133,23 @@ def test_outputs_are_snapshots() -> None:
     assert outputs[-1].timing is not None
     assert all(output.request_id == "a" for output in outputs)
     assert all(output.prompt_token_ids == [1, 2] for output in outputs)
+
+
+def test_deltas_are_what_the_previous_output_did_not_show() -> None:
+    request = make_request([1, 2], [], detokenizer=Text())
+    group = RequestGroup("a", [1, 2], [request])
+    outputs = [RequestOutput.of(group)]
+    for token_ids in [(11,), (12, 13), (), (14,)]:
+        for token_id in token_ids:
+            take(request, token_id, MS)
+        outputs.append(RequestOutput.of(group))
+    deltas = [output.delta for output in reversed(outputs)][::-1]  # whenever they are read
+    assert [delta.token_ids for delta in deltas] == [(), (11,), (12, 13), (), (14,)]
+    assert [delta.text for delta in deltas] == ["", "<11>", "<12><13>", "", "<14>"]
+    assert [[entry.token_id for entry in delta.logprobs] for delta in deltas] == [
+        [], [11], [12, 13], [], [14],
+    ]  # fmt: skip
+    assert RequestOutput("b", [1], (), True).delta.token_ids == ()
 
 
 def test_what_a_user_does_to_an_output_touches_no_request() -> None:

@@ -21,13 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 from stepgraph.runtime.preemption import PreemptionPolicy
-from stepgraph.runtime.request import (
-    CompletionOutput,
-    Request,
-    RequestGroup,
-    RequestOutput,
-    RequestStatus,
-)
+from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
+from stepgraph.runtime.request_output import CompletionOutput, RequestOutput
 
 from .fake_device import VOCAB, Windows, oracle
 from .scheduler_rig import Rig, groups_of
@@ -125,6 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for completion, request in zip(output.completions, group.requests, strict=True):
             self.check_completion(completion, request, name in self.aborted)
         lengths = [len(completion.token_ids) for completion in output.completions]
+        for completion, before in zip(output.completions, self.seen[name], strict=True):
+            assert list(completion.delta.token_ids) == completion.token_ids[max(before, 0) :]
         assert lengths != self.seen[name] or name in self.aborted, "nothing changed"
         self.seen[name] = lengths
         if output.finished:

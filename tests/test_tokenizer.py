@@ -7,15 +7,26 @@ import threading
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.tokenizer import IncrementalDetokenizer, TextTokenizer, load_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from stepgraph.runtime.tokenizer import TextTokenizer, load_tokenizer
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 CORPUS = ["def main(): return '漢字 かな' # 😀👩‍👩‍👧 naïve café", "stop STOP stopping here\n\n"] * 8
 TEXT = st.text(alphabet="abest op\n漢字😀👧\u200dé\ufffd", max_size=20)
@@ -105,9 +116,15 @@ def unfinished(raw: bytes) -> int:
     return 0
 
 
+def raw_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bytes:
+    """The bytes of the tokens that have text."""
+    pieces = tokenizer.pieces
+    return b"".join(pieces.of(i) for i in ids if pieces.is_visible(i, skip_special_tokens=True))
+
+
 def settled(tokenizer: TextTokenizer, ids: list[int]) -> str:
     """The decoded text without an unfinished character at its end."""
-    tail = unfinished(b"".join(map(tokenizer.piece, ids)))
+    tail = unfinished(raw_bytes(tokenizer, ids))
     return tokenizer.decode(ids)[: -1 if tail else None]
 
 
@@ -149,10 +166,63 @@ class TestTextTokenizer:
         with pytest.raises(RequestError, match="Unicode"):
             byte_level().encode("a\ud800b")
 
+    @pytest.mark.parametrize("eos", [True, False])
+    @pytest.mark.parametrize("bos", [True, False])
+    @pytest.mark.parametrize("processor", [None, processors.ByteLevel()])
+    def test_tokens_that_begin_and_end_a_text(
+        self, tmp_path: Path, processor: Any, bos: bool, eos: bool
+    ) -> None:
+        backend = Tokenizer.from_str(byte_level_backend().to_str())
+        if processor is None:  # it cannot be set to nothing
+            content = json.loads(backend.to_str()) | {"post_processor": None}
+            backend = Tokenizer.from_str(json.dumps(content))
+        else:
+            backend.post_processor = processor
+        backend.save(str(tmp_path / "tokenizer.json"))
+        flags = {"add_bos_token": bos, "add_eos_token": eos}
+        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"} | flags
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        loaded = load_tokenizer(tmp_path)
+        assert loaded is not None
+        # transformers 5 ignores the file's flags where there is a tokenizer.json, not arguments.
+        reference = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", **flags
+        )
+        assert loaded.encode("main") == reference("main").input_ids
+        assert loaded.encode("main", special=False) == backend.encode("main").ids
+
+    def test_a_post_processor_with_tokens_counts(self, tmp_path: Path) -> None:
+        byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+        config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
+        config |= {"add_eos_token": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        loaded = load_tokenizer(tmp_path)
+        assert loaded is not None
+        assert loaded.encode("main") == byte_level().encode("main")
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"add_bos_token": 1, "bos_token": "<s>"}, "add_bos_token must be true or false"),
+            ({"bos_token": 3}, "bos_token must be a string"),
+            ({"add_bos_token": True, "bos_token": "<x>"}, "'<x>' to every text"),
+            ({"chat_template": 3}, "chat_template must be a string"),
+            ({"chat_template": [{"name": "a"}]}, "chat_template must be a string"),
+            ({"chat_template": "a" * (1 << 21)}, "2097152 characters"),
+            ([], "must hold a JSON object"),
+        ],
+    )
+    def test_a_wrong_config(self, tmp_path: Path, config: Any, message: str) -> None:
+        backend = json.loads(byte_level_backend().to_str()) | {"post_processor": None}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=message):
+            load_tokenizer(tmp_path)
+
     @given(BYTE_LEVEL_IDS)
     @settings(deadline=None)
     def test_pieces_are_what_decode_joins(self, ids: list[int]) -> None:
-        raw = b"".join(map(byte_level().piece, ids))
+        raw = raw_bytes(byte_level(), ids)
         assert raw.decode(errors="replace") == byte_level().decode(ids)
 
 
@@ -234,8 +304,6 @@ class TestGrowingText:
         detokenizer = IncrementalDetokenizer(tokenizer, [], stop=("never",))
         for count, token_id in enumerate(ids, start=1):
             detokenizer.push([token_id])
-            undecoded, _ = detokenizer._utf8.getstate()
-            assert len(undecoded) <= 3, "what is kept, and so the cost of a token, does not grow"
             assert len(detokenizer.text) == (count if token_id == middle else count - 1)
         assert detokenizer.text == settled(tokenizer, ids)
 
@@ -261,6 +329,18 @@ class TestText:
         assert detokenizer.text == "ab" * 3000
         assert detokenizer.num_chars == 6000
         assert lengths == sorted(lengths)
+
+    @given(st.lists(st.text("ab", max_size=3), max_size=600), st.integers(0, 900), st.data())
+    @settings(max_examples=30, deadline=None)
+    def test_a_part_of_it(self, words: list[str], start: int, data: st.DataObject) -> None:
+        tokenizer = byte_level()
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        for word in words:
+            detokenizer.push(tokenizer.encode(word, special=False))
+        text = detokenizer.text
+        start = min(start, len(text))
+        stop = data.draw(st.integers(start, len(text)))
+        assert detokenizer.text_between(start, stop) == text[start:stop]
 
 
 class TestStop:
@@ -314,6 +394,32 @@ class TestStop:
         assert detokenizer.stopped == "stop"
         assert detokenizer.push(flat) == "", "tokens behind a stop string are ignored"
         assert detokenizer.text == "xx "
+
+    @given(
+        st.text(alphabet="stop \n漢😀", max_size=30),
+        STOPS,
+        st.integers(0, 20),
+        st.lists(st.integers(0, 60), max_size=10),
+    )
+    @settings(deadline=None)
+    def test_those_that_end_in_the_first_tokens_are_ignored(
+        self, text: str, stop: tuple[str, ...], min_tokens: int, borders: list[int]
+    ) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode(text, special=False)
+        ignored = len(settled(tokenizer, ids[:min_tokens]))
+        expected = (text, None)
+        for end in range(ignored + 1, len(text) + 1):
+            if any(text[:end].endswith(s) for s in stop):
+                found = max((s for s in stop if text[:end].endswith(s)), key=len)
+                expected = (text[: end - len(found)], found)
+                break
+        detokenizer = IncrementalDetokenizer(tokenizer, [], stop, min_tokens=min_tokens)
+        emitted = ""
+        for tokens in cut(ids, borders):
+            emitted += detokenizer.push(tokens)
+            assert expected[0].startswith(emitted), "text was shown that a stop string took back"
+        assert (emitted + detokenizer.finish(), detokenizer.stopped) == expected
 
     def test_only_what_may_begin_a_stop_string_is_held(self) -> None:
         tokenizer = byte_level()

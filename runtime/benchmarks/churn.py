@@ -15,7 +15,7 @@ from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..models.config import ModelConfig
-from ..request import RequestOutput
+from ..request_output import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, mean_roofline
 from .environment import describe_budget, describe_engine
 from .workload import abort_all, greedy, random_prompts

@@ -12,7 +12,7 @@ from ...profiling.roofline import Roofline, step_flops
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..models.layout import weights_per_step
-from ..request import RequestOutput
+from ..request_output import RequestOutput
 from ..sampling_params import SamplingParams
 
 __all__ = [

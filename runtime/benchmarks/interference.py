@@ -16,7 +16,7 @@ from ...graphs.buckets import Buckets, default_token_buckets
 from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
-from ..request import RequestOutput
+from ..request_output import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, mean_roofline, steps_under_way
 from .environment import describe_budget, describe_engine
 from .workload import abort_all, greedy, random_prompts

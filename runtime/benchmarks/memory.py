@@ -22,7 +22,7 @@ from ...profiling.stats import Summary
 from ..config import EngineConfig
 from ..engine import Engine
 from ..models.config import ModelConfig
-from ..request import RequestOutput
+from ..request_output import RequestOutput
 from .decode_steps import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
 from .environment import describe_engine
 from .pool import RequestBlocks

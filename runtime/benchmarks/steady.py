@@ -22,7 +22,7 @@ from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine import Engine
 from ..errors import StepgraphError
-from ..request import RequestOutput
+from ..request_output import RequestOutput
 from ..sampling_params import SamplingParams
 from .decode_steps import decode_roofline
 from .environment import dtype_names

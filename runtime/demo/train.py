@@ -46,10 +46,14 @@ def source_files(root: Path) -> tuple[list[Path], list[Path]]:
         relative = path.relative_to(root)
         if EXCLUDED & set(relative.parts):
             continue
-        digest = hashlib.sha256(relative.as_posix().encode()).digest()
-        is_held_out = int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0
-        (held_out if is_held_out else train).append(path)
+        (held_out if in_sample(relative) else train).append(path)
     return train, held_out
+
+
+def in_sample(relative: Path) -> bool:
+    """Return whether a file is one of the `HELD_OUT_SHARE`th that the hash of its path picks."""
+    digest = hashlib.sha256(relative.as_posix().encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0
 
 
 def read_sources(paths: list[Path]) -> list[str]:

@@ -42,7 +42,9 @@ class RopeScaling:
     beta_slow: float = 1.0
     """`yarn`: pairs that turn less often than this are stretched."""
     truncate: bool = True
-    """`yarn`: whether the blend begins and ends at whole pairs."""
+    """`yarn`: whether the blend begins and ends at whole pairs. transformers 5.23 reads the key at
+    the top level of `rope_parameters` only, and ignores it where parameters are nested by the kind
+    of layer, as in Gemma 3; here it counts there too."""
     attention_factor: float | None = None
     """`yarn`: what cosines and sines are multiplied by; None: it follows from the factor."""
     mscale: float | None = None

@@ -19,6 +19,7 @@ __all__ = [
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",
+    "OutputDelta",
     "TokenLogprobs",
     "PromptEmbeds",
     "EmbeddedSpan",

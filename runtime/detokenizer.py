@@ -1,0 +1,159 @@
+"""The text of one request's output: grows token by token, ends at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .tokenizer import TextTokenizer
+
+__all__ = ["IncrementalDetokenizer"]
+
+_MAX_PARTS = 256
+"""Pieces of a text that are kept apart before they are joined."""
+
+
+class _StopPattern:
+    """A stop string and how much of it the text ends with (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str) -> None:
+        assert text, "an empty stop string would match before the first token"
+        self.text = text
+        self.matched = 0
+        """The length of the longest suffix of the text that begins the stop string."""
+        self._borders = [0]
+        """For each prefix, the length of its longest proper prefix that is also its suffix."""
+        border = 0
+        for char in text[1:]:
+            while border and text[border] != char:
+                border = self._borders[border - 1]
+            border += text[border] == char
+            self._borders.append(border)
+
+    def advance(self, char: str) -> bool:
+        """Take the next character; return whether it completes the stop string."""
+        while self.matched and self.text[self.matched] != char:
+            self.matched = self._borders[self.matched - 1]
+        self.matched += self.text[self.matched] == char
+        return self.matched == len(self.text)
+
+    def ignore(self) -> None:
+        """Go on after a match as if it were none."""
+        self.matched = self._borders[-1]
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output, token by token, up to a stop string.
+
+    A stop string counts when its last character appears, so which one wins does not depend on
+    where tokens end: the match that *ends* first, and the longest of those that end together.
+    The text ends before it. Stop strings are looked for in the output only, not in the prompt,
+    and those that end within the text of the first `min_tokens` tokens are ignored, as in vLLM.
+
+    The text equals `decode(prompt + output)` behind the prompt, less the bytes of an unfinished
+    character at the end; `text_stream` has the details.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Begin the output after a prompt.
+
+        Args:
+            tokenizer: decodes.
+            prompt_ids: the tokens before the output.
+            stop: strings that end it.
+            min_tokens: tokens whose text no stop string ends.
+            skip_special_tokens: whether special tokens have no text.
+        """
+        self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._patterns = [_StopPattern(text) for text in stop]
+        self._tokens_to_ignore = min_tokens
+        self._parts: list[str] = []
+        self.num_chars = 0
+        """Characters of `text`, which only grows."""
+        self._held = ""
+        """Decoded text that may be the beginning of a stop string."""
+        self._stopped: str | None = None
+        self._finished = False
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was found, `None` as long as there is none."""
+        return self._stopped
+
+    @property
+    def text(self) -> str:
+        """All text returned so far. Joins it: to be asked for once in a while, not per token.
+
+        Changes nothing: another thread may ask while this one pushes.
+        """
+        return "".join(self._parts)
+
+    def text_between(self, start: int, stop: int) -> str:
+        """Return characters `start` to `stop` - 1 of `text`, without joining what precedes them.
+
+        Another thread may push meanwhile.
+        """
+        found, end = [], 0
+        for part in tuple(self._parts):
+            begin, end = end, end + len(part)
+            if end > start:
+                found.append(part[max(start - begin, 0) : stop - begin])
+            if end >= stop:
+                break
+        return "".join(found)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens and return the text that is now certain to be in the output.
+
+        That is never half a character and never what may turn out to begin a stop string. After
+        a stop string was found tokens are ignored.
+        """
+        assert not self._finished, "push after finish"
+        text = ""
+        for token_id in token_ids:
+            if self._stopped is not None:
+                break
+            text += self._advance(self._stream.push(token_id))
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """End the output and return the text held back; bytes of half a character are dropped."""
+        self._finished = True
+        held, self._held = self._held, ""
+        return self._emit(held)
+
+    def _advance(self, new: str) -> str:
+        """Run the text of a token through the stop patterns; return what need not be held back."""
+        if not self._patterns:
+            return new
+        ignored = self._tokens_to_ignore > 0
+        self._tokens_to_ignore -= ignored
+        text = self._held + new
+        for end, char in enumerate(new, start=len(self._held) + 1):
+            found = [pattern for pattern in self._patterns if pattern.advance(char)]
+            if found and not ignored:
+                self._stopped = max((pattern.text for pattern in found), key=len)
+                self._held = ""
+                return text[: end - len(self._stopped)]
+            for pattern in found:
+                pattern.ignore()
+        keep = max((pattern.matched for pattern in self._patterns), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+            self.num_chars += len(text)
+            if len(self._parts) == _MAX_PARTS:
+                self._parts = ["".join(self._parts)]
+        return text

@@ -1,0 +1,285 @@
+"""Conversations to prompts, against transformers; and templates that do harm."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, SamplingParams
+from stepgraph.runtime import chat_template as module
+from stepgraph.runtime.tokenizer import TextTokenizer, load_tokenizer
+from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+CHATML = """{{ bos_token }}{% for message in messages %}
+{%- if message['role'] not in ('system', 'user', 'assistant', 'tool') -%}
+{{ raise_exception('unknown role ' ~ message['role']) }}{% endif -%}
+<|{{ message.role }}|>{% if message.content is string %}{{ message.content | trim }}{% else %}
+{%- for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}[{{ call | tojson }}]{% endfor %}
+{%- if message.reasoning_content is defined %}({{ message.reasoning_content }}){% endif %}
+{{- eos_token }}
+{% endfor %}
+{%- set ns = namespace(count=0) %}{% for tool in tools or [] %}{% set ns.count = ns.count + 1 %}
+{%- if loop.index > 2 %}{% break %}{% endif %}{{ tool | tojson(indent=2) }}{% endfor %}
+{%- generation %}{{ ns.count }}{{ mood | default('') }}{{ documents }}{% endgeneration %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}{{ strftime_now('%Y') }}"""
+TOOLS = [{"name": f"f{i}", "parameters": {"text": "<ü>"}} for i in range(4)]
+SAID = [
+    {"role": "system", "content": " be <kind> "},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "!"}]},
+    {"role": "assistant", "content": "x", "tool_calls": [{"id": 1, "é": None}], "name": None},
+    {"role": "assistant", "content": "the end", "reasoning_content": "hm"},
+]
+
+
+def save(directory: Path, template: Any, **config: Any) -> Path:
+    config |= {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+RECENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+NEW = pytest.mark.skipif(not RECENT, reason="older transformers know no fields of reasoning")
+
+
+@pytest.fixture
+def directory(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+    return shutil.copytree(tiny("text").directory, tmp_path / "checkpoint")
+
+
+def load(directory: Path) -> TextTokenizer:
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        pytest.param({"continue_final_message": "reasoning_content"}, marks=NEW),
+        {"tools": TOOLS},
+        {"documents": [{"title": "a", "text": "b"}]},
+        {"mood": "merry", "bos_token": "<other>"},
+    ],
+    ids=str,
+)
+def test_the_prompt_is_that_of_transformers(directory: Path, options: dict[str, Any]) -> None:
+    save(directory, CHATML)
+    reference, tokenizer = AutoTokenizer.from_pretrained(directory), load(directory)
+    for tokenize in (False, True):
+        settings = options | {"tokenize": tokenize}
+        expected = reference.apply_chat_template(SAID, return_dict=False, **settings)
+        assert tokenizer.apply_chat_template(SAID, **settings) == expected
+        batch = tokenizer.apply_chat_template([SAID, SAID[1:2] + SAID[3:]], **settings)
+        assert batch[0] == expected
+        assert len(batch) == 2
+
+
+def test_reasoning_is_read_under_several_names(directory: Path) -> None:
+    tokenizer = load(save(directory, CHATML))
+    expected = tokenizer.apply_chat_template(SAID, tokenize=False)
+    last = SAID[3] | {"reasoning_content": None}
+    for name in ("thinking", "reasoning"):
+        said = [*SAID[:3], last | {name: "hm"}]
+        assert tokenizer.apply_chat_template(said, tokenize=False) == expected
+
+
+def test_where_templates_are_found(directory: Path) -> None:
+    """And which one counts: files of their own before tokenizer_config.json."""
+
+    def same(**options: Any) -> Any:
+        reference = AutoTokenizer.from_pretrained(directory)
+        text = load(directory).apply_chat_template(SAID[:1], tokenize=False, **options)
+        assert text == reference.apply_chat_template(SAID[:1], tokenize=False, **options)
+        return text
+
+    assert load(directory).chat_templates == {}
+    (directory / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert load(directory).apply_chat_template(SAID, tokenize=False) == "json"
+    save(directory, [{"name": n, "template": n} for n in ("default", "tool_use", "rag")])
+    assert (same(), same(tools=TOOLS), same(chat_template="rag")) == ("default", "tool_use", "rag")
+    (directory / "chat_template.jinja").write_text("file")
+    assert same() == "file"
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "more.jinja").write_text("more")
+    assert same(chat_template="more") == "more"
+    with pytest.raises(RequestError, match=r"1 \}\}' is none of the checkpoint's: default, more"):
+        load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
+
+
+HARMFUL = {
+    "endless": "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "endless_output": "{% for i in r %}{% for j in r %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "times": "{{ 'a' * 10**9 }}",
+    "times_list": "{{ ([1] * 10**9) | length }}",
+    "doubled": "{% set n = namespace(x='a') %}{% for i in r %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "added": "{% set n = namespace(x='a') %}{% for i in r %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "shared": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+    "{% endfor %}{{ n.x | tojson }}",
+    "shared_text": "{% set n = namespace(x=[]) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "center": "{{ 'a' | center(10**9) }}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "zfill": "{{ '1'.zfill(999999999) }}",
+    "format": "{{ '{:999999999}'.format(1) }}",
+    "format_nested": "{{ '{:{}}'.format(1, 10**9) }}",
+    "format_text": "{{ '{:{}}'.format(1, '999999999') }}",
+    "percent": "{{ '%999999999d' % 1 }}",
+    "percent_star": "{{ '%*d' % (10**9, 1) }}",
+    "format_filter": "{{ '%999999999d' | format(1) }}",
+    "replace": "{% set x = 'a' * 10**6 %}{{ x.replace('a', x) }}",
+    "replace_filter": "{% set x = 'a' * 10**6 %}{{ x | replace('a', x) }}",
+    "replace_named": "{% set x = 'a' * 10**6 %}{{ x | replace(old='a', new=x) }}",
+    "squared": "{% set n = namespace(x=3) %}{% for i in r %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "join": "{% set x = 'a' * 10**6 %}{{ x.join(r) }}{{ r | join(x) }}",
+    "join_filter": "{% set x = 'a' * 10**6 %}{{ r | join(x) }}",
+    "join_same": "{% set x = 'a' * 10**6 %}{{ ''.join(r | map('replace', '', x)) }}",
+    "indent": "{% set x = '\\n' * 10**6 %}{{ x | indent(10**6) }}",
+    "expandtabs": "{% set x = '\\t' * 10**6 %}{{ x.expandtabs(10**6) }}",
+    "json_indent": "{{ r | tojson(indent=10**7) }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "macro": "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    "block": "{% set x %}{% for i in r %}{% for j in range(9) %}{{ 'a' * 999 }}{% endfor %}"
+    "{% endfor %}{% endset %}",
+    "batch": "{{ [1] | batch(10**9, 0) | list }}",
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_harm_is_ended(directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.5)
+    tokenizer = load(save(directory, "{% set r = range(99999) | list %}" + HARMFUL[kind]))
+    began = time.perf_counter()
+    with pytest.raises(RequestError, match="chat template 'default'") as caught:
+        tokenizer.apply_chat_template(SAID)
+    assert time.perf_counter() - began < 8, "half a second on an idle machine"
+    assert len(str(caught.value)) < 400
+    names = {thread.name for thread in threading.enumerate()}
+    assert "stepgraph-template" not in names, "what was ended still runs"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for",
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('x' * 10**5) }}",
+    ],
+)
+def test_errors_of_templates_are_request_errors(directory: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="chat template 'default'") as caught:
+        load(save(directory, template)).apply_chat_template(SAID)
+    assert len(str(caught.value)) < 400
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else "end"
+
+
+@pytest.mark.parametrize(
+    ("messages", "part"),
+    [
+        ([], "at least one message"),
+        ("hi", "not a str"),
+        (None, "at least one message"),
+        ({"role": "user"}, "not a dict"),
+        ([["hi"]], r"messages\[0\] must be a JSON object"),
+        (["hi"], r"messages\[0\] must be a JSON object"),
+        ([{"content": "hi"}], r"messages\[0\].role must be a string, not NoneType"),
+        ([{"role": 1, "content": "hi"}], r"messages\[0\].role must be a string, not int"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content must be a string or a list"),
+        ([{"role": "user", "content": ["hi"]}], r"messages\[0\].content must be a string or"),
+        ([{"role": "user", "content": b"hi"}], r"messages\[0\].content is a bytes"),
+        ([{"role": "user", 3: "hi"}], "a key of type int"),
+        ([{"role": "user", "content": "a", "x": object()}], r"messages\[0\].x is a object"),
+        ([{"role": "user", "content": "a", "x": nested(99)}], "nested more than 64 deep"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_messages_of_other_types(directory: Path, messages: Any, part: str) -> None:
+    with pytest.raises(RequestError, match=part):
+        load(save(directory, CHATML)).apply_chat_template(messages)
+
+
+def test_options_that_contradict(directory: Path) -> None:
+    tokenizer = load(save(directory, CHATML))
+    with pytest.raises(RequestError, match="set one of them"):
+        tokenizer.apply_chat_template(SAID, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(RequestError, match="no 'name' that the template reads"):
+        tokenizer.apply_chat_template(SAID, continue_final_message="name")
+    with pytest.raises(RequestError, match="tools must be a list of JSON objects"):
+        tokenizer.apply_chat_template(SAID, tools={"name": "f"})  # type: ignore[arg-type]
+
+
+def test_without_jinja2(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if "template_sandbox" in name:
+            raise ImportError("No module named 'jinja2'")
+        return real(name, *args, **kwargs)
+
+    tokenizer = load(save(directory, CHATML))
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RequestError, match=r'pip install "stepgraph\[chat\]"'):
+        tokenizer.apply_chat_template(SAID)
+
+
+def test_an_engine_chats(directory: Path) -> None:
+    """With the tokens that the template writes, and no others."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    save(directory, "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = json.loads((directory / "tokenizer.json").read_text()) | {"post_processor": None}
+    (directory / "tokenizer.json").write_text(json.dumps(config))
+    flags = json.loads((directory / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(flags))
+    hi, there = ([{"role": "user", "content": text}] for text in ("hi", "there"))
+    with Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine:
+        assert engine.tokenizer is not None
+        (output,) = engine.chat(hi, params)
+        assert output.prompt_token_ids == engine.tokenizer.encode("hi")
+        assert output.prompt_token_ids[0] == 0
+        first, second = engine.chat([hi, there], params)
+        assert first.token_ids == output.token_ids
+        assert second.prompt_token_ids == engine.tokenizer.encode("there")
+        with pytest.warns(UserWarning, match="1 of 2"):
+            good, bad = engine.chat([hi, [{"role": "user", "content": 3}]], params)
+        assert good.token_ids == output.token_ids
+        assert type(bad.error) is RequestError
+        with pytest.raises(RequestError, match="content"):
+            engine.chat([{"role": "user", "content": 3}], params)
+        engine.add_request(ChatPrompt(hi), params)
+        text = ""
+        while engine.has_unfinished():
+            for step in engine.step():
+                text += step.delta.text
+        assert text == output.text
+    (directory / "tokenizer.json").unlink()
+    with (
+        Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine,
+        pytest.raises(RequestError, match=r"no tokenizer\.json"),
+    ):
+        engine.chat(hi, params)

@@ -1,0 +1,101 @@
+"""The bound on a text's tokens: at most what the tokenizer makes, and close."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime.prompt_length import TokenBound
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+
+from .test_text_stream import KINDS, byte_level, sentencepiece, unigram
+
+MARKS = "\u0301\u0338\u0327\u3099\u11a8\u1161\uff9e\u09be"  # may join what precedes them
+TEXT = st.text(alphabet="the cat. \t\n▁<s>漢字かはe\u212b\ufb01\u1100가각ක😀\U0003fffd" + MARKS)
+
+
+def with_added(tokenizer: Tokenizer) -> Tokenizer:
+    """Tokens in the text that are longer than any of the vocabulary, and one that eats spaces."""
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("the cat the cat the cat")])
+    tokenizer.add_tokens([AddedToken("漢字漢字漢字漢字", normalized=True)])
+    return tokenizer
+
+
+def with_normalizer(tokenizer: Tokenizer, *stages: Any) -> Tokenizer:
+    tokenizer.normalizer = normalizers.Sequence(list(stages))
+    return with_added(tokenizer)
+
+
+def stripping() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("cat", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+def unknown_characters_vanish() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator(["the"] * 3, BpeTrainer(vocab_size=9, show_progress=False))
+    return tokenizer
+
+
+def removing() -> Tokenizer:
+    tokenizer = unknown_characters_vanish()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+SPACES = normalizers.Replace(" ", "▁")
+TOKENIZERS = {
+    **KINDS,
+    **{
+        form: lambda form=form: with_normalizer(byte_level(), getattr(normalizers, form)())
+        for form in ("NFC", "NFD", "NFKC", "NFKD")
+    },
+    "added": lambda: with_added(sentencepiece()),
+    "prepend": lambda: with_normalizer(sentencepiece(), normalizers.Prepend("▁"), SPACES),
+    "to_nothing": lambda: with_normalizer(sentencepiece(), normalizers.Replace("e", "")),
+    "unicode_unigram": lambda: with_normalizer(unigram(), normalizers.NFKC()),
+    "stripping": stripping,
+    "unknown": unknown_characters_vanish,
+    "removing": removing,
+    "strip": lambda: with_normalizer(byte_level(), normalizers.Strip()),
+}
+
+
+@cache
+def make(kind: str) -> tuple[Tokenizer, TokenBound]:
+    tokenizer = TOKENIZERS[kind]()
+    return tokenizer, TokenBound(tokenizer)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(text=TEXT, times=st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_text_has_no_fewer_tokens(kind: str, text: str, times: int) -> None:
+    tokenizer, bound = make(kind)
+    text *= times
+    assert bound.least(text, 1) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "NFC", "unigram", "added"])
+def test_megabytes_are_judged_in_milliseconds(kind: str) -> None:
+    tokenizer, bound = make(kind)
+    text = "the cat sat on the mat\n" * (12_000_000 // 23)
+    bound.least(text, 1000)
+    began = time.perf_counter()
+    least = bound.least(text, 8192)
+    assert time.perf_counter() - began < 0.5, "20 ms on an idle machine"
+    assert least >= 8192
+    part = text[:23_000]
+    tokens = len(tokenizer.encode(part).ids)
+    assert tokens / 12 < bound.least(part, 1) <= tokens
+
+
+def test_what_has_no_bound_counts_nothing() -> None:
+    for kind in ("word_piece", "removing", "strip"):
+        assert make(kind)[1].least("the cat " * 1000, 10) == 0

@@ -1,0 +1,240 @@
+"""Prompts of any type: token ids are read as plain integers, the rest ends its own request."""
+
+from __future__ import annotations
+
+import array
+import collections
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from stepgraph.runtime import Engine, EngineConfig, PromptEmbeds, RequestError, SamplingParams
+from stepgraph.runtime.tokenizer import load_tokenizer
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[[str], TinyModel]) -> Any:
+    config = EngineConfig(device="cpu", mode="eager", max_rows=4, max_model_len=64)
+    with Engine.from_pretrained(tiny("text").directory, config) as engine:
+        yield engine
+        assert not engine.has_unfinished()
+        engine.check_integrity()
+
+
+def fail(*_: object) -> NoReturn:
+    raise ZeroDivisionError("no")
+
+
+class Raises:
+    """Raises whatever is asked of it."""
+
+    __len__ = __iter__ = __index__ = __int__ = __eq__ = __repr__ = __str__ = fail  # type: ignore
+    __getitem__ = __bool__ = __hash__ = __contains__ = __array__ = fail  # type: ignore
+    __class__ = property(fail)  # type: ignore
+
+
+class Lies:
+    """Says that it is a short list, and never ends."""
+
+    __class__ = property(lambda self: list)  # type: ignore
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class OtherList(list[int]):
+    """A list that answers with other contents than it has."""
+
+    def __iter__(self) -> Any:
+        return iter([10**6] * 3)
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __eq__(self, other: object) -> bool:
+        fail()
+
+    __hash__ = None  # type: ignore
+
+
+class OtherInt(int):
+    def __index__(self) -> int:
+        return 10**6
+
+    def __lt__(self, other: object) -> bool:
+        fail()
+
+    __ge__ = __le__ = __gt__ = __lt__
+
+
+def empty_memory() -> torch.Tensor:
+    tensor = torch.arange(5)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+GOOD = [5, 6, 7]
+ACCEPTED: dict[str, Any] = {
+    "tuple": (5, 6, 7),
+    "range": range(5, 8),
+    "array": array.array("i", GOOD),
+    "numpy": np.array(GOOD),
+    "numpy_uint8": np.array(GOOD, dtype=np.uint8),
+    "numpy_strided": np.arange(20)[5:8],
+    "numpy_big_endian": np.array(GOOD, dtype=">i4"),
+    "numpy_scalars": [np.int64(5), np.uint8(6), 7],
+    "tensor": torch.tensor(GOOD),
+    "tensor_int32": torch.arange(20, dtype=torch.int32)[5:8],
+    "list_subclass": OtherList(GOOD),
+    "int_subclass": [OtherInt(5), 6, 7],
+}
+REFUSED: dict[str, Any] = {
+    "none": None,
+    "bytes": b"abc",
+    "bytearray": bytearray(b"abc"),
+    "memoryview": memoryview(b"abc"),
+    "set": {1, 2},
+    "dict": {1: 2},
+    "generator": (i for i in range(3)),
+    "iterator": iter([1, 2]),
+    "deque": collections.deque([1, 2]),
+    "boolean": True,
+    "booleans": [True, False],
+    "float": 1.5,
+    "floats": [1.0, 2.0],
+    "nested": [[1, 2], [3]],
+    "texts": ["a", "b"],
+    "nan": float("nan"),
+    "raises": Raises(),
+    "raises_inside": [1, Raises()],
+    "lies": Lies(),
+    "huge": [10**5000],
+    "negative": [-1],
+    "range_without_end": range(10**400),
+    "numpy_float": np.array([1.0]),
+    "numpy_bool": np.array([True]),
+    "numpy_bools": [np.bool_(True)],
+    "numpy_object": np.array([1, None], dtype=object),
+    "numpy_2d": np.ones((2, 2), dtype=np.int64),
+    "numpy_0d": np.array(3),
+    "numpy_masked": np.ma.array([1, 2], mask=[0, 1]),
+    "numpy_long": np.ones(10**7, dtype=np.int64),
+    "tensor_float": torch.ones(3),
+    "tensor_bool": torch.ones(3, dtype=torch.bool),
+    "tensor_2d": torch.ones(2, 2, dtype=torch.int64),
+    "tensor_sparse": torch.ones(3, dtype=torch.int64).to_sparse(),
+    "tensor_meta": torch.ones(3, dtype=torch.int64, device="meta"),
+    "tensor_without_memory": empty_memory(),
+    "tensor_parameter": torch.nn.Parameter(torch.ones(3)),
+    "tensors": [torch.tensor(1), torch.tensor(2)],
+    "type": type("T" * 10**6, (), {})(),
+    "embeds": PromptEmbeds([1, 2], Raises()),  # type: ignore[arg-type]
+    "surrogate": "a\ud800",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_integers_of_many_types(engine: Engine, kind: str) -> None:
+    (expected,) = engine.generate([GOOD], GREEDY)
+    (output,) = engine.generate([ACCEPTED[kind]], GREEDY)
+    assert output.prompt_token_ids == GOOD
+    assert all(type(token) is int for token in output.prompt_token_ids)
+    assert output.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_others_are_refused(engine: Engine, kind: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.add_request(REFUSED[kind], GREEDY)
+    assert len(str(caught.value)) < 600
+    assert not engine.has_unfinished()
+
+
+def test_no_prompt_harms_the_others(engine: Engine) -> None:
+    (expected,) = engine.generate([GOOD], GREEDY)
+    prompts = [GOOD, *REFUSED.values(), GOOD]
+    with pytest.warns(UserWarning, match=f"{len(REFUSED)} of {len(prompts)} prompts"):
+        outputs = engine.generate(prompts, GREEDY)
+    for output in (outputs[0], outputs[-1]):
+        assert output.token_ids == expected.token_ids
+    assert all(type(output.error) is RequestError for output in outputs[1:-1])
+
+
+def test_a_single_prompt_raises(engine: Engine) -> None:
+    for prompts in ([[]], "", [b"abc"]):
+        with pytest.raises(RequestError):
+            engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(engine.generate([GOOD, GOOD], GREEDY)) == 2
+
+
+@pytest.mark.parametrize("kind", ["bytes", "dict", "set", "float", "none", "raises"])
+def test_batches_of_other_types(engine: Engine, kind: str) -> None:
+    with pytest.raises(RequestError, match="prompts"):
+        engine.generate(REFUSED[kind], GREEDY)
+
+
+def test_parameters_of_other_types(engine: Engine) -> None:
+    for params in (7, Raises(), [7], [Raises()]):
+        with pytest.raises(RequestError, match="params must be a SamplingParams"):
+            engine.generate([GOOD], params)  # type: ignore[arg-type]
+
+
+def test_long_lists_are_cheap_to_refuse(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="5000000 tokens"):
+        engine.add_request([Raises()] * 5_000_000)  # not one of them is looked at
+
+
+def test_text_too_long_is_not_tokenised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(type(engine.tokenizer), "encode", fail)
+    with pytest.raises(RequestError, match=r"at least \d+ tokens.*at most 64"):
+        engine.add_request("the café " * 100_000)
+
+
+def test_tokens_without_an_embedding(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny("text").directory, tmp_path / "checkpoint")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([*(f"<|{i}|>" for i in range(32)), "<|new|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    loaded = load_tokenizer(directory)
+    assert loaded is not None
+    assert max(loaded.encode("a<|new|>")) >= vocab_size
+    with Engine.from_pretrained(directory, EngineConfig(device="cpu", mode="eager")) as engine:
+        with pytest.warns(UserWarning, match="1 of 2"):
+            bad, good = engine.generate(["a<|new|>b", "a"], GREEDY)
+        assert "'<|new|>'" in str(bad.error)
+        assert len(good.token_ids) == 4
+        engine.check_integrity()
+
+
+def test_the_tokenizer_of_an_engine(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("the café")
+    assert tokenizer.decode(ids) == "the café"
+    assert set(tokenizer.eos_token_ids) == set(engine.model_config.eos_token_ids)

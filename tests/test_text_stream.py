@@ -1,0 +1,207 @@
+"""Tokens to text one by one, against `decode` of the whole, for tokenizers of many kinds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime.detokenizer import IncrementalDetokenizer
+from stepgraph.runtime.errors import CheckpointError, RequestError
+from stepgraph.runtime.tokenizer import TextTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
+
+CORPUS = ["the cat sat on the mat. don't stop, it 's ok", "naïve café 漢字 tests testing"] * 4
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def train(model: Any, trainer: Any, pre_tokenizer: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def bpe(pre_tokenizer: Any, **options: Any) -> Tokenizer:
+    trainer = BpeTrainer(vocab_size=160, special_tokens=SPECIAL, show_progress=False, **options)
+    return train(models.BPE(unk_token="<unk>"), trainer, pre_tokenizer)
+
+
+def byte_level() -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), initial_alphabet=alphabet)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def word_end() -> Tokenizer:
+    tokenizer = bpe(pre_tokenizers.Whitespace(), end_of_word_suffix="</w>")
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    trainer = WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+    model = models.WordPiece(unk_token="<unk>")
+    tokenizer = train(model, trainer, pre_tokenizers.BertPreTokenizer())
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    trainer = UnigramTrainer(
+        vocab_size=100, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    tokenizer = train(models.Unigram(), trainer, pre_tokenizers.Metaspace())
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def sentencepiece(*decoder: Any) -> Tokenizer:
+    """Metaspace with byte fallback."""
+    model = json.loads(bpe(pre_tokenizers.Metaspace()).to_str())["model"]
+    vocab = dict(model["vocab"])
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[tuple(pair) for pair in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(list(decoder))
+    return tokenizer
+
+
+def ctc() -> Tokenizer:
+    vocab = {token: i for i, token in enumerate([*SPECIAL, "<pad>", "|", *"abcdet."])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = decoders.CTC()
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    vocab = {token: i for i, token in enumerate([*SPECIAL, "a", "bc", "."])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+FALLBACK, FUSE = decoders.ByteFallback(), decoders.Fuse()
+SPACES = decoders.Replace("▁", " ")
+KINDS = {
+    "byte_level": byte_level,
+    "word_end": word_end,
+    "word_piece": word_piece,
+    "unigram": unigram,
+    "ctc": ctc,
+    "no_decoder": words,
+    "llama": lambda: sentencepiece(SPACES, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)),
+    "strip_two": lambda: sentencepiece(SPACES, FALLBACK, FUSE, decoders.Strip(" ", 2, 0)),
+    "gemma": lambda: sentencepiece(SPACES, FALLBACK, FUSE),
+    "late_replace": lambda: sentencepiece(FALLBACK, FUSE, SPACES),
+    "metaspace": lambda: sentencepiece(FALLBACK, decoders.Metaspace(), FUSE),
+}
+
+
+@cache
+def make(kind: str) -> TextTokenizer:
+    tokenizer = KINDS[kind]()
+    tokenizer.add_special_tokens([AddedToken(token) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken("<tool 漢>", special=False)])
+    return TextTokenizer(tokenizer)
+
+
+def finished(tokenizer: TextTokenizer, ids: list[int], skip: bool) -> str:
+    """The decoded text without an unfinished character at its end."""
+    pieces = tokenizer.pieces
+    shown = [i for i in ids if pieces.is_visible(i, skip_special_tokens=skip)]
+    raw = b"".join(map(pieces.of, shown))
+    text = tokenizer.decode(ids, skip_special_tokens=skip)
+    for count in (1, 2, 3):
+        try:
+            raw[-count:].decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return text[:-1]
+    return text
+
+
+def valid_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bool:
+    """Whether runs of byte tokens are UTF-8: `decode` judges each run as a whole."""
+    runs = [b""]
+    for token_id in ids:
+        byte = tokenizer.pieces.byte_of(token_id)
+        if byte is None:
+            runs.append(b"")
+        else:
+            runs[-1] += bytes([byte])
+    try:
+        return all(run.decode() is not None for run in runs)
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_pushed_tokens_are_the_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = make(kind)
+    token = st.integers(0, tokenizer.vocab_size + 2)  # also ids without a token
+    texts = st.text(alphabet="the cat.▁ don't漢é<s>", max_size=8).map(tokenizer.encode)
+    parts = st.lists(texts | st.lists(token, max_size=6), max_size=4)
+    ids = parts.map(lambda drawn: list(itertools.chain(*drawn)))
+    prompt, output = data.draw(ids), data.draw(ids)
+    if not (valid_bytes(tokenizer, prompt) and valid_bytes(tokenizer, output)):
+        return
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.finish()
+    whole, before = (finished(tokenizer, part, skip) for part in (prompt + output, prompt))
+    assert text == whole[len(before) :]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence([FUSE, decoders.Replace("ab", "x")]),
+        decoders.Sequence([FUSE, decoders.Replace(Regex("a+"), "a")]),
+        decoders.Sequence([SPACES, FUSE, decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Replace("the", "The")]),
+        decoders.Sequence([decoders.CTC(), decoders.Metaspace()]),
+        decoders.Sequence([FALLBACK, decoders.WordPiece()]),
+    ],
+    ids=lambda decoder: str(decoder)[:60],
+)
+def test_decoders_that_take_text_back_are_refused(decoder: Any) -> None:
+    tokenizer = sentencepiece(decoder)
+    with pytest.raises(CheckpointError, match="cannot be streamed") as caught:
+        TextTokenizer(tokenizer)
+    assert len(str(caught.value)) < 1000
+
+
+def test_tokens_with_a_suffix_inside_are_found_by_the_check() -> None:
+    vocab = {token: i for i, token in enumerate(["a</w>b", "c</w>", "d"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="d"))
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    with pytest.raises(CheckpointError, match="cannot be streamed"):
+        TextTokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 40], [1.5], ["a"]])
+def test_what_decode_refuses_is_a_request_error(ids: Any) -> None:
+    with pytest.raises(RequestError, match="cannot decode"):
+        make("byte_level").decode(ids)
+
+
+def test_what_encode_refuses_is_a_request_error() -> None:
+    tokenizer = TextTokenizer(Tokenizer(models.WordLevel({"a": 0}, unk_token="<none>")))
+    with pytest.raises(RequestError, match="cannot encode"):
+        tokenizer.encode("b")
