@@ -12,6 +12,7 @@ from .errors import (
     KernelBuildError,
     KernelSelfTestError,
     MemoryBudgetError,
+    NonFiniteLogitsError,
     RequestError,
     StepgraphError,
     StepPreparationError,
@@ -38,6 +39,7 @@ __all__ = [
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
+    "NonFiniteLogitsError",
     "RequestError",
     "StepPreparationError",
 ]
