@@ -67,6 +67,16 @@ class GroupAllocator:
         """Blocks that a request lacks to have room for tokens 0 to `num_tokens` - 1."""
         return max(0, self.columns(num_tokens) - len(self.table(request_id)))
 
+    def grows(self, request_id: str, num_tokens: int, chunk: int) -> bool:
+        """Whether a request may hold more blocks than now before it has `num_tokens` tokens.
+
+        `chunk` is the most tokens of it that one step computes. With a window it may go on taking
+        blocks and hold no more of them: it gives one back first.
+        """
+        most = self.spec.most_blocks(num_tokens, self.block_size, chunk)
+        held = len(self.live_columns(request_id))
+        return held < most and self.lacking(request_id, num_tokens) > 0
+
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Give a request what it lacks to have room for `num_tokens` tokens; return the new blocks.
 
@@ -149,6 +159,16 @@ class GroupAllocator:
         table, publish, suffix = self._tables[request_id], self._pool.publish, self._key_suffix
         for column in range(max(begin, self._firsts.get(request_id, 0)), end):
             publish(table[column], hashes[column] + suffix)
+
+    def verify(self, hashes: PrefixHashes, begin: int, end: int) -> None:
+        """Let `withdraw` leave what a sequence has in columns `begin` to `end` - 1."""
+        for column in range(begin, end):
+            self._pool.verify(hashes[column] + self._key_suffix)
+
+    def withdraw(self, hashes: PrefixHashes, begin: int) -> None:
+        """Make what a sequence has from column `begin` on unfindable, but for verified blocks."""
+        for column in range(begin, len(hashes)):
+            self._pool.withdraw(hashes[column] + self._key_suffix)
 
     def forget(self, request_id: str) -> tuple[range, Sequence[int]]:
         """Drop a request's table and return its live columns and the table.

@@ -57,6 +57,7 @@ class BlockPool:
         self._ref_counts = array("i", [0]) * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(256))
+        self._verified = bytearray(num_blocks)  # of published blocks
         self._num_published = 0
         self._num_evictions = 0
 
@@ -105,12 +106,38 @@ class BlockPool:
         self._num_published += 1
         return True
 
+    def verify(self, key: bytes) -> None:
+        """Let `withdraw` leave the block that is published under `key`, if there is one."""
+        block = self.find(key)
+        if block is not None:
+            self._verified[block] = True
+
+    def withdraw(self, key: bytes) -> None:
+        """Make the block under `key` unfindable, if there is one and it is not verified.
+
+        Its holders keep it; without any it is the next to be handed out.
+        """
+        block = self.find(key)
+        if block is None or self._verified[block]:
+            return
+        self._forget_key(block, key)
+        if not self._ref_counts[block]:  # those without a key stand first in the free list
+            self.share((block,))
+            self.free((block,))
+
+    def _forget_key(self, block: int, key: bytes) -> None:
+        del self._block_of[key[0]][key]
+        self._keys[block] = None
+        self._verified[block] = False
+        self._num_published -= 1
+
     def forget_contents(self) -> None:
         """Make no block findable any more; who holds one keeps it. O(blocks)."""
         for block_of in self._block_of:
             for block in block_of.values():
                 self._keys[block] = None
             block_of.clear()
+        self._verified = bytearray(self._num_blocks)
         self._num_published = 0
 
     def ref_count(self, block: int) -> int:
@@ -140,9 +167,7 @@ class BlockPool:
             ref_counts[block] = 1
             key = keys[block]
             if key is not None:
-                del self._block_of[key[0]][key]
-                keys[block] = None
-                self._num_published -= 1
+                self._forget_key(block, key)
                 self._num_evictions += 1
             block = next_block[block]
         next_block[NULL_BLOCK] = block
@@ -223,5 +248,7 @@ class BlockPool:
         assert list(on_list.values()) == sorted(on_list.values()), (
             "a free block with a key would be handed out before one without"
         )
+        verified = [block for block, flag in enumerate(self._verified) if flag]
+        assert all(self._keys[block] for block in verified), "a block without a key is verified"
         for first, block_of in enumerate(self._block_of):
             assert all(key[0] == first for key in block_of), "a key is where nobody looks for it"

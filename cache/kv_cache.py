@@ -33,6 +33,8 @@ class _Held:
     """Position at which the first group gives a block back."""
     published: int = 0
     """Full blocks that `publish` has seen."""
+    verified: int = 0
+    """Full blocks that `verify` has seen."""
 
 
 class KVCache:
@@ -220,6 +222,14 @@ class KVCache:
             lacking += allocator.lacking(request_id, num_tokens)
         return lacking
 
+    def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
+        """Layer groups in which a request may hold more blocks before it has `num_tokens` tokens.
+
+        `decodes`: a step computes one token of it, else up to a chunk.
+        """
+        chunk = 1 if decodes else self._chunk
+        return sum(a.grows(request_id, num_tokens, chunk) for a in self._allocators)
+
     def quiet_until(self, request_id: str) -> int:
         """The first position for whose token `slide` or `grow` has something to do."""
         held = self._held[request_id]
@@ -250,6 +260,28 @@ class KVCache:
             for allocator in self._allocators:
                 allocator.publish(request_id, hashes, held.published, end)
             held.published = end
+
+    def verify(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
+        """Let `withdraw` leave what the logits after the first `num_tokens` tokens were read from.
+
+        Those logits are finite. Blocks that had left a sliding window by then are not included.
+        """
+        assert num_tokens > 0, f"request {request_id} has no token to verify"
+        held, end = self._held[request_id], num_tokens // self._block_size
+        if end > held.verified:
+            for allocator in self._allocators:
+                first = allocator.first_live_column(num_tokens - 1)
+                allocator.verify(hashes, max(held.verified, first), end)
+            held.verified = end
+
+    def withdraw(self, hashes: PrefixHashes, num_tokens: int) -> None:
+        """Let nobody share blocks that hold tokens after the first `num_tokens` of a sequence.
+
+        What was verified stays, by whichever request; requests keep what they hold. The sequence
+        need not hold blocks any more.
+        """
+        for allocator in self._allocators:
+            allocator.withdraw(hashes, num_tokens // self._block_size)
 
     def release(self, request_id: str) -> None:
         """Give back every block of a request, in all groups.

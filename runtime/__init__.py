@@ -13,6 +13,7 @@ from .errors import (
     KernelBuildError,
     KernelSelfTestError,
     MemoryBudgetError,
+    NonFiniteLogitsError,
     RequestError,
     StepgraphError,
     StepPreparationError,
@@ -44,6 +45,7 @@ __all__ = [
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
+    "NonFiniteLogitsError",
     "RequestError",
     "StepPreparationError",
 ]

@@ -378,6 +378,7 @@ class Engine:
         Raises:
             RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
                 other requests are unfinished.
+            NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
         self._check_usable()
@@ -396,7 +397,10 @@ class Engine:
         params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
         group = self._intake.accept(self._fresh_id(), token_ids[:prompt_len], params, 0)
         with self._failing():
-            return self._loop.score(group, forced)
+            logits = self._loop.score(group, forced)
+        if group.requests[0].error is not None:
+            raise group.requests[0].error
+        return logits
 
     def timeline(self) -> Timeline:
         """Return a live view of where the time of the last steps went.
@@ -468,10 +472,10 @@ class Engine:
         and how many Triton kernels were compiled ahead of the steps, in how many threads. `blocks`
         and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
         how often a launch found no prepared step. `steps` counts launches, `multi_step_launches`
-        those that decoded several tokens of each row. `collector` tells how often Python's garbage
-        collector ran since the engine was made, and its seconds. `step_budget` (None without
-        `max_itl_ms`) sets what steps with prefill took beside rows that decode against what was
-        predicted.
+        those that decoded several tokens of each row, `non_finite` requests that ended with
+        `NonFiniteLogitsError`. `collector` tells how often Python's garbage collector ran since the
+        engine was made, and its seconds. `step_budget` (None without `max_itl_ms`) sets what steps
+        with prefill took beside rows that decode against what was predicted.
         """
         return engine_stats(
             self._open_parts(),

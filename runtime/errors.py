@@ -19,6 +19,7 @@ __all__ = [
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
+    "NonFiniteLogitsError",
     "RequestError",
     "StepPreparationError",
 ]
@@ -49,6 +50,13 @@ class KernelSelfTestError(StepgraphError, RuntimeError):
 
 class RequestError(StepgraphError, ValueError):
     """A request that cannot be served. It was not queued; other requests are not affected."""
+
+
+class NonFiniteLogitsError(StepgraphError, ArithmeticError):
+    """The logits of one request hold NaN or +inf, or nothing but -inf: no token can be chosen.
+
+    It ended the request, with the tokens before it; other requests are not affected.
+    """
 
 
 class EngineClosedError(StepgraphError, RuntimeError):

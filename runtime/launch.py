@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -10,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from .plan import StepPlan
-from .request import Request, TokenLogprobs
+from .request import LOWEST_LOGPROB, Request, TokenLogprobs
 from .sampling import SampleOutput
 from .sampling_params import MAX_LOGPROBS
 from .step_functions import StepOutput
@@ -32,8 +33,9 @@ OUTPUT_SETS = 2
 
 
 Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
-"""Of a lane: whom a token was sampled for (None: nobody, it means nothing), the token, and its
-log-probabilities if they were asked for. Plain tuples: a step makes one for each row."""
+"""Of a lane: whom a token was sampled for (None: nobody, it means nothing), the token or
+`NON_FINITE`, and its log-probabilities if they were asked for. Plain tuples: a step makes one for
+each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[To
         values = top_logprobs[lane, : counts[lane]].tolist()
         found[lane] = TokenLogprobs(
             token_id=int(tokens[lane]),
-            logprob=float(logprobs[lane]),
-            top=dict(zip(ids, values, strict=True)),
+            logprob=max(float(logprobs[lane]), LOWEST_LOGPROB),
+            top={i: value for i, value in zip(ids, values, strict=True) if value > -math.inf},
         )
     return found

@@ -28,6 +28,8 @@ import torch
 from ..profiling import ranges
 from ..profiling.collector import CollectorWatch
 from ..profiling.timeline import Timeline
+from .errors import NonFiniteLogitsError
+from .kernels.feedback import NON_FINITE
 from .launch import Launch
 from .plan import StepPlan
 from .request import FinishReason, Request, RequestGroup, RequestStatus
@@ -80,6 +82,7 @@ class StepLoop:
                 "multi_step_launches",
                 "preemptions",
                 "failed_copies",
+                "non_finite",
             ),
             0,
         )
@@ -274,8 +277,11 @@ class StepLoop:
             for request, token_id, logprobs in sampled:
                 if request is None or request.status is _FINISHED:
                     continue
-                taken += 1
                 request.num_pending -= 1
+                if token_id == NON_FINITE:
+                    self._end_non_finite(request)
+                    continue
+                taken += 1
                 request.append_token(token_id, arrived)
                 if logprobs is not None:
                     request.logprobs.append(logprobs)
@@ -305,6 +311,21 @@ class StepLoop:
             logger.exception("request %s failed", request.id)
             request.error = error
             return "error"
+
+    def _end_non_finite(self, request: Request) -> None:
+        """End a request whose newest logits are not a distribution; nothing of them is shared."""
+        request.error = NonFiniteLogitsError(
+            f"request {request.id}: no token can be chosen after {request.num_tokens} tokens,"
+            f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
+            " parameters leave nothing but -inf; look for NaN in the weights, or choose bfloat16"
+            " where float16 overflows"
+        )
+        self.counts["non_finite"] += 1
+        self._changed[self._group_of[request]] = None
+        self.scheduler.withdraw(request)
+        if request.detokenizer is not None:
+            request.detokenizer.finish()
+        self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.detokenizer is not None and reason != "error":

@@ -38,7 +38,8 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`stop`: an end-of-sequence or stop token, or a stop string. `length`: `max_tokens` or the
-longest sequence the engine can hold. `abort`: `Engine.abort`. `error`: see `RequestOutput.error`.
+longest sequence the engine can hold. `abort`: `Engine.abort`. `error`: see `RequestOutput.error`;
+the tokens before it are valid.
 """
 
 
@@ -62,14 +63,24 @@ def _no_integers() -> array[int]:
     return array("q")
 
 
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""The most negative float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position, under the model's unprocessed distribution."""
+    """Natural-log probabilities at one position, under the model's unprocessed distribution.
+
+    All of them are finite, so `json.dumps(..., allow_nan=False)` takes them.
+    """
 
     token_id: int
     logprob: float
+    """At least `LOWEST_LOGPROB`."""
     top: dict[int, float]
-    """The `SamplingParams.logprobs` most probable tokens, most probable first."""
+    """The `SamplingParams.logprobs` most probable tokens, most probable first. Tokens of
+    probability 0 (a logit of -inf) are left out rather than listed with -inf, which is not a JSON
+    number: so there may be fewer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,12 +5,18 @@ Shapes are static and nothing waits for the device. Dimensions, as suffixes of n
     B  lanes of a step          R  rows of the state, max_rows + 1; the last one is the null row
     V  vocabulary
 
-`sample_full` works in this order, which is that of Hugging Face transformers and of vLLM:
+`sample_full` works in this order:
 
     log-probabilities of the model's own logits, before anything below changes them
     logit bias -> min_tokens -> repetition penalty -> presence and frequency penalty
     temperature 0: argmax
     otherwise: temperature -> top-k -> top-p -> min-p -> draw
+
+Hugging Face transformers has the same order. vLLM applies min-p before top-k and top-p, so there
+top-p counts the probability of fewer tokens.
+
+A lane whose logits are not a distribution (NaN, +inf or nothing but -inf) gets `NON_FINITE` instead
+of a token, and nothing is counted for it. Single logits of -inf are tokens of probability 0.
 
 Top-k, top-p and min-p become one threshold: a token is kept if it is at least that probable. So
 tokens of equal probability are kept or dropped together, and a top-k may keep more than k of them.
@@ -26,7 +32,7 @@ import torch
 from .errors import RequestError
 from .kernels.choice import SamplerName
 from .kernels.cpu_sampling import fused_full, fused_greedy
-from .kernels.feedback import Feedback
+from .kernels.feedback import NON_FINITE, Feedback
 from .kernels.selection import draw, largest, uniform
 from .kernels.thresholds import bisect_thresholds
 from .sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
@@ -64,12 +70,11 @@ class SampleOutput:
     """What a step drew, on the device.
 
     Log-probabilities are those of the model's own distribution, the log-softmax of its logits in
-    float32. Logits with NaN or +inf, or of nothing but -inf, are no distribution: `logprob` of
-    their lane is not finite, and its token is some id of the vocabulary.
+    float32. Those of a lane whose token is `NON_FINITE` mean nothing.
     """
 
     tokens: torch.Tensor
-    """int64 `[B]`."""
+    """int64 `[B]`: ids of the vocabulary, or `NON_FINITE`."""
     logprob: torch.Tensor
     """float32 `[B]`: log-probability of `tokens`."""
     top_logprobs: torch.Tensor
@@ -266,8 +271,13 @@ def _copy(host: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Return the most probable token of each lane, int64 `[B]`; of equal ones the lowest id."""
-    return logits_BV.argmax(-1)
+    """Return the most probable token of each lane, int64 `[B]`; of equal ones the lowest id.
+
+    `NON_FINITE` where the logits hold NaN or +inf, or nothing but -inf.
+    """
+    best_B = logits_BV.argmax(-1)  # NaN counts as the largest
+    sound_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
+    return torch.where(sound_B, best_B, NON_FINITE)
 
 
 def sample_full(
@@ -278,7 +288,8 @@ def sample_full(
 ) -> SampleOutput:
     """Draw a token for each lane as its row asks for, and count it in the row.
 
-    A lane's token depends on nothing but its own logits, row and position.
+    `NON_FINITE` where the logits are not a distribution, or are not one after the row's parameters
+    were applied. A lane's token depends on nothing but its own logits, row and position.
 
     Args:
         logits_BV: the model's logits, of any floating dtype.
@@ -312,16 +323,19 @@ def sample_full(
     # that no temperature overflows.
     greedy_B = temperature_B == 0.0
     divisor_B = torch.where(greedy_B, 1.0, temperature_B)
-    weights_BV = ((wanted_BV - wanted_BV.amax(-1, keepdim=True)) / divisor_B[:, None]).exp()
+    best_B = wanted_BV.amax(-1)
+    weights_BV = ((wanted_BV - best_B[:, None]) / divisor_B[:, None]).exp()
     threshold_B = torch.maximum(bisect_thresholds(weights_BV, top_k_B, top_p_B), min_p_B)
     kept_BV = torch.where(weights_BV >= threshold_B[:, None], weights_BV, 0.0)
     drawn_B = draw(kept_BV, uniform(seed_B, positions_B))
-    tokens_B = torch.where(greedy_B, sample_greedy(wanted_BV), drawn_B)
+    ids_B = torch.where(greedy_B, wanted_BV.argmax(-1), drawn_B)
 
-    state.token_counts.index_put_((rows_B, tokens_B), penalised_B.to(torch.int32), accumulate=True)
+    sound_B = log_mass_B.isfinite() & best_B.isfinite()
+    counted_B = (penalised_B & sound_B).to(torch.int32)
+    state.token_counts.index_put_((rows_B, ids_B), counted_B, accumulate=True)
     return SampleOutput(
-        tokens=tokens_B,
-        logprob=raw_BV.gather(1, tokens_B[:, None])[:, 0] - log_mass_B,
+        tokens=torch.where(sound_B, ids_B, NON_FINITE),
+        logprob=raw_BV.gather(1, ids_B[:, None])[:, 0] - log_mass_B,
         top_logprobs=top_logits - log_mass_B[:, None],
         top_ids=top_ids,
     )

@@ -24,23 +24,22 @@ prompt that a sibling has computed, or blocks with the same content (see `cache/
 from __future__ import annotations
 
 import heapq
-import sys
 from bisect import insort
 from operator import attrgetter
 
 from ..cache.kv_cache import KVCache, TableChange
+from .appointments import Appointments
+from .headroom import Headroom
 from .plan import Admission, Preemption, PrefillChunk, StepPlan, TableUpdate
 from .preemption import PreemptionPolicy
+from .publishing import Publishing
 from .request import Request, RequestStatus
 from .step_budget import StepBudget
+from .waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
 
 _order = attrgetter("order")
-
-
-def _is_alive(request: Request) -> bool:
-    return request.status is not RequestStatus.FINISHED
 
 
 class Scheduler:
@@ -73,8 +72,7 @@ class Scheduler:
         self.preemption = preemption or PreemptionPolicy()
         self.steps_per_launch = steps_per_launch
         self._step_budget = step_budget
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap
-        self._num_waiting = 0  # the heap also holds removed requests until they surface
+        self._waiting = WaitingQueue()
         # By order: all that hold a row; of these, those that are prefilled, and those that decode.
         # Who waits for the last token only is neither.
         self._running: list[Request] = []
@@ -82,19 +80,19 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
         self._num_steps = 0  # that plans have decided, so many of a plan as it has decode steps
-        self._appointments: dict[int, dict[Request, None]] = {}  # by number of the step
-        self._next_look: dict[Request, int] = {}  # the same, by request
+        self._appointments = Appointments()
+        self._headroom = Headroom(cache)
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first
-        self._publish_at: dict[Request, int] = {}  # computed tokens that fill its next block
-        # Who did not fit, and when: siblings to fork from, prompts published, rows, free blocks.
+        self._publishing = Publishing(cache)
+        # Who did not fit, and when: siblings to fork from, prompts published, headroom released,
+        # free blocks.
         self._refused: tuple[Request, int, int, int, int] | None = None
-        self._num_published = 0  # times that blocks of a prompt became findable
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -103,7 +101,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request, one that fits into the cache when it runs alone."""
-        self._queue(request)
+        self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended; its row and blocks are free at once.
@@ -116,10 +114,7 @@ class Scheduler:
             self._leave(request)
             return
         self.cache.forget_swapped(request.id)
-        self._num_waiting -= 1
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if _is_alive(entry[1])]
-            heapq.heapify(self._waiting)
+        self._waiting.drop_ended()
 
     def plan(self, *, single: bool = False) -> StepPlan:
         """Decide the next launch: of one decode step if it has to be a `single` one.
@@ -129,7 +124,7 @@ class Scheduler:
         """
         plan = StepPlan()
         self._num_steps += 1
-        due = self._appointments.pop(self._num_steps, None)
+        due = self._appointments.take(self._num_steps)
         if due is not None or self._prefilling:
             self._look_at(plan, due or {})
         plan.decode = self._those_that_decode()
@@ -152,23 +147,28 @@ class Scheduler:
         plan.table_updates = [update for update in plan.table_updates if update.row != row]
         self._give_up_row(request)
         self.cache.release(request.id)
-        self._queue(request)
+        self._waiting.push(request)
 
     def forget_contents(self) -> None:
         """Let nothing that has been computed so far be shared, now or later."""
         self.cache.forget_contents()
-        self._publish_at.clear()
-        for request in (*self._running, *(request for _, request in self._waiting)):
+        self._publishing.forget_contents()
+        for request in (*self._running, *self._waiting):
             request.prefix_hashes = None
+
+    def withdraw(self, request: Request) -> None:
+        """Let others find nothing of a request that its newest, not finite logits came from.
+
+        It is about to end; it may have been preempted meanwhile. See `publishing.py`.
+        """
+        self._publishing.withdraw(request)
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
         """Do what those who decode need for their next token, if it is time; see who joins them."""
-        for request in due:
-            del self._next_look[request]
         joining = [request for request in self._prefilling if request.decoding]
         for request in (*due, *self._prefilling):
-            if request.num_computed >= self._publish_at.get(request, sys.maxsize):
-                self._publish(request)
+            if request.num_computed >= self._publishing.next_at(request):
+                self._publishing.publish(request)
         if joining:
             self._prefilling = [request for request in self._prefilling if not request.decoding]
         for request in sorted((*due, *joining), key=_order):
@@ -191,9 +191,7 @@ class Scheduler:
         steps = self.steps_per_launch
         if not plan.decode or plan.prefill or self._prefilling:
             return
-        soon: list[Request] = []
-        for number in range(self._num_steps + 1, self._num_steps + steps):
-            soon += self._appointments.get(number, ())
+        soon = self._appointments.between(self._num_steps + 1, self._num_steps + steps)
         lacking = 0
         for request in soon:
             if request.num_unsampled < steps:
@@ -202,10 +200,11 @@ class Scheduler:
         if lacking > self.cache.num_free_blocks:
             return
         for request in soon:
-            self._cancel_appointment(request)
+            self._appointments.cancel(request)
             grown = self.cache.grow(request.id, request.num_computed + steps)
             assert grown is not None, "there were enough blocks"
             self._update_tables(plan, request, grown)
+            self._headroom.update(request)
             self._appoint(request, steps)
         plan.steps = steps
         self._num_steps += steps - 1
@@ -216,22 +215,11 @@ class Scheduler:
         For the first `least` steps it has all that it needs.
         """
         steps = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
-        number = self._next_look[request] = self._num_steps + max(least, steps)
-        self._appointments.setdefault(number, {})[request] = None
-
-    def _cancel_appointment(self, request: Request) -> None:
-        """Forget at which step a request is to be looked at, if it is."""
-        number = self._next_look.pop(request, None)
-        if number is not None:
-            due = self._appointments[number]
-            del due[request]
-            if not due:
-                del self._appointments[number]
+        self._appointments.make(request, self._num_steps + max(least, steps))
 
     def _quiet_until(self, request: Request) -> int:
         """First position before whose token the blocks of a request have to be seen to."""
-        publish_at = self._publish_at.get(request, sys.maxsize)
-        return min(self.cache.quiet_until(request.id), publish_at)
+        return min(self.cache.quiet_until(request.id), self._publishing.next_at(request))
 
     def _stop_decoding(self, request: Request) -> None:
         self._decoding.remove(request)
@@ -260,56 +248,52 @@ class Scheduler:
             return
         aside: list[Request] = []
         while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
-            head = self._head()
+            head = self._waiting.head()
             if head is None:
                 break
             if self._waits_for_sibling(head):  # and nobody waits for it
-                heapq.heappop(self._waiting)
+                self._waiting.pop()
                 aside.append(head)
                 continue
             if not self._admit(plan, head, budget):
                 break
             budget = self._add_chunk(plan, head, plan.admitted[-1].found.num_tokens, budget)
         for request in aside:
-            heapq.heappush(self._waiting, (request.order, request))
+            self._waiting.push(request)
 
     def _admit(self, plan: StepPlan, head: Request, budget: int) -> bool:
         """Give the first waiting request a row and blocks, if it is its time and there is room.
 
-        Every running request must still be able to take one more block a group: without that the
-        newcomer would be the first to be preempted, a step later.
+        Running requests that are served before it must still be able to take the next block that
+        they may need: else it would be the first to be preempted, a step later. Those that are
+        served after it lose theirs first, so nothing is kept for them.
         """
         siblings = self._siblings(head)
-        running, free = len(self._running), self.cache.num_free_blocks
+        free = self.cache.num_free_blocks
+        state = (head, len(siblings), self._publishing.num_prompts, self._headroom.num_releases)
         # Nothing is looked up again for a request that was refused when there was as much to find
         # and as much room.
-        if (
-            self._refused is not None
-            and self._refused[:3] == (head, len(siblings), self._num_published)
-            and running >= self._refused[3]
-            and free <= self._refused[4]
-        ):
+        if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
             return False
         found = self.cache.admit(
             head.id,
             head.num_tokens,
             chunk=budget,
-            headroom=running * self.cache.num_groups,
+            headroom=self._headroom.before(head.order),
             hashes=head.hashes_of(head.num_tokens),
             siblings=siblings,
         )
         if found is None:
-            self._refused = (head, len(siblings), self._num_published, running, free)
+            self._refused = (*state, free)
             return False
         self._refused = None
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self._waiting.pop()
         row = heapq.heappop(self._free_rows)
         self._rows[head] = row
         insort(self._running, head, key=_order)
         insort(self._prefilling, head, key=_order)
-        if head.prefix_hashes is not None:
-            self._publish_at[head] = self.cache.block_size
+        self._publishing.admit(head)
+        self._headroom.update(head)
         plan.admitted.append(Admission(head, row, found))
         self._update_tables(plan, head, self.cache.table_of(head.id))
         return True
@@ -352,15 +336,6 @@ class Scheduler:
             plan.prefill.append(PrefillChunk(request, self._rows[request], start, count))
         return budget - count if count == asked else 0
 
-    def _head(self) -> Request | None:
-        """Return the waiting request to be served first."""
-        while self._waiting:
-            request = self._waiting[0][1]
-            if _is_alive(request):
-                return request
-            heapq.heappop(self._waiting)
-        return None
-
     def _make_room(
         self, plan: StepPlan, request: Request, num_tokens: int, *, may_leave: bool
     ) -> bool:
@@ -381,11 +356,13 @@ class Scheduler:
                 continue
             victim = self._running[-1]
             if victim is request and not may_leave:
+                self._headroom.update(request)
                 return False
             self._preempt(plan, victim)
             if victim is request:
                 return False
         self._update_tables(plan, request, grown)
+        self._headroom.update(request)
         return True
 
     def _slide(self, plan: StepPlan, request: Request) -> None:
@@ -395,8 +372,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Request) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
-        if victim in self._publish_at:
-            self._publish(victim)
+        self._publishing.publish(victim)
         pairs = None
         num_blocks = self.cache.num_blocks_of(victim.id, victim.num_computed)
         if self.preemption.swaps(num_blocks, victim.num_computed):
@@ -404,7 +380,7 @@ class Scheduler:
         if pairs is None:
             self.cache.release(victim.id)
         self._give_up_row(victim)
-        self._queue(victim)
+        self._waiting.push(victim)
         plan.preempted.append(Preemption(victim, pairs))
 
     def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
@@ -413,27 +389,11 @@ class Scheduler:
             for group, column, block in changes:
                 plan.table_updates.append(TableUpdate(group, row, column, block))
 
-    def _publish(self, request: Request) -> None:
-        """Let others share what launched steps have computed of a request's known tokens."""
-        known = min(request.num_computed, request.num_tokens)
-        hashes = request.hashes_of(known)
-        if hashes is not None:
-            size = self.cache.block_size
-            self.cache.publish(request.id, hashes, known)
-            if known < len(request.prompt_ids) + size:
-                self._num_published += 1
-            self._publish_at[request] = (known // size + 1) * size
-
     def _leave(self, request: Request) -> None:
         """End a running request."""
-        if request in self._publish_at:
-            self._publish(request)
+        self._publishing.publish(request, ends=True)
         self._give_up_row(request)
         self.cache.release(request.id)
-
-    def _queue(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.order, request))
-        self._num_waiting += 1
 
     def _give_up_row(self, request: Request) -> None:
         self._running.remove(request)
@@ -441,9 +401,10 @@ class Scheduler:
             self._prefilling.remove(request)
         elif request in self._decoding:
             self._stop_decoding(request)
-        self._cancel_appointment(request)
+        self._appointments.cancel(request)
+        self._headroom.forget(request)
         heapq.heappush(self._free_rows, self._rows.pop(request))
-        self._publish_at.pop(request, None)
+        self._publishing.leave(request)
 
     def check_integrity(self) -> None:
         """Assert that rows, queues and blocks agree with each other."""
@@ -453,11 +414,11 @@ class Scheduler:
         assert len(self._rows) == len(self._running)
         assert all(request in self._rows for request in self._running)
         assert [r.order for r in self._running] == sorted(r.order for r in self._running)
-        assert self._publish_at.keys() <= self._rows.keys()
+        self._publishing.check_integrity(self._rows)
+        self._headroom.check_integrity(self._rows)
+        self._waiting.check_integrity()
         self._check_decoding()
-        alive = [r for _, r in self._waiting if _is_alive(r)]
-        assert len(alive) == self._num_waiting
-        assert not any(request in self._rows for request in alive)
+        assert not any(request in self._rows for request in self._waiting)
 
     def _check_decoding(self) -> None:
         """Assert that who holds a row is where the next plan expects it, and looked at in time."""
@@ -468,11 +429,10 @@ class Scheduler:
         ending = set(self._running) - prefilling - decoding
         assert all(request.decoding and request.reached_max_tokens for request in ending)
         assert self._decode is None or self._decode == self._decoding
-        assert self._next_look.keys() == decoding
-        noted = {r: number for number, due in self._appointments.items() for r in due}
-        assert noted == self._next_look
-        assert sum(map(len, self._appointments.values())) == len(noted)
-        for request, number in self._next_look.items():
+        self._appointments.check_integrity()
+        appointments = self._appointments.all()
+        assert appointments.keys() == decoding
+        for request, number in appointments.items():
             steps = number - self._num_steps - 1  # that decode it before
             assert 0 <= steps <= request.num_unsampled
             last = request.num_computed + steps - 1

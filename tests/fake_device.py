@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepgraph.cache.blocks import NULL_BLOCK
+from stepgraph.runtime.kernels.feedback import NON_FINITE
 from stepgraph.runtime.launch import Sampled
 from stepgraph.runtime.plan import Preemption, StepPlan
 from stepgraph.runtime.request import Request
@@ -29,8 +30,13 @@ VOCAB = 11
 Windows = tuple[int | None, ...]
 """The window of each layer group; None: full attention."""
 
-Contents = dict[int, int]
+NAN = None
+"""The value of a token that is in `nan_tokens`, and of every token that sees such a value."""
+
+Contents = dict[int, int | None]
 """Of a block: offset -> value. What was never written is not there."""
+
+NO_TOKENS: frozenset[int] = frozenset()
 
 
 class InjectedError(Exception):
@@ -41,13 +47,18 @@ def digest(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode())
 
 
-def values_of(seen: Sequence[Sequence[int]], token: int) -> list[int]:
+Seen = Sequence[Sequence[int | None]]
+
+
+def values_of(seen: Seen, token: int, nan_tokens: frozenset[int]) -> list[int | None]:
     """What each group caches for a token: depends on all that the windows show before it."""
+    if token in nan_tokens or any(NAN in values for values in seen):
+        return [NAN] * len(seen)
     return [digest(group, token, seen) for group in range(len(seen))]
 
 
-def next_token(seed: int, seen: Sequence[Sequence[int]]) -> int:
-    return digest(seed, seen) % VOCAB
+def next_token(seed: int, seen: Seen) -> int:
+    return NON_FINITE if any(NAN in values for values in seen) else digest(seed, seen) % VOCAB
 
 
 def begin_of(window: int | None, position: int) -> int:
@@ -56,24 +67,29 @@ def begin_of(window: int | None, position: int) -> int:
 
 
 @lru_cache(4096)
-def oracle(request: Request, windows: Windows = (None,)) -> tuple[list[int], str]:
+def oracle(
+    request: Request, windows: Windows = (None,), nan_tokens: frozenset[int] = NO_TOKENS
+) -> tuple[list[int], str]:
     """The output of a request that runs alone, and why it ends."""
-    values: list[list[int]] = [[] for _ in windows]
+    values: list[list[int | None]] = [[] for _ in windows]
     output: list[int] = []
 
-    def seen(position: int) -> list[list[int]]:
+    def seen(position: int) -> list[list[int | None]]:
         shown = zip(values, windows, strict=True)
         return [v[begin_of(w, position) :] for v, w in shown]
 
     def write(token: int) -> None:
-        new = values_of(seen(len(values[0])), token)
+        new = values_of(seen(len(values[0])), token, nan_tokens)
         for group, value in zip(values, new, strict=True):
             group.append(value)
 
     for token in request.prompt_ids:
         write(token)
     while True:
-        output.append(next_token(request.seed, seen(len(values[0]) - 1)))
+        token = next_token(request.seed, seen(len(values[0]) - 1))
+        if token == NON_FINITE:
+            return output, "error"
+        output.append(token)
         if output[-1] in request.stop_token_ids and len(output) > request.params.min_tokens:
             return output, "stop"
         if len(output) == request.max_tokens:
@@ -84,8 +100,11 @@ def oracle(request: Request, windows: Windows = (None,)) -> tuple[list[int], str
 class FakeDevice:
     """Row state, arena and host arena, as steps see them."""
 
-    def __init__(self, windows: Windows, max_rows: int, block_size: int) -> None:
+    def __init__(
+        self, windows: Windows, max_rows: int, block_size: int, nan_tokens: frozenset[int]
+    ) -> None:
         self.windows = windows
+        self.nan_tokens = nan_tokens
         self.block_size = block_size
         self.blocks: dict[int, Contents] = {}
         self.host: dict[int, Contents] = {}
@@ -101,12 +120,12 @@ class FakeDevice:
         assert block != NULL_BLOCK, f"row {row} uses the null block for position {position}"
         return block, offset
 
-    def read(self, group: int, row: int, position: int) -> int:
+    def read(self, group: int, row: int, position: int) -> int | None:
         block, offset = slot = self.slot(group, row, position)
         assert self.written.get(slot, row) == row, "one row reads what another is just writing"
         return self.blocks[block][offset]
 
-    def seen(self, row: int, position: int, stop: int) -> list[list[int]]:
+    def seen(self, row: int, position: int, stop: int) -> list[list[int | None]]:
         """What the token at `position` finds before `stop`."""
         return [
             [self.read(g, row, p) for p in range(begin_of(window, position), stop)]
@@ -114,7 +133,7 @@ class FakeDevice:
         ]
 
     def write(self, row: int, position: int, token: int) -> None:
-        values = values_of(self.seen(row, position, position), token)
+        values = values_of(self.seen(row, position, position), token, self.nan_tokens)
         for group, value in enumerate(values):
             block, offset = slot = self.slot(group, row, position)
             self.blocks.setdefault(block, {})[offset] = value
@@ -122,7 +141,7 @@ class FakeDevice:
 
     def sample(self, row: int, position: int) -> int:
         token = next_token(self.seeds[row], self.seen(row, position, position + 1))
-        self.tokens[row], self.positions[row] = token, position + 1
+        self.tokens[row], self.positions[row] = max(token, 0), position + 1
         return token
 
 
@@ -147,10 +166,17 @@ class FakeRunner:
     the device fails, if it does.
     """
 
-    def __init__(self, scheduler: Scheduler, in_flight: int, windows: Windows) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        in_flight: int,
+        windows: Windows,
+        nan_tokens: frozenset[int] = NO_TOKENS,
+    ) -> None:
         self.scheduler = scheduler
         self.in_flight = in_flight
-        self.device = FakeDevice(windows, scheduler.max_rows, scheduler.cache.block_size)
+        block_size = scheduler.cache.block_size
+        self.device = FakeDevice(windows, scheduler.max_rows, block_size, nan_tokens)
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
         self.unread: deque[FakeLaunch] = deque()
         self.plans: list[StepPlan] = []

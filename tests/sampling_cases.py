@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import nan
 from typing import Any
 
 import torch
@@ -77,10 +78,24 @@ def params_for(vocab_size: int) -> list[SamplingParams]:
     ]
 
 
+BAD_LANES = [1, 3, 4, 6, 8]
+
+
+def with_bad_lanes(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of at least 9 lanes, of which `BAD_LANES` are not distributions."""
+    bad = logits.clone()
+    bad[1, 17 % bad.shape[1]], bad[3], bad[4], bad[6, -1] = nan, nan, -math.inf, math.inf
+    bad[8, 0], bad[8, -1] = math.inf, -nan
+    bad[5, 1::2] = -math.inf  # some tokens are impossible: still a distribution
+    return bad
+
+
 def assert_same(ours: SampleOutput, reference: SampleOutput, logits: torch.Tensor) -> None:
     assert torch.equal(ours.tokens, reference.tokens)
-    torch.testing.assert_close(ours.logprob, reference.logprob)
-    torch.testing.assert_close(ours.top_logprobs, reference.top_logprobs)
+    sound = ours.tokens >= 0
+    torch.testing.assert_close(ours.logprob[sound], reference.logprob[sound])
+    torch.testing.assert_close(ours.top_logprobs[sound], reference.top_logprobs[sound])
     # Of equal logits either may be named, but none twice.
-    assert torch.equal(logits.gather(1, ours.top_ids), logits.gather(1, reference.top_ids))
-    assert all(len(set(ids)) == len(ids) for ids in ours.top_ids.tolist())
+    ours_ids, logits = ours.top_ids[sound], logits[sound]
+    assert torch.equal(logits.gather(1, ours_ids), logits.gather(1, reference.top_ids[sound]))
+    assert all(len(set(ids)) == len(ids) for ids in ours_ids.tolist())

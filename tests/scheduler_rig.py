@@ -24,7 +24,7 @@ from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.step_budget import StepBudget
 
-from .fake_device import VOCAB, FakeRunner, Windows, oracle
+from .fake_device import NAN, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 
 MAX_LEN = 40
 """Tokens of the longest sequence, if the cache can hold it."""
@@ -58,9 +58,11 @@ class Rig:
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
+        nan_tokens: frozenset[int] = NO_TOKENS,
         make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.windows = windows
+        self.nan_tokens = nan_tokens
         self.prefix = prefix
         chunk = min(prefill_chunk, max_batch_tokens)
         groups = groups_of(windows)
@@ -86,7 +88,7 @@ class Rig:
             step_budget=step_budget,
             steps_per_launch=steps_per_launch,
         )
-        self.runner = FakeRunner(self.scheduler, in_flight, windows)
+        self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens)
         self.loop = StepLoop(
             self.scheduler,
             self.runner,  # type: ignore[arg-type]
@@ -187,13 +189,20 @@ class Rig:
         assert not any(allocator.tables for allocator in cache._allocators)
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert not scheduler._rows
-        assert not scheduler._publish_at
         assert not self.loop._group_of
         assert not self.runner.unread
         assert self.loop.counts["failed_copies"] == self.runner.seen["failures"]
 
+    def cached_nan(self) -> list[int]:
+        """Return the blocks that can be found by content and hold NaN; none is verified."""
+        pool, blocks = self.cache._pool, self.runner.device.blocks
+        published = [block for block, key in enumerate(pool._keys) if key is not None]
+        found = [block for block in published if NAN in blocks.get(block, {}).values()]
+        assert not any(pool._verified[block] for block in found)
+        return found
+
     def check_output(self, output: RequestOutput, requests: list[Request]) -> None:
         """Assert that a finished output is that of requests which run alone."""
         for completion, request in zip(output.completions, requests, strict=True):
-            expected = oracle(request, self.windows)
+            expected = oracle(request, self.windows, self.nan_tokens)
             assert (completion.token_ids, completion.finish_reason) == expected

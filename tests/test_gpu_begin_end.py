@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.feedback import Feedback
+from stepgraph.runtime.kernels.feedback import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.gpu.begin import (
     Embedding,
     Rotations,
@@ -100,9 +100,14 @@ def test_the_best_token_becomes_the_newest(tokens: int, chunks: int) -> None:
     assert int(state_positions[5]) == 0
 
 
-def test_a_row_without_numbers_gets_a_token_of_the_vocabulary() -> None:
-    maxima = torch.full((2, 300), float("nan"), device=DEVICE)
-    maxima[1] = float("-inf")
-    ids = torch.arange(300, dtype=torch.int32, device=DEVICE).repeat(2, 1)
-    picked = pick_greedy(maxima, ids)
-    assert bool(((picked >= 0) & (picked < 300)).all())
+def test_a_row_that_is_not_a_distribution_gets_no_token() -> None:
+    maxima = torch.randn(3, 300, device=DEVICE)
+    maxima[0, 250], maxima[1] = float("inf"), float("-inf")
+    ids = torch.arange(300, dtype=torch.int32, device=DEVICE).repeat(3, 1) + 1
+    state = [torch.full((4,), 7, device=DEVICE) for _ in range(2)]
+    rows = torch.arange(3, device=DEVICE)
+    picked = pick_greedy(maxima, ids, Feedback(rows, rows + 20, *state))
+    assert picked.tolist() == [NON_FINITE, NON_FINITE, int(maxima[2].argmax()) + 1]
+    assert torch.equal(picked, reference_pick_greedy(maxima, ids))
+    assert state[0].tolist() == [0, 0, int(picked[2]), 7]  # what the next step begins with
+    assert state[1].tolist() == [21, 22, 23, 7]

@@ -63,6 +63,8 @@ def test_equal_logits_and_what_is_no_number() -> None:
     assert bool(((ids >= 0) & (ids < 40)).all())
     assert bool(logits[0, :33].isfinite().all())
     assert bool(maxima[0, :2].isfinite().all())
+    assert maxima[0, 2] == torch.inf
+    assert maxima[1].eq(torch.inf).all()
 
 
 def test_pending_rows_are_added_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,27 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.feedback import Feedback
+from stepgraph.runtime.kernels.feedback import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.gpu import sampler as sampler_module
 from stepgraph.runtime.sampling import (
     SampleOutput,
     sample_full,
     sample_greedy,
+    torch_sampler,
     triton_sampler,
 )
 from stepgraph.runtime.sampling_params import SamplingParams
 
-from .sampling_cases import CASES, FIRST, assert_same, logits_of, params_for, state_of
+from .sampling_cases import (
+    BAD_LANES,
+    CASES,
+    FIRST,
+    assert_same,
+    logits_of,
+    params_for,
+    state_of,
+    with_bad_lanes,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,12 +91,13 @@ def test_equal_tokens_are_kept_together(distinct: int) -> None:
 
 
 def test_greedy_is_the_lowest_of_the_largest() -> None:
-    for vocab_size, dtype in zip((1, 130, 3000), DTYPES, strict=True):
-        logits = logits_of(5, vocab_size, 3, dtype).round().to(DEVICE)  # many are equal
-        logits[2] = -math.inf
-        assert torch.equal(triton_sampler.greedy(logits), sample_greedy(logits))
-        logits[3, vocab_size // 2] = math.nan
-        assert 0 <= int(triton_sampler.greedy(logits)[3]) < vocab_size
+    for vocab_size, dtype in zip((2, 130, 3000), DTYPES, strict=True):
+        logits = logits_of(9, vocab_size, 3, dtype).round().to(DEVICE)  # many are equal
+        assert torch.equal(triton_sampler.greedy(logits), logits.argmax(-1))
+        bad = with_bad_lanes(logits)
+        tokens = triton_sampler.greedy(bad)
+        assert tokens[BAD_LANES].eq(NON_FINITE).all()
+        assert torch.equal(tokens, sample_greedy(bad))
 
 
 @settings(max_examples=500 if torch.cuda.is_available() else 8, deadline=None)
@@ -134,22 +146,43 @@ def test_more_weights_than_a_program_holds(monkeypatch: pytest.MonkeyPatch, roun
 @pytest.mark.parametrize(
     "case", [CASES[15], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)]
 )
-def test_logits_that_are_no_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
-    params = [SamplingParams(**case, seed=seed) for seed in range(8)]
-    logits = logits_of(8, 300, 3, torch.bfloat16).to(DEVICE)
-    bad = logits.clone()
-    bad[1, 17], bad[3], bad[4], bad[6, 20] = math.nan, math.nan, -math.inf, math.inf
-    rows = torch.arange(8, device=DEVICE)
+def test_logits_that_are_not_a_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
+    params = [SamplingParams(**case, seed=seed) for seed in range(9)]
+    logits = with_bad_lanes(logits_of(9, 300, 3, torch.bfloat16)).to(DEVICE)
+    good = [lane for lane in range(9) if lane not in BAD_LANES]
+    rows = torch.arange(9, device=DEVICE)
     positions = torch.full_like(rows, FIRST)
-    reference = sample_full(logits, state_of(params, 300, DEVICE), rows, positions)
-    output = triton_sampler.full(bad, state_of(params, 300, DEVICE), rows, positions)
-    good = [0, 2, 5, 7]
-    assert torch.equal(output.tokens[good], reference.tokens[good])
-    torch.testing.assert_close(output.top_logprobs[good], reference.top_logprobs[good])
-    for lane in (1, 3, 4, 6):
-        assert 0 <= int(output.tokens[lane]) < 300
-        assert not bool(output.logprob[lane].isfinite())
-    assert bool(((output.top_ids >= 0) & (output.top_ids < 300)).all())
+    states = [state_of(params, 300, DEVICE) for _ in range(3)]
+    counts = states[0].token_counts.clone()
+    alone = sample_full(logits[good], states[0], rows[good], positions[good])
+    for sampler, state in ((triton_sampler, states[1]), (torch_sampler, states[2])):
+        output = sampler.full(logits, state, rows, positions)
+        assert output.tokens[BAD_LANES].eq(NON_FINITE).all()
+        assert torch.equal(output.tokens[good], alone.tokens)
+        torch.testing.assert_close(output.logprob[good], alone.logprob)
+        torch.testing.assert_close(output.top_logprobs[good], alone.top_logprobs)
+        assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
+        assert torch.equal(state.token_counts[good], states[0].token_counts[good])
+        assert torch.equal(state.token_counts[BAD_LANES], counts[BAD_LANES])
+
+
+@pytest.mark.parametrize("case", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}])
+def test_parameters_that_leave_no_distribution(case: dict[str, Any]) -> None:
+    """Stop ids are held back and no other token is possible; a penalty overflows."""
+    logits = logits_of(3, 300, 2, torch.float32).to(DEVICE)
+    logits[0] = -math.inf
+    logits[0, [11, 12]] = 1.0
+    logits[1, 7] = 1e30
+    params = [
+        SamplingParams(**case, min_tokens=8),
+        SamplingParams(**case, repetition_penalty=1e-20),
+        SamplingParams(**case),
+    ]
+    state, rows = state_of(params, 300, DEVICE), torch.arange(3, device=DEVICE)
+    for sampler in (triton_sampler, torch_sampler):
+        tokens = sampler.full(logits, state, rows, torch.full_like(rows, FIRST)).tokens.tolist()
+        assert tokens[:2] == [NON_FINITE, NON_FINITE]
+        assert tokens[2] >= 0
 
 
 def test_fewer_possible_tokens_than_top_tokens() -> None:
@@ -171,6 +204,7 @@ def test_fewer_possible_tokens_than_top_tokens() -> None:
 def test_tokens_are_fed_back(full: bool) -> None:
     params = [SamplingParams(seed=seed, top_p=0.9) for seed in range(4)]
     logits = logits_of(4, 300, 2, torch.float32).to(DEVICE)
+    logits[1, 100] = math.nan  # of row 0
     rows = torch.tensor([3, 0, 4, 4], device=DEVICE)  # two of padding
     positions = torch.tensor([20, 11, 0, 0], device=DEVICE)
     token_ids, state_positions = (torch.arange(5, device=DEVICE) * 10 for _ in range(2))
@@ -185,7 +219,8 @@ def test_tokens_are_fed_back(full: bool) -> None:
     else:
         expected, tokens = sample_greedy(logits), triton_sampler.greedy_step(logits, feed)
     assert torch.equal(tokens, expected)
-    assert token_ids[:4].tolist() == [int(tokens[1]), 10, 20, int(tokens[0])]
+    assert int(tokens[1]) == NON_FINITE
+    assert token_ids[:4].tolist() == [0, 10, 20, int(tokens[0])]
     assert state_positions.tolist() == [12, 10, 20, 21, 0]
 
 

@@ -1,15 +1,26 @@
 """The samplers as operators of a CPU draw the tokens that their torch references draw."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu_sampling import fused_full
-from stepgraph.runtime.sampling import fused_sampler, sample_full, sample_greedy
+from stepgraph.runtime.kernels.feedback import NON_FINITE
+from stepgraph.runtime.sampling import fused_sampler, sample_full, sample_greedy, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
-from .sampling_cases import CASES, FIRST, assert_same, logits_of, params_for, state_of
+from .sampling_cases import (
+    BAD_LANES,
+    CASES,
+    FIRST,
+    assert_same,
+    logits_of,
+    params_for,
+    state_of,
+    with_bad_lanes,
+)
 
 pytestmark = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -56,10 +67,14 @@ def test_greedy_is_the_lowest_of_the_largest(vocab_size: int, dtype: torch.dtype
     for seed in range(4):
         logits = logits_of(9, vocab_size, seed, dtype).round()  # many are equal
         assert torch.equal(fused_sampler.greedy(logits), sample_greedy(logits))
-    logits[2] = -math.inf
-    assert fused_sampler.greedy(logits)[2] == 0
-    logits[3, vocab_size // 2] = math.nan
-    assert 0 <= fused_sampler.greedy(logits)[3] < vocab_size
+    bad = with_bad_lanes(logits)
+    if vocab_size == 1:
+        bad[5] = 0.5
+    for sampler in (fused_sampler, torch_sampler):
+        tokens = sampler.greedy(bad)
+        assert tokens[BAD_LANES].eq(NON_FINITE).all()
+        good = [lane for lane in range(9) if lane not in BAD_LANES]
+        assert torch.equal(tokens[good], bad[good].argmax(-1))
     strided = logits_of(4, 2 * vocab_size, 9, dtype)[:, :vocab_size]
     assert torch.equal(fused_sampler.greedy(strided), sample_greedy(strided))
 
@@ -79,21 +94,43 @@ def test_a_lane_does_not_see_its_batch() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_that_are_no_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
-    params = [SamplingParams(**case, seed=seed) for seed in range(8)]
-    logits = logits_of(8, 300, 3, torch.bfloat16)
-    bad = logits.clone()
-    bad[1, 17], bad[3], bad[4], bad[6, 20] = math.nan, math.nan, -math.inf, math.inf
-    rows, positions = torch.arange(8), torch.full((8,), FIRST)
-    reference = sample_full(logits, state_of(params, 300), rows, positions)
-    output = fused_sampler.full(bad, state_of(params, 300), rows, positions)
-    good = [0, 2, 5, 7]
-    assert torch.equal(output.tokens[good], reference.tokens[good])
-    torch.testing.assert_close(output.top_logprobs[good], reference.top_logprobs[good])
-    for lane in (1, 3, 4, 6):
-        assert 0 <= output.tokens[lane] < 300
-        assert not output.logprob[lane].isfinite()
-    assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
+def test_logits_that_are_not_a_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
+    params = [SamplingParams(**case, seed=seed) for seed in range(9)]
+    logits = with_bad_lanes(logits_of(9, 300, 3, torch.bfloat16))
+    good = [lane for lane in range(9) if lane not in BAD_LANES]
+    rows = torch.arange(9)
+    positions = torch.full_like(rows, FIRST)
+    states = [state_of(params, 300) for _ in range(3)]
+    counts = states[0].token_counts.clone()
+    alone = sample_full(logits[good], states[0], rows[good], positions[good])
+    for sampler, state in ((fused_sampler, states[1]), (torch_sampler, states[2])):
+        output = sampler.full(logits, state, rows, positions)
+        assert output.tokens[BAD_LANES].eq(NON_FINITE).all()
+        assert torch.equal(output.tokens[good], alone.tokens)
+        torch.testing.assert_close(output.logprob[good], alone.logprob)
+        torch.testing.assert_close(output.top_logprobs[good], alone.top_logprobs)
+        assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
+        assert torch.equal(state.token_counts[good], states[0].token_counts[good])
+        assert torch.equal(state.token_counts[BAD_LANES], counts[BAD_LANES])
+
+
+@pytest.mark.parametrize("case", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}])
+def test_parameters_that_leave_no_distribution(case: dict[str, Any]) -> None:
+    """Stop ids are held back and no other token is possible; a penalty overflows."""
+    logits = logits_of(3, 300, 2, torch.float32)
+    logits[0] = -math.inf
+    logits[0, [11, 12]] = 1.0
+    logits[1, 7] = 1e30
+    params = [
+        SamplingParams(**case, min_tokens=8),
+        SamplingParams(**case, repetition_penalty=1e-20),
+        SamplingParams(**case),
+    ]
+    state, rows = state_of(params, 300), torch.arange(3)
+    for sampler in (fused_sampler, torch_sampler):
+        tokens = sampler.full(logits, state, rows, torch.full_like(rows, FIRST)).tokens.tolist()
+        assert tokens[:2] == [NON_FINITE, NON_FINITE]
+        assert tokens[2] >= 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime.errors import RequestError
+from stepgraph.runtime.kernels.feedback import NON_FINITE
 from stepgraph.runtime.kernels.selection import draw, largest, uniform
 from stepgraph.runtime.kernels.thresholds import bisect_thresholds, reference_thresholds
 from stepgraph.runtime.sampling import SampleOutput, SamplingState, sample_full, sample_greedy
 from stepgraph.runtime.sampling_params import SamplingParams
 from transformers.generation import logits_process as hf
+
+from .sampling_cases import BAD_LANES, with_bad_lanes
 
 CPU = torch.device("cpu")
 V = 300
@@ -376,9 +379,10 @@ def check_bad_lanes_stay_alone(sampler: Sampler) -> None:
     torch.testing.assert_close(output.logprob[good], expected.logprob[good])
     torch.testing.assert_close(output.top_logprobs[good], expected.top_logprobs[good])
     assert torch.equal(state.token_counts[good][2], expected_state.token_counts[good][2])
-    for lane in (1, 3, 4, 6):
-        assert 0 <= output.tokens[lane] < V
-        assert not output.logprob[lane].isfinite()
+    bad_lanes = [1, 3, 4, 6]
+    assert output.tokens[bad_lanes].eq(NON_FINITE).all()
+    before = state_of(*params).token_counts
+    assert torch.equal(state.token_counts[bad_lanes], before[bad_lanes])
     assert ((output.top_ids >= 0) & (output.top_ids < V)).all()
 
 
@@ -413,6 +417,10 @@ def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -
     assert states[1].token_counts.data_ptr() == address
     assert torch.equal(states[0].token_counts[null_row], untouched)
     check_bad_lanes_stay_alone(compiled)
+    greedy = torch.compile(sample_greedy, fullgraph=True, dynamic=dynamic, backend=backend)
+    bad = with_bad_lanes(randn(9, V)).bfloat16()
+    assert torch.equal(greedy(bad), sample_greedy(bad))
+    assert greedy(bad).eq(NON_FINITE).nonzero().flatten().tolist() == BAD_LANES
 
 
 class Rows(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from stepgraph.cache.prefix import PrefixHashes
 from stepgraph.runtime.request import RequestStatus
 
 from .fake_device import Windows, oracle, requests_of
-from .scheduler_rig import Rig
+from .scheduler_rig import Rig, groups_of
 
 
 def test_admission_is_by_priority_then_arrival() -> None:
@@ -45,6 +45,35 @@ def test_admission_leaves_every_running_request_a_block(prompt_len: int, admitte
     newcomer = rig.add(prompt_len)  # 8 or 9 blocks, and 1 of headroom
     rig.step()
     assert (newcomer.status is RequestStatus.RUNNING) == admitted
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (2, 5)], ids=str)
+def test_rows_decode_side_by_side_in_a_pool_of_exactly_their_blocks(windows: Windows) -> None:
+    """They hold all that they can need, so nothing is kept free for them."""
+    one = sum(group.spec.most_blocks(8, 4, 32) for group in groups_of(windows))
+    rig = Rig(windows=windows, usable_blocks=3 * one, block_size=4)
+    requests = [rig.add(6, max_tokens=3) for _ in range(3)]  # the last token is never written
+    assert [a.request for a in rig.step().admitted] == requests
+    assert rig.step().decode == requests
+    rig.drain()
+    assert rig.loop.counts["preemptions"] == 0
+
+
+def test_a_request_of_higher_priority_takes_what_is_free() -> None:
+    """Those that are served after it are preempted when they need a block, as in vLLM."""
+    rig = Rig(usable_blocks=6, block_size=4, max_rows=4)
+    low = [rig.add(5, priority=priority, max_tokens=6) for priority in (1, 2)]
+    rig.step(2)
+    assert rig.cache.num_free_blocks == 2
+    equal = rig.add(5, priority=2)
+    assert not rig.step().admitted  # the two before it may need a block each
+    urgent = rig.add(5, priority=0, max_tokens=6)
+    assert [a.request for a in rig.step().admitted] == [urgent]
+    rig.drain()
+    assert urgent.num_preemptions == low[0].num_preemptions == 0
+    assert low[1].num_preemptions == 1
+    for request in (*low, equal, urgent):
+        assert request.output_ids == oracle(request)[0]
 
 
 def test_a_lone_request_may_fill_the_cache() -> None:
@@ -176,8 +205,10 @@ def test_a_preempted_request_is_served_before_later_ones_and_recomputes_all_it_h
         lambda scheduler: scheduler._running.reverse(),
         lambda scheduler: scheduler._running.pop(),
         lambda scheduler: scheduler._rows.popitem(),
-        lambda scheduler: setattr(scheduler, "_num_waiting", 5),
-        lambda scheduler: scheduler._waiting.append(((9, 9), scheduler._running[0])),
+        lambda scheduler: setattr(scheduler._waiting, "_num_alive", 5),
+        lambda scheduler: scheduler._waiting.push(scheduler._running[0]),
+        lambda scheduler: scheduler._publishing.leave(scheduler._running[0]),
+        lambda scheduler: scheduler._headroom.update(scheduler._rows.popitem()[0]),
         lambda scheduler: scheduler.cache._allocators[0]._tables.popitem(),
         lambda scheduler: scheduler.cache.host.put("request-1/0", 1, []),
     ],

@@ -17,7 +17,16 @@ from stepgraph.runtime.preemption import PreemptionPolicy
 from .scheduler_rig import Rig
 
 RUNTIME, CACHE = Path(runtime.__file__).parent, Path(cache.__file__).parent
-COUNTED = {str(RUNTIME / f"{name}.py") for name in ("scheduler", "preemption", "request")}
+POLICY = (
+    "scheduler",
+    "appointments",
+    "headroom",
+    "preemption",
+    "publishing",
+    "request",
+    "waiting",
+)
+COUNTED = {str(RUNTIME / f"{name}.py") for name in POLICY}
 COUNTED |= {str(path) for path in CACHE.glob("*.py")}
 
 

@@ -57,11 +57,13 @@ struct Scratch {
   }
 };
 
-// Largest of a chunk; NaN is passed over, -inf if there is nothing else.
+// Largest of a chunk; +inf if one of them is NaN.
 float chunk_maximum(const float* values) {
-  F32x16 most = F32x16{} + kMinusInfinity;
+  const F32x16 infinity = F32x16{} - kMinusInfinity;
+  F32x16 most = -infinity;
   for (int64_t i = 0; i < kVectors; ++i) {
-    const F32x16 value = load<F32x16>(values + 16 * i);
+    F32x16 value = load<F32x16>(values + 16 * i);
+    value = value == value ? value : infinity;
     most = value > most ? value : most;
   }
   return lane_max(most);
@@ -92,11 +94,10 @@ int64_t first_of(float value, const float* values, const float* maxima, int64_t 
       if (values[i] == value) return i;
     }
   }
-  return 0;  // nothing but NaN
+  return 0;  // not reached: the largest is one of them
 }
 
 // weights[i] = exp((logits[i] - most) / divisor), with the sums of chunks; returns the sum of all.
-// It is NaN if a logit is NaN or the largest one is infinite.
 double weigh(const float* logits, float most, float divisor, int64_t chunks, float* weights,
              float* sums) {
   const bool divides = divisor != 1.0f;
@@ -116,8 +117,7 @@ double weigh(const float* logits, float most, float divisor, int64_t chunks, flo
   return total;
 }
 
-// The largest logits in descending order, of equal ones the lower id first. What NaN leaves open is
-// filled with NaN and token 0.
+// The largest logits in descending order, of equal ones the lower id first; tops <= vocab_size.
 void find_tops(const float* logits, const float* maxima, int64_t vocab_size, int64_t tops,
                float* top_logits, int64_t* top_ids) {
   if (tops == 0) return;
@@ -136,12 +136,9 @@ void find_tops(const float* logits, const float* maxima, int64_t vocab_size, int
     if (found == tops && !(maxima[chunk] > top_logits[tops - 1])) continue;
     const int64_t from = chunk * kSampleChunk, to = std::min(from + kSampleChunk, vocab_size);
     for (int64_t i = from; i < to; ++i) {
-      const bool wanted = found < tops ? logits[i] == logits[i] : logits[i] > top_logits[tops - 1];
-      if (wanted) insert(logits[i], i);
+      if (found < tops || logits[i] > top_logits[tops - 1]) insert(logits[i], i);
     }
   }
-  std::fill(top_logits + found, top_logits + tops, std::numeric_limits<float>::quiet_NaN());
-  std::fill(top_ids + found, top_ids + tops, int64_t{0});
 }
 
 // Those of the weights that are at least `least`; returns their number.
@@ -327,6 +324,15 @@ bool change_logits(const SampleArgs<T>& args, const Wishes& wishes, const int32_
 }
 
 template <class T>
+void end_lane(const SampleArgs<T>& args, int64_t lane) {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  args.tokens[lane] = kNonFinite;
+  args.logprob[lane] = kNaN;
+  std::fill_n(args.top_logprobs + lane * args.tops, args.tops, kNaN);
+  std::fill_n(args.top_ids + lane * args.tops, args.tops, int64_t{0});
+}
+
+template <class T>
 void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
   const int64_t vocab_size = args.vocab_size, chunks = sample_chunks(vocab_size);
   const int64_t row = args.rows[lane];
@@ -338,6 +344,7 @@ void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
 
   read_logits(logits, vocab_size, at.logits, at.logit_maxima);
   float most = largest(at.logit_maxima, chunks);
+  if (!std::isfinite(most)) return end_lane(args, lane);
   double total = weigh(at.logits, most, 1.0f, chunks, at.weights, at.sums);
   const float log_mass = static_cast<float>(most + std::log(total));
   float* top_logprobs = args.top_logprobs + lane * args.tops;
@@ -348,6 +355,7 @@ void sample_lane(const SampleArgs<T>& args, int64_t lane, const Scratch& at) {
   std::copy(at.logit_maxima, at.logit_maxima + chunks, at.wanted_maxima);
   const bool changed = change_logits(args, wishes, counts, at.logits, at.wanted_maxima);
   if (changed) most = largest(at.wanted_maxima, chunks);
+  if (!std::isfinite(most)) return end_lane(args, lane);
   const float temperature = wishes.reals[kTemperature];
   int64_t token;
   if (temperature == 0.0f) {
@@ -397,21 +405,14 @@ void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_
     alignas(64) float chunk[kSampleChunk];
     float most = kMinusInfinity;
     int64_t best = 0;
-    bool any = false;
     for (int64_t from = 0; from < vocab_size; from += kSampleChunk) {
       float maximum;
       read_logits(values + from, std::min(kSampleChunk, vocab_size - from), chunk, &maximum);
-      if (maximum > most || (!any && maximum == most)) {
-        for (int64_t i = 0; i < kSampleChunk; ++i) {
-          if (chunk[i] != maximum || from + i >= vocab_size) continue;
-          most = maximum;
-          best = from + i;
-          any = true;
-          break;
-        }
-      }
+      if (!(maximum > most)) continue;
+      most = maximum;
+      best = from + (std::find(chunk, chunk + kSampleChunk, maximum) - chunk);
     }
-    tokens[lane] = best;
+    tokens[lane] = std::isfinite(most) ? best : kNonFinite;
   });
 }
 

@@ -13,6 +13,9 @@ inline int64_t sample_chunks(int64_t vocab_size) {
   return (vocab_size + kSampleChunk - 1) / kSampleChunk;
 }
 
+// In the place of a token: `NON_FINITE` of `feedback.py`.
+constexpr int64_t kNonFinite = -1;
+
 // Columns of `SamplingState`, before the values and ids of logit biases and the stop ids.
 enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency, kReals };
 enum Integer { kTopK, kSeed, kBanUntil, kIntegers };
@@ -42,7 +45,7 @@ int64_t sample_scratch_bytes(int64_t vocab_size);
 template <class T>
 void sample_full(const SampleArgs<T>& args);
 
-// tokens[b] = first index of the largest of logits[b]; NaN is never the largest.
+// tokens[b] = first index of the largest of logits[b], or kNonFinite.
 template <class T>
 void sample_greedy(const T* logits, int64_t logits_stride, int64_t lanes, int64_t vocab_size,
                    int64_t* tokens, int threads);

@@ -44,8 +44,8 @@ torch.library.register_fake("stepgraph::sample_full", _fake_full)
 def fused_greedy(logits_BV: Tensor) -> Tensor:
     """Return the largest logit's token for each lane, int64 `[B]`; of equal ones the lowest id.
 
-    NaN is passed over. Runs on CPU after `load_cpu_ops`. Raises RuntimeError for a dtype other than
-    bfloat16, float16 and float32.
+    `NON_FINITE` where the logits hold NaN or +inf, or nothing but -inf. Runs on CPU after
+    `load_cpu_ops`. Raises RuntimeError for a dtype other than bfloat16, float16 and float32.
     """
     tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV)
     return tokens
@@ -60,7 +60,7 @@ def fused_full(
     positions_B: Tensor,
     num_top: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, their log-probabilities, the `num_top` highest ones and their tokens.
+    """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
 
     `reals`, `integers` and `token_counts_RV` are those of a `SamplingState`; the counts are updated
     in place. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that

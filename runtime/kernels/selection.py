@@ -31,8 +31,8 @@ def uniform(seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
 def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Return a token for each lane, int64 `[B]`, by inverting the distribution function.
 
-    A token without weight is never drawn. A lane without any weight, or with NaN, gets an id of the
-    vocabulary. Running sums are in float64: float32 would round away the tail of a vocabulary.
+    A token without weight is never drawn. A lane without any weight, or with NaN, gets some id of
+    the vocabulary. Running sums are in float64: float32 would round away the tail of a vocabulary.
 
     Args:
         weights_BV: float32, at least 0; probabilities up to a factor.

@@ -21,6 +21,8 @@ __all__ = [
     "CompletionOutput",
     "OutputDelta",
     "TokenLogprobs",
+    "TextTokenizer",
+    "ChatPrompt",
     "PromptEmbeds",
     "EmbeddedSpan",
     "EncodedContent",

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..feedback import Feedback
+from ..feedback import NON_FINITE, Feedback
 from .launch import launch, let_dependents_start, wait_for_inputs
 
 __all__ = ["pick_greedy", "reference_pick_greedy"]
@@ -22,10 +22,10 @@ __all__ = ["pick_greedy", "reference_pick_greedy"]
 def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None) -> Tensor:
     """Return the best token of each row, int64 `[T]`; of equal ones the lowest id.
 
-    A row of nothing but NaN gets some id of the vocabulary.
+    `NON_FINITE` where a maximum is +inf or all of them are -inf.
 
     Args:
-        maxima_TC: float32, the largest logit of each chunk.
+        maxima_TC: float32, the largest logit of each chunk, +inf if the chunk holds NaN.
         ids_TC: int32, its token; chunks are in the order of the vocabulary.
         feed: where the tokens go, too.
     """
@@ -49,10 +49,15 @@ def reference_pick_greedy(
     maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None
 ) -> Tensor:
     """What `pick_greedy` does, in plain torch."""
-    tokens_T = ids_TC.gather(1, maxima_TC.argmax(-1, keepdim=True))[:, 0].to(torch.int64)
+    best_T, chunks_T = maxima_TC.max(-1)
+    ids_T = ids_TC.gather(1, chunks_T[:, None])[:, 0].to(torch.int64)
+    tokens_T = torch.where(best_T.isfinite(), ids_T, NON_FINITE)
     if feed is not None:
         feed.store(tokens_T)
     return tokens_T
+
+
+_NON_FINITE = tl.constexpr(NON_FINITE)
 
 
 @triton.jit
@@ -85,9 +90,10 @@ def _pick_greedy(  # type: ignore[no-untyped-def]
     largest = tl.max(best, 0)
     chunk = tl.min(tl.where(best == largest, best_at, chunks - 1), 0)
     picked = tl.load(ids_ptr + token * chunks + chunk).to(tl.int64)
-    tl.store(tokens_ptr + token, picked)
+    sound = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(tokens_ptr + token, tl.where(sound, picked, _NON_FINITE))
     if rows_ptr is not None:
         row = tl.load(rows_ptr + token)
         position = tl.load(positions_ptr + token) + 1
-        tl.store(token_ids_ptr + row, picked)
+        tl.store(token_ids_ptr + row, tl.where(sound, picked, 0))
         tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))

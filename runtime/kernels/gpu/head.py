@@ -36,8 +36,9 @@ def head(
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
     Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32, tokens int32, of equal logits the lowest. More than 32 rows, and a `config`
-    of kind `library`, use the library's product with a kernel before and one after it.
+    maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal logits the lowest. More
+    than 32 rows, and a `config` of kind `library`, use the library's product with a kernel before
+    and one after it.
     """
     tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
     if tokens > ROW_CLASSES[-1]:
@@ -133,6 +134,7 @@ def reference_head(
     parts = logits_TV.float().split(chunk, dim=1)
     best = [part.max(-1) for part in parts]
     maxima_TC = torch.stack([values for values, _ in best], dim=1)
+    maxima_TC = maxima_TC.masked_fill(maxima_TC.isnan(), torch.inf)
     ids = [indices + i * chunk for i, (_, indices) in enumerate(best)]
     return logits_TV, maxima_TC, torch.stack(ids, dim=1).to(torch.int32)
 

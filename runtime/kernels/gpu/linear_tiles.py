@@ -273,7 +273,10 @@ def capped(x, SOFTCAP: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def largest_of(x, n, N, axis: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of x along an axis and the lowest of the ids `n` it has; ids below N count."""
+    """The largest of x along an axis and the lowest of the ids `n` it has; ids below N count.
+
+    It is +inf where an x is NaN, whatever `tl.max` does with NaN."""
+    x = tl.where(x == x, x, float("inf"))
     x = tl.where(n < N, x, float("-inf"))
     largest = tl.max(x, axis=axis, keep_dims=True)
     at = tl.min(tl.where((x == largest) & (n < N), n, N - 1), axis=axis)

@@ -90,9 +90,9 @@ def full_rows(
 
 
 def greedy_rows(logits_BV: Tensor, feed: Feedback | None = None) -> Tensor:
-    """Return the best token of each row, int64 `[B]`, of equal ones the lowest id.
+    """Return the best token of each row, int64 `[B]`, of equal ones the lowest id; or `NON_FINITE`.
 
-    With `feed` it becomes the row's newest. NaN is passed over.
+    With `feed` it becomes the row's newest.
     """
     maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous())
     return pick_greedy(maxima_BC, ids_BC, feed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..feedback import NON_FINITE
 from .launch import let_dependents_start, wait_for_inputs
 from .sampler_search import finite_or_zero, highest_that_holds, keep, lower_bound, mass_from, weigh
 
@@ -26,6 +27,7 @@ _STOPS = tl.constexpr(32)
 _COUNT_MASK = tl.constexpr((1 << 30) - 1)
 _NONE = tl.constexpr(-(1 << 63))  # below every key of `_keys`
 _LOW_BITS = tl.constexpr((1 << 31) - 1)
+_NON_FINITE = tl.constexpr(NON_FINITE)
 
 
 @triton.jit
@@ -143,9 +145,11 @@ def finish_rows(  # type: ignore[no-untyped-def]
             maxima_ptr + b * runs, sums_ptr + b * runs, chunks_ptr + b * chunks, list_ptr,
             masses_ptr + b * runs, found_ptr + b * CAP, V, runs, BLOCK, SUB, ALL_RUNS, CAP,
         )  # fmt: skip
-        tl.store(tokens_ptr + b, token)
+        sound = (token >= 0) & (log_mass > float("-inf")) & (log_mass < float("inf"))
+        tl.store(tokens_ptr + b, tl.where(sound, token, _NON_FINITE))
+        token = tl.where(sound, token, 0)
         tl.store(logprobs_ptr + b, tl.load(logits_ptr + token).to(tl.float32) - log_mass)
-        if _penalised(reals_ptr):
+        if sound & _penalised(reals_ptr):
             count_ptr = counts_ptr + row * V + token
             tl.store(count_ptr, tl.load(count_ptr) + 1)
         if token_ids_ptr is not None:
@@ -164,7 +168,7 @@ def _token(  # type: ignore[no-untyped-def]
     masses_ptr, found_ptr, V, runs, BLOCK: tl.constexpr, SUB: tl.constexpr,
     ALL_RUNS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, int64."""
+    """The token of a row, int64; `_NON_FINITE` where the largest processed logit is infinite."""
     s = tl.arange(0, ALL_RUNS)
     i = tl.arange(0, SUB)
     maxima = tl.load(maxima_ptr + s, mask=s < runs, other=float("-inf"))
@@ -219,7 +223,8 @@ def _token(  # type: ignore[no-untyped-def]
         kept = tl.where(weights >= threshold, weights, 0.0).to(tl.float64)
         within, _ = _first_above(kept, target, i)
         token = run * SUB + within
-    return tl.minimum(token, V - 1).to(tl.int64)
+    finite = (best > float("-inf")) & (best < float("inf"))
+    return tl.where(finite, tl.minimum(token, V - 1), _NON_FINITE).to(tl.int64)
 
 
 @triton.jit
