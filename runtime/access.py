@@ -22,7 +22,7 @@ from _queue import SimpleQueue
 from _thread import get_ident
 from collections import deque
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from .errors import EngineBusyError
 from .interrupts import DeferredInterrupt, in_stack
@@ -44,11 +44,9 @@ class Waiter(Protocol):
         """Whether it needs the loop no more."""
 
 
-class _Turn(NamedTuple):
-    frame: FrameType
-    name: str
-    thread: int
-    claimed: bool
+_Turn: TypeAlias = tuple[FrameType, str, int, bool]
+"""The frame that has the loop, the name of the call, its thread, and whether it has claimed it for
+several critical sections. A plain tuple: every step makes one."""
 
 
 class LoopAccess:
@@ -83,24 +81,26 @@ class LoopAccess:
                 is in `step` and so would be this one.
         """
         frame, thread = sys._getframe(1), get_ident()
-        turn = _Turn(frame, name, thread, False)
+        turn = (frame, name, thread, False)
+        part = False
         try:
             holder = self._holder.setdefault(None, turn)
-            part = holder is not turn and self._may_be_part_of(holder, frame, thread)
-            if holder is not turn and not part:
-                self._wait(turn, self._operations, None)
+            if holder is not turn:
+                part = self._may_be_part_of(holder, frame, thread)
+                if not part:
+                    self._wait(turn, self._operations, None)
             self._section = frame
             if thread == self._interrupt.main_thread:
                 self._interrupt.begin(frame)
         except BaseException:
-            self.leave_of(frame)
+            self._leave(frame)
             raise
         return part
 
     def try_enter(self, name: str) -> bool:
         """`enter` if nobody has the loop; return whether that was so."""
         frame, thread = sys._getframe(1), get_ident()
-        turn = _Turn(frame, name, thread, False)
+        turn = (frame, name, thread, False)
         try:
             if self._holder.setdefault(None, turn) is not turn:
                 return False
@@ -108,7 +108,7 @@ class LoopAccess:
             if thread == self._interrupt.main_thread:
                 self._interrupt.begin(frame)
         except BaseException:
-            self.leave_of(frame)
+            self._leave(frame)
             raise
         return True
 
@@ -117,19 +117,18 @@ class LoopAccess:
 
         Raises what the application's handler of a SIGINT raises that was held back.
         """
-        self.leave_of(sys._getframe(1))
+        self._leave(sys._getframe(1))
 
-    def leave_of(self, frame: FrameType) -> None:
-        """`leave` for the function that runs in `frame`."""
+    def _leave(self, frame: FrameType) -> None:
         if self._section is frame:
             self._section = None
         holder = self._holder.get(None)
-        if holder is not None and holder.frame is frame:
+        if holder is not None and holder[0] is frame:
             del self._holder[None]
             if self._operations or self._followers:
                 self._wake_next()
-        if get_ident() == self._interrupt.main_thread:
-            self._interrupt.end(frame)
+        if self._interrupt.frame is frame:
+            self._interrupt.end()
 
     def claim(self, name: str, waiter: Waiter | None = None) -> bool:
         """Take the loop for the calling function and the critical sections that it calls.
@@ -139,7 +138,7 @@ class LoopAccess:
         Raises:
             EngineBusyError: a caller of this function has the loop.
         """
-        turn = _Turn(sys._getframe(1), name, get_ident(), True)
+        turn = (sys._getframe(1), name, get_ident(), True)
         if self._holder.setdefault(None, turn) is turn:
             return True
         queue = self._operations if waiter is None else self._followers
@@ -148,19 +147,19 @@ class LoopAccess:
     def refuse_reentry(self, name: str) -> None:
         """Raise `EngineBusyError` if a caller of this function has the loop."""
         holder = self._holder.get(None)
-        if holder is not None and holder.thread == get_ident():
+        if holder is not None and holder[2] == get_ident():
             self._refuse_reentry(holder, name)
 
     def _may_be_part_of(self, holder: _Turn, frame: FrameType, thread: int) -> bool:
         """Whether the holder has claimed the loop for this thread, and is between two sections."""
-        if not holder.claimed or holder.thread != thread:
+        if not holder[3] or holder[2] != thread:
             return False
         return self._section is None or not in_stack(self._section, frame)
 
     def _refuse_reentry(self, holder: _Turn, name: str) -> None:
-        if in_stack(holder.frame, sys._getframe(1)):
+        if in_stack(holder[0], sys._getframe(1)):
             raise EngineBusyError(
-                f"{name}() was called within {holder.name}() of the same engine, by a signal"
+                f"{name}() was called within {holder[1]}() of the same engine, by a signal"
                 " handler or a callback: only add_request, abort, stats and has_unfinished may be"
             )
 
@@ -177,10 +176,10 @@ class LoopAccess:
                 holder = self._holder.setdefault(None, turn)
                 if holder is turn:
                     return True
-                self._refuse_reentry(holder, turn.name)
-                if turn.name == "step" and holder.name in _LONG and _runs(holder):
+                self._refuse_reentry(holder, turn[1])
+                if turn[1] == "step" and holder[1] in _LONG and _runs(holder):
                     raise EngineBusyError(
-                        f"{turn.name}() was called while {holder.name}() runs in another thread:"
+                        f"step() was called while {holder[1]}() runs in another thread:"
                         " call step from one thread, or generate from any number of them"
                     )
                 if _runs(holder):
@@ -209,5 +208,5 @@ class LoopAccess:
 
 
 def _runs(turn: _Turn) -> bool:
-    top = sys._current_frames().get(turn.thread)
-    return in_stack(turn.frame, top)
+    """Whether the call that has, or had, the loop has not returned."""
+    return in_stack(turn[0], sys._current_frames().get(turn[2]))

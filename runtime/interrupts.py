@@ -45,12 +45,13 @@ class DeferredInterrupt:
     nothing to hold back. Nor is there where the application has no handler in Python.
     """
 
-    __slots__ = ("_frame", "_handler", "_noted", "main_thread")
+    __slots__ = ("_handler", "_noted", "frame", "main_thread")
 
     def __init__(self) -> None:
         self.main_thread = threading.main_thread().ident
         """Identifier of the thread that handles signals; None where it is not Python's."""
-        self._frame: FrameType | None = None
+        self.frame: FrameType | None = None
+        """What runs while SIGINT is held back; None elsewhere."""
         self._handler: _Handler | None = None  # the application's, while this one is in its place
         self._noted: tuple[int, FrameType | None] | None = None
 
@@ -61,25 +62,24 @@ class DeferredInterrupt:
             if not callable(handler):
                 return
             self._handler = handler
-        self._frame = frame
+        self.frame = frame
         try:
             _signal(_SIGINT, self)
         except ValueError:  # a sub-interpreter, or Python was started by another thread
-            self.main_thread = self._handler = self._frame = None
+            self.main_thread = self._handler = self.frame = None
 
-    def end(self, frame: FrameType) -> None:
+    def end(self) -> None:
         """Put the application's handler back, and call it if a signal was held back.
 
-        Does nothing unless `begin` was called with the same frame. Raises whatever the handler
-        raises: `KeyboardInterrupt`, usually.
+        Raises whatever that handler raises: `KeyboardInterrupt`, usually.
         """
         handler = self._handler
-        if handler is None or self._frame is not frame:
+        if handler is None:
             return
         current = _signal(_SIGINT, handler)
         if current is not self:  # installed meanwhile, by a handler of another signal for instance
             _signal(_SIGINT, current)
-        self._handler = self._frame = None
+        self._handler = self.frame = None
         if self._noted is not None:
             (signum, frame), self._noted = self._noted, None
             if current is not self:
@@ -91,10 +91,10 @@ class DeferredInterrupt:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Note a signal; one that comes after the section ended abnormally is passed on."""
-        if self._frame is not None and in_stack(self._frame, sys._getframe()):
+        if self.frame is not None and in_stack(self.frame, sys._getframe()):
             self._noted = (signum, frame)
             return
-        handler, self._handler, self._frame = self._handler, None, None
+        handler, self._handler, self.frame = self._handler, None, None
         if handler is not None:
             _signal(_SIGINT, handler)
             handler(signum, frame)

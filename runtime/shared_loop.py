@@ -74,7 +74,9 @@ class SharedLoop:
 
     def check_usable(self) -> StepLoop:
         """Return the loop, unless it is closed or failed."""
-        loop = self.open_loop
+        if self._loop is None or self._ended is not None:
+            return self.open_loop  # which raises
+        loop = self._loop
         if self._failure is not None:
             raise EngineFailedError(
                 f"the engine failed earlier ({self._failure!r}): close it and make a new one"
@@ -140,7 +142,13 @@ class SharedLoop:
         try:
             try:
                 part_of_generate = self._access.enter("step")
-                self._change(StepLoop.advance)
+                if self._ended is not None or self._failure is not None or not loop.intact:
+                    self._refuse()  # it changed while this call waited
+                try:
+                    loop.advance()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
                 if self._tickets.calls:
                     self._tickets.route(loop.ready)
                 if part_of_generate:  # which returns no outputs of others
@@ -258,20 +266,31 @@ class SharedLoop:
             self._access.leave()
 
     def _change(self, change: Callable[[StepLoop], T]) -> T:
-        """Change the loop that this call has; what ends it halfway ends the engine."""
+        """Change the loop that this call has."""
         loop = self.check_usable()
         if not loop.intact:
-            self._failure = EngineFailedError("an exception cut an earlier operation short")
-            self.check_usable()
+            self._refuse()
         try:
             return change(loop)
         except BaseException as error:
-            if loop.intact:
-                raise
-            self._failure = error
-            if isinstance(error, Exception):
-                raise EngineFailedError(f"step {loop.num_steps} failed: {error}") from error
+            self._fail(error)
             raise
+
+    def _refuse(self) -> None:
+        """Raise the error of a loop that serves nothing more."""
+        loop = self.check_usable()
+        if not loop.intact:
+            self._failure = EngineFailedError("an exception cut an operation short")
+        self.check_usable()
+
+    def _fail(self, error: BaseException) -> None:
+        """Note what ended an operation halfway; raises `EngineFailedError` for an `Exception`."""
+        loop = self.open_loop
+        if loop.intact:
+            return
+        self._failure = error
+        if isinstance(error, Exception):
+            raise EngineFailedError(f"step {loop.num_steps} failed: {error}") from error
 
     def close(self, release_memory: Callable[[StepLoop], None]) -> None:
         """Refuse every later use, and give back what the engine holds. Idempotent.

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepgraph import runtime
 
-PACKAGE = str(Path(runtime.__file__).resolve().parent.parent)
+PACKAGE = str(Path(runtime.__file__).parent.parent)  # as code objects name it
 ROOMS = tuple(f"{PACKAGE}/{room}/" for room in ("runtime", "cache", "graphs", "profiling"))
 
 

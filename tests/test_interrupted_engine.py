@@ -21,6 +21,11 @@ def close_and_open(engine: Engine) -> None:
         pass
 
 
+def timed_step(engine: Engine) -> None:
+    with engine.device_timing() as timeline:
+        assert timeline is engine.timeline()
+
+
 USES: dict[str, Callable[[Engine], object]] = {
     "step": lambda engine: engine.step(),
     "generate": lambda engine: engine.generate(PROMPTS, [params(1, 3), params(2, 2)]),
@@ -31,7 +36,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     "check_integrity": lambda engine: engine.check_integrity(),
     "encode": lambda engine: engine.encode(b"image", lambda _: torch.zeros(2, 8)),
-    "device_timing": lambda engine: engine.device_timing().__enter__(),
+    "device_timing": timed_step,
     "score": lambda engine: engine.score([1, 2, 3, 4], 2),
     "close": lambda engine: engine.close(),
     "with": close_and_open,
@@ -54,6 +59,7 @@ def lines_of(name: str) -> int:
     engine = prepared(name)
     with LineFault(-1, KeyboardInterrupt) as fault:
         USES[name](engine)
+    assert fault.lines > 2
     return fault.lines
 
 
