@@ -183,28 +183,35 @@ class SharedLoop:
         try:
             self._tickets.calls.add(call)
             for make_group in prompts:
-                try:
-                    self.submit(make_group, None, call)
-                except RequestError as error:
-                    refused = call.tickets[-1].id
-                    call.deliver(RequestOutput(refused, [], (), True, error=error))
+                self._submit_for(call, make_group)
             while not call.complete:
-                self.check_usable()
-                try:
-                    if self._access.claim("generate", call):
-                        while not (call.complete or self._access.wanted):
-                            step()
-                finally:
-                    self._access.leave()
+                self._drive(call, step)
             outputs = call.outputs()
             for ticket in call.tickets:
                 self._tickets.release(ticket)
             self._tickets.calls.discard(call)
             return outputs
         except BaseException:
-            self._access.leave()  # if the first one was interrupted
             self._abandon(call)
             raise
+
+    def _submit_for(self, call: GenerateCall, make_group: MakeGroup) -> None:
+        """Queue a prompt of a call; what cannot be served is done with its error."""
+        try:
+            self.submit(make_group, None, call)
+        except RequestError as error:
+            refused = call.tickets[-1].id
+            call.deliver(RequestOutput(refused, [], (), True, error=error))
+
+    def _drive(self, call: GenerateCall, step: Callable[[], object]) -> None:
+        """Run steps until a call is complete or another one wants the loop; or wait for that."""
+        self.check_usable()
+        try:
+            if self._access.claim("generate", call):
+                while not (call.complete or self._access.wanted):
+                    step()
+        finally:
+            self._access.leave()
 
     def _abandon(self, call: GenerateCall) -> None:
         """End what a call of `generate` has not returned; the next `step` reports it."""
