@@ -133,7 +133,8 @@ class LoopAccess:
     def claim(self, name: str, waiter: Waiter | None = None) -> bool:
         """Take the loop for the calling function and the critical sections that it calls.
 
-        Between them SIGINT is not held back. Waits for the loop. With a `waiter`, False is returned instead once that is complete.
+        Between them SIGINT is not held back. Waits for the loop; with a `waiter`, False is returned
+        instead as soon as that is complete.
 
         Raises:
             EngineBusyError: a caller of this function has the loop.
