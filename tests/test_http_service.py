@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Running:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.service = example().Service(engine)
+        self.switch_interval = sys.getswitchinterval()
         ready = threading.Event()
 
         def started(port: int) -> None:
@@ -66,6 +68,7 @@ class Running:
     def stop(self) -> None:
         self.service.loop.call_soon_threadsafe(self.service.stopped.set)
         self.thread.join(SECONDS)
+        sys.setswitchinterval(self.switch_interval)
         assert not self.thread.is_alive()
 
 

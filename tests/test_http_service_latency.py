@@ -15,7 +15,6 @@ import pytest
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
 
-
 CLIENTS, ROUNDS, SECONDS = 20, 3, 8.0
 BODY = {"prompt": "def main(", "max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
 

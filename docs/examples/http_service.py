@@ -19,7 +19,7 @@ MAX_BODY, MAX_REQUESTS, READ_SECONDS = 1 << 16, 256, 30.0
 class Service:
     def __init__(self, engine):
         self.engine, self.ids = engine, itertools.count()
-        self.listeners = {}  # request id -> (queue of its outputs, whether it streams)
+        self.listeners = {}  # request id -> writer if it streams, last output, characters sent
         self.work, self.stopping = threading.Semaphore(0), False
         self.thread = threading.Thread(target=self.run_steps)
 
@@ -34,13 +34,19 @@ class Service:
 
     def deliver(self, outputs):
         for output in outputs:
-            queue, streams = self.listeners.get(output.request_id, (None, False))
-            if queue is not None and (streams or output.finished):
-                queue.put_nowait(output)
+            writer, last, sent = self.listeners.get(output.request_id, (None, None, 0))
+            if writer is not None:
+                text = output.text
+                event = {"text": text[sent:], "finish_reason": output.finish_reason}
+                writer.write(b"data: %b\n\n" % json.dumps(event).encode())
+                self.listeners[output.request_id] = writer, last, len(text)
+            if last is not None and output.finished and not last.done():
+                last.set_result(output)
 
     def end(self):
-        for queue, _ in self.listeners.values():
-            queue.put_nowait(None)
+        for _, last, _ in self.listeners.values():
+            if not last.done():
+                last.set_result(None)
 
     async def serve(self, host="127.0.0.1", port=8000, ready=print):
         self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
@@ -54,6 +60,7 @@ class Service:
                 await writer.drain()
             writer.close()
 
+        sys.setswitchinterval(1e-4)  # the steps get the interpreter's lock back sooner
         self.thread.start()
         server = await asyncio.start_server(connected, host, port)
         ready(server.sockets[0].getsockname()[1])
@@ -84,37 +91,28 @@ class Service:
             return respond(writer, 404, error="POST /v1/completions, or GET /health")
         if not alive or len(self.listeners) >= MAX_REQUESTS:
             return respond(writer, 503, error="failed or overloaded: try again later")
-        request_id, queue = f"http-{next(self.ids)}", asyncio.Queue()
+        request_id, last = f"http-{next(self.ids)}", self.loop.create_future()
         try:
             options = json.loads(body)
             prompt, streams = options.pop("prompt"), options.pop("stream", False) is True
-            self.listeners[request_id] = queue, streams
+            self.listeners[request_id] = writer if streams else None, last, 0
             self.engine.add_request(prompt, SamplingParams(**options), request_id)
             self.work.release()
-            await self.follow(reader, writer, queue, streams)
+            if streams:
+                respond(writer, 200, "text/event-stream")
+            gone = asyncio.create_task(reader.read(1))  # ends when the client disconnects
+            await asyncio.wait((gone, last), return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            respond(writer, 400, error=f"{type(error).__name__}: {error}")
+            return respond(writer, 400, error=f"{type(error).__name__}: {error}")
         finally:  # complete, or the client is gone: its row is free a step later
             self.listeners.pop(request_id, None)
             self.engine.abort(request_id)
-
-    async def follow(self, reader, writer, queue, streams):
-        gone = asyncio.create_task(reader.read(1))  # ends when the client closes the connection
-        gone.add_done_callback(lambda _: queue.put_nowait(None))
-        sent, output = 0, await queue.get()
-        if streams and output:
-            respond(writer, 200, "text/event-stream")
-        while streams and output:
-            event = {"text": output.text[sent:], "finish_reason": output.finish_reason}
-            sent = len(output.text)
-            writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await writer.drain()
-            output = None if output.finished else await queue.get()
-        if output:
-            respond(writer, 200, text=output.text, finish_reason=output.finish_reason)
-        elif not streams:
+        if not streams and last.done() and last.result() is None:
             respond(writer, 503, error="the service stopped before the answer was complete")
-        gone.cancel()
+        elif not streams and last.done():
+            output = last.result()
+            respond(writer, 200, text=output.text, finish_reason=output.finish_reason)
 
 
 def respond(writer, status, kind="application/json", **fields):
