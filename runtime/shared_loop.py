@@ -68,9 +68,11 @@ class SharedLoop:
     @property
     def healthy(self) -> bool:
         """Whether no operation has failed or was cut short."""
-        if self._failure is not None or self._loop is None:
+        loop = self._loop
+        if self._failure is not None or loop is None:
             return False
-        return self._loop.intact or self._access.held
+        # An operation that ends between the two looks is not one that was cut short: look again.
+        return any(loop.intact or self._access.held for _ in range(8))
 
     def check_usable(self) -> StepLoop:
         """Return the loop, unless it is closed or failed."""

@@ -39,6 +39,7 @@ class Running:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.service = example().Service(engine)
+        self.service.thread.daemon = True  # a test that fails does not stop it
         self.switch_interval = sys.getswitchinterval()
         ready = threading.Event()
 

@@ -46,7 +46,8 @@ async def client(port: int, ends: float) -> None:
     while time.monotonic() < ends:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head + data)
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
         writer.close()
 
 

@@ -124,7 +124,14 @@ def test_generate_from_many_threads(stepping: bool) -> None:
                     assert output.request_id not in final
                     final[output.request_id] = output
 
-    with ThreadPoolExecutor(9) as pool:
+    def watch() -> None:
+        while not stop.is_set():
+            stats = engine.stats()
+            assert stats["healthy"] is True
+            assert min(stats["waiting"], stats["running"], stats["blocks"]["free"]) >= 0
+
+    with ThreadPoolExecutor(10) as pool:
+        watcher = pool.submit(watch)
         stepper = pool.submit(step) if stepping else None
         calls = [pool.submit(call, number) for number in range(8)]
         try:
@@ -132,6 +139,7 @@ def test_generate_from_many_threads(stepping: bool) -> None:
                 each.result(SECONDS)
         finally:
             stop.set()
+        watcher.result(SECONDS)
         if stepper is not None:
             stepper.result(SECONDS)
     assert engine.stats()["steps"] < engine.stats()["output_tokens"], "they share the batch"
