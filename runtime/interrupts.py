@@ -16,7 +16,7 @@ import sys
 import threading
 
 # The functions of `signal` convert to and from enums, which takes longer than the calls themselves.
-from _signal import getsignal as _getsignal
+from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from _signal import signal as _signal
 from collections.abc import Callable
 from types import FrameType

@@ -76,9 +76,9 @@ class SharedLoop:
 
     def check_usable(self) -> StepLoop:
         """Return the loop, unless it is closed or failed."""
-        if self._loop is None or self._ended is not None:
-            return self.open_loop  # which raises
         loop = self._loop
+        if loop is None or self._ended is not None:
+            return self.open_loop  # which raises
         if self._failure is not None:
             raise EngineFailedError(
                 f"the engine failed earlier ({self._failure!r}): close it and make a new one"

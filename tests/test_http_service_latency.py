@@ -14,7 +14,6 @@ from collections.abc import Callable
 import pytest
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
-
 CLIENTS, ROUNDS, SECONDS = 20, 3, 8.0
 BODY = {"prompt": "def main(", "max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
 
@@ -59,7 +58,9 @@ async def clients(port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="the clients need a core of their own")
 def test_steps_beside_the_service_are_as_steps_alone() -> None:
-    """p99 of a step within 1.5 times; the better of three rounds, for machines that are shared."""
+    """p99 of a step within 1.5 times, in the best of three rounds."""
+    if os.getloadavg()[0] > (os.cpu_count() or 1) - 1:
+        pytest.skip("other processes take the core that the clients need")
     from .test_http_service import Running  # not in the process of the clients
 
     config = EngineConfig(device="cpu", max_rows=32)

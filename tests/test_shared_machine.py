@@ -1,4 +1,4 @@
-"""A machine over everything that may happen to a shared engine: threads, interrupts, ids, aborts."""
+"""A machine over what may happen to a shared engine: threads, interrupts, ids and aborts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 30
 
 
 class SharedEngine(RuleBasedStateMachine):
-    """Every request ends once, with its own tokens, whoever ran the steps and whatever came between.
+    """Every request ends once, with its own tokens, whichever thread ran the steps.
 
     A thread of its own runs `generate` calls; the machine adds, aborts, steps and interrupts.
     """
