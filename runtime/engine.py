@@ -1,4 +1,7 @@
-"""The public face: requests in, outputs out. The work is done by `StepLoop` (see `loop.py`)."""
+"""The public face: requests in, outputs out.
+
+The work is done by `StepLoop` (see `loop.py`); `SharedLoop` lets several threads use it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,11 +20,12 @@ from ..cache.encoder_outputs import EncoderOutputCache, content_key
 from ..cache.kv_cache import KVCache
 from ..cache.memory import MemoryPlan
 from ..profiling.timeline import Timeline
+from .access import LoopAccess
 from .calibration import calibrated_step_budget, preemption_policy
 from .chat_template import ChatPrompt, Message, is_batch
 from .config import EngineConfig
 from .engine_stats import engine_stats
-from .errors import EngineClosedError, EngineFailedError, RequestError
+from .errors import RequestError
 from .intake import Intake, Prompt
 from .loop import StepLoop
 from .models.decoder import Decoder
@@ -29,16 +34,29 @@ from .prompt_ids import plain_batch, type_name
 from .request_output import RequestOutput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .shared_loop import SharedLoop
 from .startup import EngineParts, start
 from .tokenizer import TextTokenizer
 
 __all__ = ["Engine"]
 
+T = TypeVar("T")
+
 
 class Engine:
-    """Decodes batches of requests. One thread at a time may use it; several engines may coexist.
+    """Decodes batches of requests. Several engines may coexist.
 
     Made by `from_pretrained`; used as a context manager, or ended with `close`.
+
+    Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called by any thread at any
+    time, and by signal handlers and callbacks; they do not wait for a step. `generate` may be
+    called by any number of threads: their requests share the batch. `step` is for one thread. The
+    other methods wait until the step under way, of whatever thread, has ended. What would have to
+    wait for its own caller, and a `step` beside one of another thread, raises `EngineBusyError`.
+    After a fork the child gets `EngineForkedError`.
+
+    Ctrl-C takes effect at the end of the step under way and leaves an engine that serves on. See
+    docs/embedding.md.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -46,9 +64,6 @@ class Engine:
         self.config = parts.config
         self.model_config = parts.model.config
         self._parts: EngineParts | None = parts
-        self._failure: BaseException | None = None
-        self._next_id = 0
-        self._unclaimed: list[RequestOutput] = []  # of other requests, seen by `generate`
         user = parts.config.user
         host = parts.runner.host_arena
         cache = KVCache(
@@ -65,20 +80,23 @@ class Engine:
             self._step_budget = calibrated_step_budget(
                 parts.runner, parts.groups, user.max_itl_ms, self.max_model_len
             )
-        self._open_loop: StepLoop | None = StepLoop(
-            Scheduler(
-                cache,
-                max_rows=user.max_rows,
-                max_batch_tokens=parts.plan.max_batch_tokens,
-                prefill_chunk=user.prefill_chunk,
-                max_prefill_rows=parts.runner.max_prefill_rows,
-                preemption=preemption_policy(parts.runner, user.preemption),
-                step_budget=self._step_budget,
-                steps_per_launch=user.steps_per_launch,
-            ),
-            parts.runner,
-            in_flight=int(parts.config.beside_host),
+        scheduler = Scheduler(
+            cache,
+            max_rows=user.max_rows,
+            max_batch_tokens=parts.plan.max_batch_tokens,
+            prefill_chunk=user.prefill_chunk,
+            max_prefill_rows=parts.runner.max_prefill_rows,
+            preemption=preemption_policy(parts.runner, user.preemption),
             step_budget=self._step_budget,
+            steps_per_launch=user.steps_per_launch,
+        )
+        self._shared = SharedLoop(
+            StepLoop(
+                scheduler,
+                parts.runner,
+                in_flight=int(parts.config.beside_host),
+                step_budget=self._step_budget,
+            )
         )
         self._intake = Intake(
             parts.model.config,
@@ -89,6 +107,7 @@ class Engine:
             embeds_dtype=parts.config.dtype if user.prompt_embeds else None,
         )
         self._encoded = EncoderOutputCache(user.encoder_cache_bytes)
+        self._encoding = LoopAccess()
         if user.freeze_gc:
             gc.collect()  # or what is garbage now would stay for ever
             gc.freeze()
@@ -126,20 +145,29 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Give back all memory. What has not finished ends without an output. Idempotent."""
+        """Give back all memory. What has not finished ends without an output. Idempotent.
+
+        Waits for a step of another thread; calls of `generate` there raise `EngineClosedError`. In
+        a forked child it does nothing.
+
+        Raises:
+            EngineBusyError: called by a signal handler or a callback within a step.
+        """
+        self._shared.close(self._release_memory)
+
+    def _release_memory(self, loop: StepLoop) -> None:
+        """Let go of everything. May be repeated if it was interrupted."""
         if self._parts is None:
             return
         device = self.config.device
-        if device.type == "cuda" and self._failure is None:
+        if device.type == "cuda" and self._shared.healthy:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
-        host_arena = self._parts.runner.host_arena
-        self._loop.close()
+        loop.close()
         if self._parts.model.stack is not None:
             self._parts.model.stack.close()
-        if host_arena is not None:
-            host_arena.close()
-        # The traceback of a failure holds frames, and those the tensors.
-        self._parts = self._open_loop = self._failure = None
+        if self._parts.runner.host_arena is not None:
+            self._parts.runner.host_arena.close()
+        self._parts = None
         self._encoded.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -164,59 +192,48 @@ class Engine:
             RequestError: the request can never be served; nothing was queued.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
-        self._check_usable()
-        if request_id is None:
-            request_id = self._fresh_id()
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}")
-        if request_id in self._loop.groups:
-            raise RequestError(
-                f"request_id {request_id!r} is already in use: choose another, or leave it out"
-            )
+        self._shared.check_usable()
         if not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}")
-        self._loop.add(
-            self._intake.accept(
-                request_id,
-                prompt,
-                SamplingParams() if params is None else params,
-                priority,
-                cache_salt,
-            )
+        return self._shared.submit(
+            partial(
+                self._intake.accept,
+                prompt=prompt,
+                params=SamplingParams() if params is None else params,
+                priority=priority,
+                cache_salt=cache_salt,
+            ),
+            request_id,
         )
-        return request_id
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its final output, with reason `abort`, comes from the next `step`.
+        """End a request; its final output, with reason `abort`, comes from the next `step`.
+
+        Its row and blocks are free when this returns, or from the next step on if another call runs
+        the loop. If the step under way ends the request, its reason is that of the step.
 
         Returns False, and does nothing, if no such request is unfinished.
         """
-        self._open_parts()
-        group = self._loop.groups.get(request_id)
-        if group is None or group.finished:
-            return False
-        self._loop.abort(group)
-        return True
+        return self._shared.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        self._open_parts()
-        return bool(self._unclaimed) or self._loop.has_unfinished
+        return self._shared.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and return the requests that changed since the last call.
 
+        Outputs that an interrupt kept from being returned are returned by the next call. While
+        another thread is in `generate`, the two take turns: all requests share the steps of both.
+
         Raises:
-            EngineFailedError: the launch failed. Every unfinished request is lost, and the engine
+            EngineBusyError: another thread is in `step`, or a signal handler or a callback called
+                it within a step. Nothing was changed.
+            EngineFailedError: the step failed. Every unfinished request is lost, and the engine
                 serves nothing more.
             EngineClosedError: the engine serves nothing more.
         """
-        self._check_usable()
-        with self._failing():
-            outputs = self._loop.step()
-        if self._unclaimed:
-            outputs, self._unclaimed = self._unclaimed + outputs, []
-        return outputs
+        return self._shared.step()
 
     def generate(
         self,
@@ -233,12 +250,16 @@ class Engine:
         completions, `finish_reason` `error`, and the `RequestError` in `error`. A warning counts
         such prompts. A single one raises.
 
+        Several threads may call it: one of them runs the steps, for all of them. An exception such
+        as `KeyboardInterrupt` ends the call and aborts its requests; the next `step` reports them.
+
         Raises:
             RequestError: the only prompt cannot be served; as many `params` as prompts were
                 expected; `prompts` is no sequence.
+            EngineBusyError: called by a signal handler or a callback within a step.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
-        self._check_usable()
+        self._shared.check_usable()
         batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
         if params is None or issubclass(type(params), SamplingParams):
             params = [cast("SamplingParams | None", params) or SamplingParams()] * len(batch)
@@ -249,37 +270,24 @@ class Engine:
         params = cast("Sequence[SamplingParams]", params)
         if len(params) != len(batch):
             raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
-        ids = [self._fresh_id() for _ in batch]
-        done: dict[str, RequestOutput] = {}
-        others: list[RequestOutput] = []
-        try:
-            for request_id, prompt, own in zip(ids, batch, params, strict=True):
-                try:
-                    self.add_request(prompt, own, request_id)
-                except RequestError as error:
-                    if len(batch) == 1:
-                        raise
-                    done[request_id] = RequestOutput(request_id, [], (), True, error=error)
-            refused = [output.error for output in done.values()]
-            ours = set(ids)
-            while len(done) < len(ids):
-                for output in self.step():
-                    if output.request_id not in ours:
-                        others.append(output)
-                    elif output.finished:
-                        done[output.request_id] = output
-        finally:
-            self._unclaimed += others
-            if len(done) < len(ids) and self._failure is None:  # interrupted
-                for request_id in ids:
-                    self.abort(request_id)
+        accept = self._intake.accept
+        outputs = self._shared.generate(
+            [
+                partial(accept, prompt=prompt, params=own, priority=0)
+                for prompt, own in zip(batch, params, strict=True)
+            ],
+            self.step,
+        )
+        refused = [output.error for output in outputs if isinstance(output.error, RequestError)]
+        if refused and len(batch) == 1:
+            raise refused[0]
         if refused:
             warnings.warn(
                 f"{len(refused)} of {len(batch)} prompts were refused, see RequestOutput.error;"
                 f" the first: {refused[0]}",
                 stacklevel=2,
             )
-        return [done[request_id] for request_id in ids]
+        return outputs
 
     def chat(
         self,
@@ -334,7 +342,8 @@ class Engine:
         """Return what an encoder makes of a content, for the spans of a `PromptEmbeds`.
 
         What it made is kept in `encoder_cache_bytes` of host memory, by content: the encoder runs
-        again only for what has been pushed out since. One engine has one encoder.
+        again only for what has been pushed out since. One engine has one encoder. It runs in the
+        calling thread, beside the steps of others.
 
         Args:
             content: the bytes of an image, for instance.
@@ -345,16 +354,28 @@ class Engine:
                 that the model's dtype cannot hold.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
-        self._check_usable()
+        self._shared.check_usable()
         if not isinstance(content, bytes):
             raise RequestError(f"content must be bytes, not {type(content).__name__}")
         key = content_key(content, "encoded")
-        embeds = self._encoded.get(key)
+        embeds = self._with_encoded(lambda cache: cache.get(key))
         if embeds is None:
             hidden = self.model_config.hidden_size
-            embeds = check_embeds(encoder(content), hidden, self.config.dtype, "the encoder gave")
-            self._encoded.put(key, embeds)
+            made = check_embeds(encoder(content), hidden, self.config.dtype, "the encoder gave")
+            self._with_encoded(lambda cache: cache.put(key, made))
+            embeds = made
         return EncodedContent(embeds, key)
+
+    def _with_encoded(self, use: Callable[[EncoderOutputCache], T]) -> T:
+        """Use the cache of encoder outputs, one thread at a time."""
+        try:
+            self._encoding.enter("encode")
+            return use(self._encoded)
+        except BaseException:
+            self._encoded.clear()  # it may have been cut short
+            raise
+        finally:
+            self._encoding.leave()
 
     def reset_prefix_cache(self) -> None:
         """Forget what requests could share: the next ones compute their prompts from the start.
@@ -363,10 +384,10 @@ class Engine:
         starts, or after weights changed.
 
         Raises:
+            EngineBusyError: called by a signal handler or a callback within a step.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
-        self._check_usable()
-        self._loop.scheduler.forget_contents()
+        self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
 
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
@@ -379,11 +400,10 @@ class Engine:
             RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
                 other requests are unfinished.
             NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
+            EngineBusyError: called by a signal handler or a callback within a step.
             EngineClosedError, EngineFailedError: the engine serves nothing more.
         """
-        self._check_usable()
-        if self.has_unfinished():
-            raise RequestError("score needs an idle engine: finish or abort its requests first")
+        self._shared.check_usable()
         token_ids = self._intake.check_token_ids(token_ids)
         if not 1 <= prompt_len <= len(token_ids):
             raise RequestError(
@@ -395,12 +415,10 @@ class Engine:
             )
         forced = token_ids[prompt_len:]
         params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
-        group = self._intake.accept(self._fresh_id(), token_ids[:prompt_len], params, 0)
-        with self._failing():
-            logits = self._loop.score(group, forced)
-        if group.requests[0].error is not None:
-            raise group.requests[0].error
-        return logits
+        accept = partial(
+            self._intake.accept, prompt=token_ids[:prompt_len], params=params, priority=0
+        )
+        return self._shared.score(accept, forced)
 
     def timeline(self) -> Timeline:
         """Return a live view of where the time of the last steps went.
@@ -483,48 +501,18 @@ class Engine:
             self._encoded,
             self._step_budget,
             max_model_len=self.max_model_len,
-            healthy=self._failure is None,
+            healthy=self._shared.healthy,
         )
 
     def check_integrity(self) -> None:
         """Assert every invariant that can be checked between two steps. For tests."""
-        self._open_parts()
-        self._loop.check_integrity()
+        self._shared.run("check_integrity", StepLoop.check_integrity)
 
     @property
     def _loop(self) -> StepLoop:
-        self._open_parts()
-        assert self._open_loop is not None
-        return self._open_loop
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Remember what ends a step halfway, an interrupt too: its requests are neither here nor
-        there, and the device is in an unknown state."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            if isinstance(error, Exception):
-                raise EngineFailedError(f"step {self._loop.num_steps} failed: {error}") from error
-            raise
-
-    def _fresh_id(self) -> str:
-        unclaimed = {output.request_id for output in self._unclaimed}
-        while True:
-            self._next_id += 1
-            request_id = f"request-{self._next_id}"
-            if request_id not in self._loop.groups and request_id not in unclaimed:
-                return request_id
+        return self._shared.open_loop
 
     def _open_parts(self) -> EngineParts:
-        if self._parts is None:
-            raise EngineClosedError("the engine is closed: make a new one to go on")
+        _ = self._loop
+        assert self._parts is not None
         return self._parts
-
-    def _check_usable(self) -> None:
-        self._open_parts()
-        if self._failure is not None:
-            raise EngineFailedError(
-                f"the engine failed earlier ({self._failure!r}): close it and make a new one"
-            ) from self._failure

@@ -35,7 +35,7 @@ def engine_stats(
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
         "max_model_len": max_model_len,
         "steps": loop.num_steps,
-        "waiting": scheduler.num_waiting,
+        "waiting": scheduler.num_waiting + loop.num_posted,
         "running": scheduler.num_running,
         **loop.counts,
         "blocks": {

@@ -14,8 +14,10 @@ __all__ = [
     "StepgraphError",
     "CheckpointError",
     "ConfigError",
+    "EngineBusyError",
     "EngineClosedError",
     "EngineFailedError",
+    "EngineForkedError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
@@ -63,8 +65,24 @@ class EngineClosedError(StepgraphError, RuntimeError):
     """The engine was used after `close()`."""
 
 
+class EngineForkedError(EngineClosedError):
+    """The engine was used in a forked child of the process that made it.
+
+    Threads and devices of the parent do not exist there. The child makes an engine of its own, or
+    asks the parent.
+    """
+
+
+class EngineBusyError(StepgraphError, RuntimeError):
+    """The call cannot run now: another call has the engine. Nothing was changed.
+
+    Either two threads call `step`, or a signal handler or a callback calls the engine from within
+    a call of the same thread, which cannot wait for itself.
+    """
+
+
 class EngineFailedError(StepgraphError, RuntimeError):
-    """A launch failed and left the device in an unknown state: the engine serves nothing more.
+    """A step failed or was cut short by an exception: the engine serves nothing more.
 
     `__cause__` is what it failed on.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -54,7 +55,7 @@ class Intake:
         self._seed = seed
         self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
-        self._arrivals = 0
+        self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
 
     def accept(
         self,
@@ -76,8 +77,8 @@ class Intake:
         prompt_ids, embeds = self._prompt(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()
-        self._arrivals += 1
-        base = params.seed if params.seed is not None else _derive(self._seed, self._arrivals)
+        arrival = next(self._arrivals)
+        base = params.seed if params.seed is not None else _derive(self._seed, arrival)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self._config.eos_token_ids)
@@ -93,7 +94,7 @@ class Intake:
                 prompt_ids=prompt_ids,
                 params=params,
                 seed=_derive(base, index),
-                order=(priority, self._arrivals * 1_000_000 + index),
+                order=(priority, arrival * 1_000_000 + index),
                 max_tokens=min(params.max_tokens, self._longest - len(prompt_ids)),
                 stop_token_ids=frozenset(stops),
                 detokenizer=self._detokenizer(prompt_ids, params),

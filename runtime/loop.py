@@ -10,6 +10,10 @@ host itself nothing runs beside the host, so a step is committed as soon as it w
 With `steps_per_launch` what is planned, launched and committed may be several steps of decoding. A
 request that stops in one of them has tokens too many in those behind it, too.
 
+Requests come and go between steps: what any thread has posted (`post_add`, `post_abort`) is applied
+at the beginning of the next step. `intact` is False while an operation changes the state, and stays
+so if an exception cut it short: then requests and blocks are in an undefined state.
+
 As long as nobody joins, leaves or begins a block, the loop takes no memory: plans show the same
 list of requests, inputs stay as they are, tokens go where there is room for many. What a step
 allocates while it runs is the device's matter, and text and log-probabilities grow because somebody
@@ -21,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -86,6 +90,13 @@ class StepLoop:
             ),
             0,
         )
+        self.intact = True
+        """Whether every operation so far ran to its end."""
+        self.ready: list[RequestOutput] = []
+        """Outputs that no call has taken, in order."""
+        self.any_finished = False
+        """Whether the last output of a request may be among them."""
+        self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
         self._launched: deque[Launch] = deque()
@@ -97,6 +108,33 @@ class StepLoop:
         """Whether a step has anything to do or to report."""
         return bool(self.groups or self._launched)
 
+    @property
+    def num_posted(self) -> int:
+        """Requests that the next step will queue."""
+        posted = tuple(self._posted)
+        return sum(len(group.requests) for change, group in posted if change == self.add)
+
+    def post_add(self, group: RequestGroup) -> None:
+        """Let the next step queue the requests of a group. From any thread, at any time."""
+        self._posted.append((self.add, group))
+
+    def post_abort(self, group: RequestGroup) -> None:
+        """Let the next step end the requests of a group and report it; as `post_add`."""
+        self._posted.append((self.abort, group))
+
+    def post_discard(self, group: RequestGroup) -> None:
+        """Let the next step end the requests of a group without an output; as `post_add`."""
+        self._posted.append((self.discard, group))
+
+    def settle(self) -> None:
+        """Apply what was posted."""
+        self.intact = False
+        while self._posted:
+            change, group = self._posted[0]
+            change(group)
+            self._posted.popleft()
+        self.intact = True
+
     def add(self, group: RequestGroup) -> None:
         """Queue the requests of a group."""
         self.groups[group.id] = group
@@ -106,14 +144,39 @@ class StepLoop:
             self.counts["requests"] += 1
 
     def abort(self, group: RequestGroup) -> None:
-        """End the requests of a group; the next step reports it."""
+        """End the requests of a group, unless they have ended; the next step reports it."""
+        if self.groups.get(group.id) is not group or group.finished:
+            return
         for request in group.requests:
             if request.status is not _FINISHED:
                 self._finish(request, "abort")
         self._changed[group] = None
 
+    def discard(self, group: RequestGroup) -> None:
+        """End the requests of a group, if it is known, and report none of them."""
+        self.abort(group)
+        if self.groups.get(group.id) is group:
+            self._changed.pop(group, None)
+            del self.groups[group.id]
+
+    def forget_contents(self) -> None:
+        """Let nothing that has been computed so far be shared, now or later."""
+        self.settle()
+        self.intact = False
+        self.scheduler.forget_contents()
+        self.intact = True
+
     def step(self) -> list[RequestOutput]:
         """Run one step and return what changed since the last one."""
+        self.advance()
+        outputs, self.ready, self.any_finished = self.ready, [], False
+        return outputs
+
+    def advance(self) -> None:
+        """Run one step; what changed since the last one is added to `ready`."""
+        if self._posted:
+            self.settle()
+        self.intact = False
         number = self.num_steps
         with ranges.span(ranges.STEP, number):
             collected = self.collector.total_ns
@@ -128,7 +191,7 @@ class StepLoop:
             waited = 0
             while len(self._launched) > most:
                 waited += self._commit(self._launched.popleft())
-            outputs = self._collect()
+            self._collect()
             if launch is not None:
                 self.timeline.record(
                     number,
@@ -146,40 +209,39 @@ class StepLoop:
                     plan.blocks_in_use,
                     self.collector.total_ns - collected,
                 )
-        return outputs
+        self.intact = True
 
-    def score(self, group: RequestGroup, forced: Sequence[int]) -> torch.Tensor:
-        """Decode a group of one request, putting `forced` tokens in the place of the sampled ones.
+    def score_step(
+        self, request: Request, forced: Sequence[int], logits: list[torch.Tensor]
+    ) -> None:
+        """Run one step of a lone request, and put the next of `forced` in the place of its token.
 
-        Returns the logits of every step that samples, float32 `[len(forced) + 1, vocab_size]`.
-        The loop has nothing else to do meanwhile.
+        Appends the logits to `logits`, float32 `[vocab_size]`, if the step samples. What has been
+        posted has to wait, or it would not be alone.
         """
-        assert not self.has_unfinished
-        self.add(group)
-        (request,) = group.requests
-        logits: list[torch.Tensor] = []
-        while request.status is not _FINISHED:
-            launch = self._launch(self.scheduler.plan(single=True))
-            assert launch is not None, "a lone request always has something to do"
-            ((lanes, output),) = launch.parts
-            if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
-                # A copy: the next launch may overwrite what this one leaves.
-                logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
-            self._commit(self._launched.popleft())
-            if lanes[0] is not None and request.row is not None:
-                token_id = forced[len(logits) - 1]
-                request.replace_last_token(token_id)
-                self.runner.force_token(request.row, token_id)
-        self._collect()
-        return torch.stack(logits)
+        self.intact = False
+        launch = self._launch(self.scheduler.plan(single=True))
+        assert launch is not None, "a lone request always has something to do"
+        ((lanes, output),) = launch.parts
+        if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
+            # A copy: the next launch may overwrite what this one leaves.
+            logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
+        self._commit(self._launched.popleft())
+        if lanes[0] is not None and request.row is not None:
+            token_id = forced[len(logits) - 1]
+            request.replace_last_token(token_id)
+            self.runner.force_token(request.row, token_id)
+        self.intact = True
 
     def close(self) -> None:
         """Let go of all requests and steps."""
         self.collector.close()
         self._launched.clear()
+        self._posted.clear()
         self.groups.clear()
         self._group_of.clear()
         self._changed.clear()
+        self.ready = []
         self.runner.close()
 
     def check_integrity(self) -> None:
@@ -339,11 +401,12 @@ class StepLoop:
         del self._group_of[request]
         self.counts["finished"] += 1
 
-    def _collect(self) -> list[RequestOutput]:
-        """Return the outputs of what changed, and forget the groups that are finished."""
+    def _collect(self) -> None:
+        """Make outputs of what changed, and forget the groups that are finished."""
         outputs = [RequestOutput.of(group) for group in self._changed]
         self._changed.clear()
         for output in outputs:
             if output.finished:
                 del self.groups[output.request_id]
-        return outputs
+                self.any_finished = True
+        self.ready += outputs

@@ -1,0 +1,33 @@
+"""A forked child has a copy of the parent's engines, but none of the threads that they need."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+__all__ = ["call_in_children"]
+
+
+class _Forkable(Protocol):
+    def after_fork(self) -> None: ...
+
+
+_alive: WeakSet[_Forkable] = WeakSet()
+
+
+def call_in_children(thing: _Forkable) -> None:
+    """Let `thing.after_fork()` be called at the beginning of each child that is forked.
+
+    Does not keep it alive.
+    """
+    _alive.add(thing)
+
+
+def _after_fork() -> None:
+    for thing in list(_alive):
+        thing.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_after_fork)

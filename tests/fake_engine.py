@@ -1,0 +1,122 @@
+"""An `Engine` over the fake device: every public method, and no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.benchmarks.host import MODEL
+from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.startup import CodeCache
+
+from .fake_device import VOCAB, FakeRunner, oracle
+from .scheduler_rig import groups_of
+
+FAKE_MODEL = dataclasses.replace(MODEL, vocab_size=VOCAB, max_position_embeddings=64)
+
+Prompt = list[int]
+
+
+class EngineRunner(FakeRunner):
+    """What an engine calls besides what its loop calls."""
+
+    host_arena = None
+    max_prefill_rows = 8
+    times_device = False
+    library: Any = SimpleNamespace(
+        stats=lambda: SimpleNamespace(steps=0, misses=0, padding_fraction=0.0),
+        reports=lambda: [],
+    )
+
+    def __init__(self) -> None:
+        """Begun by the engine, which makes the scheduler; see `fake_engine`."""
+
+    def launch(self, number: int, plan: Any) -> Any:
+        launch = super().launch(number, plan)
+        lanes = [request for request, _, _ in launch.sampled]
+        logits = torch.tensor([[float(token)] for _, token, _ in launch.sampled])
+        parts = ((lanes or [None], SimpleNamespace(logits=logits)),)
+        return SimpleNamespace(parts=parts, **_fields(launch))
+
+    def read(self, launch: Any) -> Any:
+        self.unread.popleft()
+        return launch.sampled
+
+    def force_token(self, row: int, token_id: int) -> None:
+        self.device.tokens[row] = token_id
+
+    def close(self) -> None:
+        self.plans.clear()
+
+
+def _fields(launch: Any) -> dict[str, Any]:
+    fields = {f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)}
+    return fields | {"elapsed_ns": launch.elapsed_ns}
+
+
+def fake_engine(num_blocks: int = 60, max_rows: int = 4, **options: Any) -> Engine:
+    """Return an engine whose tokens are those of `expected`."""
+    user = EngineConfig(
+        device="cpu",
+        mode="eager",
+        max_rows=max_rows,
+        block_size=4,
+        prefill_chunk=16,
+        freeze_gc=False,
+        **options,
+    )
+    runner = EngineRunner()
+    parts = SimpleNamespace(
+        config=dataclasses.replace(ResolvedConfig.resolve(user, FAKE_MODEL), max_model_len=48),
+        model=SimpleNamespace(
+            config=FAKE_MODEL,
+            stack=None,
+            kernels=SimpleNamespace(library=None, name="fake", fallbacks=()),
+        ),
+        tokenizer=None,
+        groups=groups_of((None,)),
+        plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
+        runner=runner,
+        reconcile=lambda: SimpleNamespace(terms=()),
+        phases=(),
+        load_seconds=0.0,
+        start_seconds=0.0,
+        code_cache=CodeCache(0, 0),
+        compiled_kernels=None,
+    )
+    engine = Engine(parts)  # type: ignore[arg-type]
+    FakeRunner.__init__(runner, engine._loop.scheduler, 0, (None,))
+    return engine
+
+
+def params(seed: int, max_tokens: int = 6, **options: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def expected(engine: Engine, prompt: Prompt, own: SamplingParams) -> list[int]:
+    """The output tokens of a request that runs alone."""
+    (request,) = engine._intake.accept("reference", prompt, own, 0).requests
+    tokens, _ = oracle(request)
+    return tokens
+
+
+def check_serves(engine: Engine) -> None:
+    """Assert that an engine without requests gives the right tokens and has lost nothing."""
+    while engine.has_unfinished():
+        engine.step()
+    prompts = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 9]]
+    own = [params(seed) for seed in range(3)]
+    outputs = engine.generate(prompts, own)
+    assert [output.token_ids for output in outputs] == [
+        expected(engine, prompt, p) for prompt, p in zip(prompts, own, strict=True)
+    ]
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats["healthy"] is True
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["requests"] == stats["finished"]
+    assert not engine.has_unfinished()
