@@ -25,7 +25,8 @@ from .errors import (
 )
 from .forks import call_in_children
 from .loop import StepLoop
-from .request import RequestGroup, RequestOutput
+from .request import RequestGroup
+from .request_output import RequestOutput
 from .tickets import GenerateCall, Ticket, Tickets
 
 __all__ = ["MakeGroup", "SharedLoop"]

@@ -10,7 +10,8 @@ import itertools
 from _queue import SimpleQueue
 
 from .errors import RequestError
-from .request import RequestGroup, RequestOutput
+from .request import RequestGroup
+from .request_output import RequestOutput
 
 __all__ = ["GenerateCall", "Ticket", "Tickets"]
 
