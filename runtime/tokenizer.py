@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
 from .errors import CheckpointError, RequestError
+from .prompt_ids import type_name
 from .prompt_length import TokenBound
 from .text_stream import (
     STREAMS,
@@ -101,6 +102,8 @@ class TextTokenizer:
         Raises:
             RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"the text must be a str, not a {type_name(text)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate cannot be handed to the tokenizer
