@@ -155,7 +155,7 @@ class Intake:
             if text is None:
                 return self._not_empty(self.check_token_ids(prompt)), ()
             return self._not_empty(self._encode(text, special=True)), ()
-        except (RequestError, AssertionError):
+        except RequestError:
             raise
         except Exception as error:  # whatever an object of the user raises
             raise RequestError(

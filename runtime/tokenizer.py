@@ -16,6 +16,7 @@ from .bounded_repr import bounded_text
 from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
 from .checkpoint_files import has_file
 from .errors import CheckpointError, RequestError
+from .prompt_ids import type_name
 from .prompt_length import TokenBound
 from .text_stream import (
     STREAMS,
@@ -103,6 +104,8 @@ class TextTokenizer:
         Raises:
             RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"the text must be a str, not a {type_name(text)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate cannot be handed to the tokenizer

@@ -205,3 +205,5 @@ def test_what_encode_refuses_is_a_request_error() -> None:
     tokenizer = TextTokenizer(Tokenizer(models.WordLevel({"a": 0}, unk_token="<none>")))
     with pytest.raises(RequestError, match="cannot encode"):
         tokenizer.encode("b")
+    with pytest.raises(RequestError, match="must be a str, not a bytes"):
+        tokenizer.encode(b"a")  # type: ignore[arg-type]
