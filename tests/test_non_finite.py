@@ -15,7 +15,7 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, NonFiniteLogitsError, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.request import RequestOutput
+from stepgraph.runtime.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from conftest import TinyModel
