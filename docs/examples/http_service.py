@@ -11,7 +11,7 @@ import sys
 import threading
 from http import HTTPStatus
 
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph import Engine, EngineConfig, SamplingParams
 
 MAX_BODY, MAX_REQUESTS, READ_SECONDS = 1 << 16, 256, 30.0
 
@@ -122,5 +122,5 @@ def respond(writer, status, kind="application/json", **fields):
 
 
 if __name__ == "__main__":
-    with Engine.from_pretrained(sys.argv[1], EngineConfig(max_rows=32)) as engine:
+    with Engine.from_pretrained(sys.argv[1], EngineConfig(max_rows=32, threads=-1)) as engine:
         asyncio.run(Service(engine).serve(port=int(sys.argv[2])))
