@@ -491,9 +491,9 @@ class Engine:
         and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
         how often a launch found no prepared step. `steps` counts launches, `multi_step_launches`
         those that decoded several tokens of each row, `non_finite` requests that ended with
-        `NonFiniteLogitsError`. `collector` tells how often Python's garbage collector ran since the
-        engine was made, and its seconds. `step_budget` (None without `max_itl_ms`) sets what steps
-        with prefill took beside rows that decode against what was predicted.
+        `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage collector since the
+        engine was made, and their seconds. `step_budget` (None without `max_itl_ms`) compares the
+        times of mixed prefill and decode steps with their predictions.
         """
         return engine_stats(
             self._open_parts(),

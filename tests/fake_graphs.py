@@ -415,7 +415,7 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(
         config,
         "_resolve_mode",
-        lambda mode, device: "graph" if mode == "graph" else resolve(mode, device),
+        lambda config, *rest: "graph" if config.mode == "graph" else resolve(config, *rest),
     )
     monkeypatch.setattr(ResolvedConfig, "beside_host", property(lambda self: self.mode == "graph"))
     monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))

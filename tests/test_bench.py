@@ -248,7 +248,7 @@ def test_cache_scenario(capsys, monkeypatch, tmp_path):
             for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
         ]
 
-    monkeypatch.setattr("stepgraph.cache.benchmark.measure_cache", measure_cache)
+    monkeypatch.setattr("stepgraph.runtime.benchmarks.cli.measure_cache", measure_cache)
     arguments = f"--scenario cache --seed 4 --output-json {tmp_path}/a --output-md {tmp_path}/b"
     assert run_bench(monkeypatch, arguments) == 0
     table = """\
@@ -282,7 +282,7 @@ def test_host_scenario(capsys, monkeypatch, tmp_path):
             for queued, slower in ((10, 1.0), (100_000, 1.25))
         ]
 
-    monkeypatch.setattr("stepgraph.runtime.benchmarks.host.measure_host", measure_host)
+    monkeypatch.setattr("stepgraph.runtime.benchmarks.cli.measure_host", measure_host)
     files = f"--output-json {tmp_path}/a --output-md {tmp_path}/b"
     arguments = f"--scenario host --seed 4 --num-steps 100 {files}"
     assert run_bench(monkeypatch, arguments) == 0

@@ -216,6 +216,8 @@ def test_parts_import_this_tree(
 ) -> None:
     for name in ("runtime", "graphs", "cache", "profiling"):
         (tmp_path / "tree" / name).mkdir(parents=True)
+    (tmp_path / "tree" / "runtime" / "package").mkdir()
+    (tmp_path / "tree" / "runtime" / "package" / "__init__.py").touch()
     (tmp_path / "tree" / "graphs" / "__init__.py").write_text("print('this tree')")
     monkeypatch.setattr(script, "ROOT", tmp_path / "tree")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineFailedError, RequestOutput
+from stepgraph.runtime import Engine, EngineFailedError, RequestError, RequestOutput
 
 from .fake_engine import check_serves, expected, fake_engine, params
 from .line_faults import LineFault
@@ -89,7 +89,8 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
     engine = prepared(name)
     outputs: list[RequestOutput] = []
     fault = LineFault(at, error)
-    with suppress(error, EngineFailedError), fault:
+    # What a prompt raises while it is read is the request's error.
+    with suppress(error, EngineFailedError, RequestError), fault:
         made = USES[name](engine)
         if name == "step":
             outputs += made  # type: ignore[operator]

@@ -83,7 +83,7 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
 def test_kernels_are_timed_on_cuda_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_bench(monkeypatch, "--scenario kernels --device cpu") == 1
+    assert run_bench(monkeypatch, "--scenario kernels --device cpu") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "bench.py: error: kernels are timed on CUDA devices, and cpu is none"
     )

@@ -534,7 +534,7 @@ class TestHub:
         assert asked == [names]
         # What was enough for the config is not taken for a whole checkpoint.
         resolve_source("some-org/some-model")
-        assert asked == [names, ["*.json", "*.safetensors"]]
+        assert asked == [names, ["*.json", "*.jinja", "*.safetensors"]]
 
     def test_not_in_the_cache(self) -> None:
         message = "'some-org/some-model' is neither a local directory nor complete .* downloaded"

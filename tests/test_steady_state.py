@@ -96,7 +96,8 @@ def test_inputs_are_copied_only_when_something_changed() -> None:
     rig.run(2)  # the last row has joined
     quiet = 0
     for _ in range(64):
-        before, known = rig.runner.inputs.copies, dict(rig.loop.scheduler._appointments)
+        before = rig.runner.inputs.copies
+        known = rig.loop.scheduler._appointments.all().values()
         ops = ops_of(rig, 1)
         if rig.loop.scheduler._num_steps not in known:
             quiet += 1
@@ -308,7 +309,7 @@ def test_a_row_more_costs_a_few_lines() -> None:
     few, many = (
         min(lines_of_steps(HostRig(rows, 10, num_steps=50, **NO_BLOCKS), 20)) for rows in (10, 30)
     )
-    assert (many - few) / 20 < 50
+    assert (many - few) / 20 < 60
 
 
 # The benchmark ------------------------------------------------------------------------------------

@@ -15,6 +15,19 @@ torch.library.define(
 torch.library.define("stepgraph::cap_logits", "(Tensor(a!) logits, float cap) -> ()")
 
 
+def _fake_rotations(positions_T: Tensor, frequencies_KE: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (frequencies_KE.shape[0], positions_T.shape[0], frequencies_KE.shape[1])
+    return frequencies_KE.new_empty(shape), frequencies_KE.new_empty(shape)
+
+
+def _fake_cap_logits(logits: Tensor, cap: float) -> None:
+    return None
+
+
+torch.library.register_fake("stepgraph::rotations", _fake_rotations)
+torch.library.register_fake("stepgraph::cap_logits", _fake_cap_logits)
+
+
 def reference_rotations(positions_T: Tensor, frequencies_KE: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles of rotary embeddings, float32 `[K, T, E]`.
 

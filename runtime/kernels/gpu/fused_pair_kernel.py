@@ -167,7 +167,7 @@ def _multiply_run(  # type: ignore[no-untyped-def]
             w_ptr, scale_ptr, bias_ptr, norm_ptr, first, step + 1, steps, N, K, BLOCK_N, BLOCK_K,
             V, WORD, SCALE_BLOCKS, GATED,
         )  # fmt: skip
-        tl.debug_barrier()  # else the load is put behind the products
+        tl.debug_barrier()  # else the compiler moves the load after the products
         sums = _multiply_step(
             sums, w, norm, scales, channel_scales, bias, x_ptr, residual_ptr, out_ptr, reciprocal,
             first, step, T, N, K, ROWS, BLOCK_N, BLOCK_K, V, STORAGE, NATIVE_FP8,

@@ -134,7 +134,7 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             w_rows, word, norm_ptr, k, scale_rows, group * V, start + BLOCK_K, K, WORD, EVEN,
             SCALE_BLOCKS,
         )  # fmt: skip
-        tl.debug_barrier()  # else the load is put behind the products
+        tl.debug_barrier()  # else the compiler moves the load after the products
         sums = _grown(
             sums, w, norm, scales, start, x_ptr, delta_ptr, post_ptr, max_ptr, sum_ptr, T, k,
             reciprocal, post_reciprocal, K, E, SPLITS, ROWS, V, EVEN, NORM, OFFSET, POST_OFFSET,

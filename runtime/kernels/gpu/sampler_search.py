@@ -65,7 +65,7 @@ def lower_bound(  # type: ignore[no-untyped-def]
 def _tile(  # type: ignore[no-untyped-def]
     start, wanted_ptr, list_ptr, count, base, divisor, SUB: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
-    """Weights of the listed runs from `start` on, `[CAP / SUB, SUB]`, 0 behind the last one."""
+    """Weights of the listed runs from `start` on, `[CAP / SUB, SUB]`, 0 after the last one."""
     q = start + tl.arange(0, CAP // SUB)
     run = tl.load(list_ptr + q, mask=q < count, other=0)
     token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
