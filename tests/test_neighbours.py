@@ -254,6 +254,8 @@ def test_a_peer_that_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPa
             peer.steps(5)
         with pytest.raises(PeerError, match="vllm: it ended: "):
             peer.end()
+    hangs = FAKE_VLLM.replace("self.steps += 1", "import time; time.sleep(60)")
+    fake_vllm.write_text(hangs.replace("FAIL_AT", "0"))
     with open_peer() as peer:
         monkeypatch.setattr(peers, "REPLY_SECONDS", 0.0)
         with pytest.raises(PeerError, match=r"vllm: no reply within 0\.0 s"):
