@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -23,14 +25,16 @@ struct OwnedStack {
   std::unique_ptr<Stack> stack;  // goes first: it waits for threads that read the tensors
   at::ScalarType dtype;
   int64_t groups, ropes;  // at least so many are expected of a step
+  pid_t process = getpid();
 };
 
 // All stacks of the process, by handle.
 class Stacks {
  public:
+  // Never destroyed: a stack waits for its threads, which a forked child does not have.
   static Stacks& instance() {
-    static Stacks stacks;
-    return stacks;
+    static auto* stacks = new Stacks;
+    return *stacks;
   }
 
   int64_t add(OwnedStack stack) {
@@ -40,8 +44,15 @@ class Stacks {
   }
 
   void remove(int64_t handle) {
-    const std::lock_guard<std::mutex> alone(mutex_);
-    TORCH_CHECK(stacks_.erase(handle) == 1, "stack_destroy: there is no stack ", handle);
+    std::shared_ptr<OwnedStack> removed;
+    {
+      const std::lock_guard<std::mutex> alone(mutex_);
+      const auto found = stacks_.find(handle);
+      TORCH_CHECK(found != stacks_.end(), "stack_destroy: there is no stack ", handle);
+      removed = std::move(found->second);
+      stacks_.erase(found);
+    }
+    if (removed->process != getpid()) new std::shared_ptr<OwnedStack>(std::move(removed));
   }
 
   std::shared_ptr<OwnedStack> find(int64_t handle) {
