@@ -209,5 +209,13 @@ class LoopAccess:
 
 
 def _runs(turn: _Turn) -> bool:
-    """Whether the call that has, or had, the loop has not returned."""
-    return in_stack(turn[0], sys._current_frames().get(turn[2]))
+    """Whether the call that has, or had, the loop has not returned.
+
+    `clear` refuses an executing frame in one operation. The stack of another thread cannot be
+    walked: it changes meanwhile, and CPython 3.11 crashes.
+    """
+    try:
+        turn[0].clear()
+    except RuntimeError:
+        return True
+    return False
