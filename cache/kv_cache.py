@@ -275,7 +275,7 @@ class KVCache:
             held.verified = end
 
     def withdraw(self, hashes: PrefixHashes, num_tokens: int) -> None:
-        """Let nobody share blocks that hold tokens after the first `num_tokens` of a sequence.
+        """Stop sharing the blocks that hold tokens after the first `num_tokens` of a sequence.
 
         What was verified stays, by whichever request; requests keep what they hold. The sequence
         need not hold blocks any more.

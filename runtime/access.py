@@ -2,8 +2,8 @@
 
 The call that runs the loop is identified by its frame, put into a dict by `setdefault`: one atomic
 operation that takes the loop and says who has it. Nothing here takes a lock that a signal handler
-or a callback could find taken by its own thread. The frame tells three cases apart whenever the
-loop is found taken:
+or a callback could find taken by its own thread. When the loop is taken, the frame
+distinguishes three cases:
 
 - it is a caller of the present call: a signal handler or a callback re-enters the engine, or a call
   of `generate` runs its own steps;
@@ -11,7 +11,7 @@ loop is found taken:
 - it runs no more: an exception at an unfortunate instruction kept it from releasing the loop.
 
 Waiting calls sleep until the loop is released. Those that want it for one operation come first;
-calls of `generate`, which only want somebody to run the steps, follow.
+calls of `generate`, which only need the steps to run, follow.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LoopAccess:
         return part
 
     def try_enter(self, name: str) -> bool:
-        """`enter` if nobody has the loop; return whether that was so."""
+        """`enter` if the loop is free; return whether it was."""
         frame, thread = sys._getframe(1), get_ident()
         turn = (frame, name, thread, False)
         try:

@@ -1,4 +1,4 @@
-"""What `stepgraph bench` measures, a file a measurement, and how it is told.
+"""What `stepgraph bench` measures, a file a measurement, and how it is reported.
 
 `cli` is the command, `options` its command line, `explain` the command `stepgraph explain`;
 `steady`, `interference`, `churn`, `start`, `host` and `kernels` are measurements; `run_steady` and
