@@ -96,13 +96,13 @@ def test_callers_share_the_pool() -> None:
 
     with kernel_threads(3):
         every[0].check()
-        before = rooms.pool_threads()
         callers = [threading.Thread(target=call, args=(operators,)) for operators in every]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        assert rooms.pool_threads() == before
+        with new_threads() as started:
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+        assert started == set()
     assert not errors
 
 

@@ -183,5 +183,4 @@ TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
   library.impl("set_thread_limit", [](int64_t threads) {
     stepgraph::set_thread_limit(static_cast<int>(threads));
   });
-  library.impl("pool_threads", []() -> int64_t { return stepgraph::pool_threads(); });
 }

@@ -47,8 +47,6 @@ class Pool {
     return *pool;
   }
 
-  int threads() const { return started_.load(std::memory_order_relaxed); }
-
   void run(Job& job, int threads) {
     const int callers = callers_.fetch_add(1, std::memory_order_relaxed) + 1;
     Seat* seat = threads > callers ? open_seat(job.control_) : nullptr;
@@ -269,7 +267,6 @@ class UnitsJob : public Job {
 
 void set_thread_limit(int threads) { limit.store(threads, std::memory_order_relaxed); }
 int thread_limit() { return limit.load(std::memory_order_relaxed); }
-int pool_threads() { return Pool::instance().threads(); }
 
 void run_units(int64_t count, int threads, UnitFunction run, void* context) {
   static auto* jobs = new JobList<UnitsJob>;

@@ -90,13 +90,14 @@ class Job {
 template <class J>
 class JobList {
  public:
-  // A job that is acquired. It stays valid.
-  J& acquire() {
+  // A job that is acquired, made of `arguments` if all others are in use. It stays valid.
+  template <class... Arguments>
+  J& acquire(Arguments&... arguments) {
     const std::lock_guard<std::mutex> alone(mutex_);
     for (const std::unique_ptr<J>& job : jobs_) {
       if (job->try_acquire()) return *job;
     }
-    jobs_.push_back(std::make_unique<J>());
+    jobs_.push_back(std::make_unique<J>(arguments...));
     jobs_.back()->acquire();
     return *jobs_.back();
   }
@@ -115,9 +116,6 @@ class JobList {
 // Threads that an operator may use, the calling one included. 0 (as at first): as many as torch.
 void set_thread_limit(int threads);
 int thread_limit();
-
-// Pool threads that exist.
-int pool_threads();
 
 // Calls run(index, thread) for 0 <= index < count on up to `threads` threads, 0 <= thread < threads.
 using UnitFunction = void (*)(void* context, int64_t index, int64_t thread);

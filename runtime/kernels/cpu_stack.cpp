@@ -11,7 +11,6 @@
 // So are norms of outputs, and gates and ups whose columns do not share out in blocks.
 #include "cpu_stack.h"
 
-#include <type_traits>
 #include <variant>
 
 #include "cpu_stack_math.h"
@@ -366,9 +365,8 @@ Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vecto
       layers_(std::move(layers)),
       plan_keys_(std::move(plans)),
       norm_(norm),
-      output_norms_(layers_.front().mlp_output_norm != nullptr) {
-  jobs_.push_back(std::make_unique<StackJob>(*this));
-}
+      output_norms_(layers_.front().mlp_output_norm != nullptr),
+      large_job_(std::make_unique<StackJob>(*this)) {}
 
 Stack::~Stack() = default;
 
@@ -419,8 +417,9 @@ int64_t Stack::workspace_bytes(int64_t tokens, int64_t element_bytes, int thread
     return elements * element_bytes + AttentionPlan::scratch_bytes(step) +
            Phases::bytes(phases(), units(most));
   };
-  // Each pool thread may be late in a step of its own.
-  return bytes(tokens) + (threads - 1) * bytes(std::min(tokens, kMostLateTokens));
+  // A step of few tokens may find each pool thread late in a step of its own.
+  const int64_t large = tokens > kMostLateTokens ? bytes(tokens) : 0;
+  return large + threads * bytes(std::min(tokens, kMostLateTokens));
 }
 
 int64_t Stack::positions() const {
@@ -429,26 +428,16 @@ int64_t Stack::positions() const {
   return most;
 }
 
-StackJob& Stack::acquire_job(int64_t tokens) {
-  if (tokens <= kMostLateTokens) {
-    for (const std::unique_ptr<StackJob>& job : jobs_) {
-      if (job->try_acquire()) return *job;
-    }
-    jobs_.push_back(std::make_unique<StackJob>(*this));
-    jobs_.back()->acquire();
-    return *jobs_.back();
-  }
-  jobs_.front()->acquire();
-  return *jobs_.front();
-}
-
 template <class T>
 void Stack::run(const StackStep<T>& step, std::shared_ptr<const void> keep) {
   if (step.tokens == 0) return;
   const std::lock_guard<std::mutex> alone(busy_);
-  StackJob& job = acquire_job(step.tokens);
+  // A step of many tokens waits for late threads before and after.
+  const bool large = step.tokens > kMostLateTokens;
+  if (large) large_job_->acquire();
+  StackJob& job = large ? *large_job_ : jobs_.acquire(*this);
   job.prepare_or_release([&] { job.prepare(step, std::move(keep)); });
-  job.run(job.threads(), step.tokens > kMostLateTokens);
+  job.run(job.threads(), large);
 }
 
 template void Stack::run(const StackStep<c10::BFloat16>&, std::shared_ptr<const void>);

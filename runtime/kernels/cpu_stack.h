@@ -98,15 +98,14 @@ class Stack {
   int64_t phases() const;
   int64_t units(int64_t tokens) const;
 
-  StackJob& acquire_job(int64_t tokens);
-
   StackShape shape_;
   std::vector<StackLayer> layers_;
   std::vector<StackPlan> plan_keys_;
   const void* norm_;
   bool output_norms_;
   std::mutex busy_;
-  std::vector<std::unique_ptr<StackJob>> jobs_;
+  JobList<StackJob> jobs_;
+  std::unique_ptr<StackJob> large_job_;  // for steps that need a large workspace
 };
 
 }  // namespace stepgraph

@@ -9,14 +9,13 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["limit_threads", "pool_threads", "resolve_threads", "usable_cores"]
+__all__ = ["limit_threads", "resolve_threads", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 torch.library.define("stepgraph::set_thread_limit", "(int threads) -> ()")
-torch.library.define("stepgraph::pool_threads", "() -> int")
 
 _limit = 0
 
@@ -31,11 +30,6 @@ def limit_threads(threads: int) -> None:
     if threads != _limit:
         torch.ops.stepgraph.set_thread_limit.default(threads)
         _limit = threads
-
-
-def pool_threads() -> int:
-    """Return the number of pool threads that exist, without those that call operators."""
-    return int(torch.ops.stepgraph.pool_threads.default())
 
 
 def resolve_threads(threads: int | None) -> int:
