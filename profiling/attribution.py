@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
-from .emitters import NOTHING
 from .kernel_matching import find_step, match
 from .kernel_names import (
     OTHER,
@@ -39,6 +38,7 @@ from .kernel_names import (
     StepNodes,
     load,
 )
+from .listeners import NOTHING
 
 __all__ = [
     "OTHER",
