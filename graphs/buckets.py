@@ -65,24 +65,24 @@ class Buckets:
         return len(self.sizes)
 
 
-def default_row_buckets(max_rows: int) -> Buckets:
+def default_row_buckets(max_num_seqs: int) -> Buckets:
     """Return decode buckets, in rows: 1, 2, 4, 8, then multiples of 8 to 64, of 16 to 128, ...
 
     From 32 on each octave is cut into four, so that less than a fifth of a bucket is padding
     (33 rows run in 40: 7/40); below that the step is 8 rows, the width of a tensor-core tile.
-    `max_rows` is always a bucket: a full batch pads nothing.
+    `max_num_seqs` is always a bucket: a full batch pads nothing.
 
     Raises:
-        ValueError: `max_rows` is less than 1.
+        ValueError: `max_num_seqs` is less than 1.
     """
-    _require_positive("max_rows", max_rows)
-    sizes = [size for size in (1, 2, 4) if size < max_rows]
+    _require_positive("max_num_seqs", max_num_seqs)
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = 8
-    while size < max_rows:
+    while size < max_num_seqs:
         sizes.append(size)
         octave = 1 << (size.bit_length() - 1)  # the power of two at or below
         size += max(8, octave // 4)
-    return Buckets([*sizes, max_rows])
+    return Buckets([*sizes, max_num_seqs])
 
 
 def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:

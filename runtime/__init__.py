@@ -2,9 +2,9 @@
 
 import logging
 
-from .chat_template import ChatPrompt
 from .config import EngineConfig
-from .engine import Engine
+from .engine.engine import Engine
+from .engine.request_output import CompletionOutput, OutputDelta, RequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -20,11 +20,11 @@ from .errors import (
     StepgraphError,
     StepPreparationError,
 )
+from .loading.chat_template import ChatPrompt
+from .loading.tokenizer import TextTokenizer
 from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
 from .request import TokenLogprobs
-from .request_output import CompletionOutput, OutputDelta, RequestOutput
 from .sampling_params import SamplingParams
-from .tokenizer import TextTokenizer
 
 __all__ = [
     "Engine",

@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 
 from ..cache.arena import SCALE_BYTES, Storage
-from ..cache.memory import MemoryBudget
+from ..cache.memory.handler import MemoryBudget
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
 from .kernels import (
@@ -21,7 +21,7 @@ from .kernels import (
     native_obstacle,
     resolve_threads,
 )
-from .kernels.self_test import warn
+from .kernels.result_check import warn
 from .models.config import ModelConfig
 
 __all__ = [
@@ -46,12 +46,12 @@ DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Of the free memory; less where the operating system and others need it too."""
 
 
-def max_prefill_rows(max_rows: int) -> int:
+def max_prefill_rows(max_num_seqs: int) -> int:
     """Return how many prompts one prefill step may have chunks of.
 
     Its sampler computes logits for so many rows, whether they are used or not.
     """
-    return min(8, max_rows)
+    return min(8, max_num_seqs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +90,14 @@ class EngineConfig:
             `memory_fraction` or `memory_bytes` the batch tokens are what the budget leaves.
         memory_fraction: share of the free memory that the engine may use, above 0 to 1. Where no
             budget is given it is 0.9 on CUDA and 0.5 on a CPU. The cache takes no more of it than
-            `max_rows` requests of `max_model_len` tokens can use; `num_blocks`, `memory_tokens` or
-            `memory_bytes` keep more as prefix cache.
+            `max_num_seqs` requests of `max_model_len` tokens can use; `num_blocks`,
+            `memory_tokens` or `memory_bytes` keep more as prefix cache.
         memory_bytes: bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is.
             1 to 2^60.
         memory_tokens: tokens of context that the cache must hold, 1 to 2^50.
         max_batch_tokens: most tokens of one step, decoding rows and prefill chunk together, 2 to
-            2^20; more than `max_rows`.
-        max_rows: most requests that decode together, 1 to 4096.
+            2^20; more than `max_num_seqs`.
+        max_num_seqs: most requests that decode together, 1 to 4096.
         prefix_cache: whether requests with a common beginning share its cache blocks.
         host_cache_bytes: bytes of host memory (pinned for CUDA) that requests are swapped to when
             blocks run out, 0 to 2^60; 0 is off.
@@ -117,8 +117,8 @@ class EngineConfig:
             computed after the end of a row are discarded. See `Scheduler` for when it applies.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
             engine is ready (`gc.freeze`), process-wide and permanently. See docs/benchmarking.md.
-        buckets: numbers of rows to prepare decode steps for, each 1 to `max_rows`; `max_rows` is
-            always one of them. None: chosen from `max_rows`.
+        buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
+            always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill
             step then reads a buffer of `prefill_chunk` embeddings.
         encoder_cache_bytes: bytes of host memory, outside of the memory plan, for what
@@ -148,7 +148,7 @@ class EngineConfig:
     memory_bytes: int | None = None
     memory_tokens: int | None = None
     max_batch_tokens: int | None = None
-    max_rows: int = 16
+    max_num_seqs: int = 16
     prefix_cache: bool = True
     host_cache_bytes: int = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
@@ -182,7 +182,7 @@ class EngineConfig:
                     " are cores, or leave it out"
                 )
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
-        _check_int("max_rows", self.max_rows, 1, MAX_ROWS)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_ROWS)
         _check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
         _check_int("steps_per_launch", self.steps_per_launch, 1, MAX_STEPS_PER_LAUNCH)
         _check_int("seed", self.seed, 0, MAX_SEED)
@@ -232,10 +232,10 @@ class EngineConfig:
             raise ConfigError(f"give at most one memory budget, not {' and '.join(given)}")
         if self.memory_tokens is not None and self.num_blocks is not None:
             raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
-        if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_rows:
+        if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} leaves no room for a prompt beside"
-                f" max_rows={self.max_rows} decoding rows: it must be greater"
+                f" max_num_seqs={self.max_num_seqs} decoding rows: it must be greater"
             )
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
@@ -244,7 +244,7 @@ class EngineConfig:
                     f"{bounded_repr(self.buckets)}"
                 )
             for bucket in self.buckets:
-                _check_int("buckets", bucket, 1, self.max_rows)
+                _check_int("buckets", bucket, 1, self.max_num_seqs)
 
     def memory_budget(self, device: torch.device) -> MemoryBudget:
         """Return the budget that was given, or the default share of the free memory."""

@@ -7,7 +7,7 @@ here so that there is one place to import errors from. No torch: the scheduler r
 
 from __future__ import annotations
 
-from ..cache.memory import MemoryBudgetError
+from ..cache.memory.handler import MemoryBudgetError
 from ..graphs.errors import StepPreparationError
 
 __all__ = [

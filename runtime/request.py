@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ..cache.prefix import PrefixHashes
-from .detokenizer import IncrementalDetokenizer
+from .loading.detokenizer import IncrementalDetokenizer
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file

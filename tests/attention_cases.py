@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from stepgraph.runtime.kernels import AttentionForm, kv_storage
+from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels.ops import kv_storage
 from torch import Tensor
 
 Attention = Callable[..., Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from stepgraph.__main__ import main
-from stepgraph.runtime.benchmarks import run_scenarios
+from stepgraph.runtime.bench import run_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 BANDWIDTH_GB_S = 30.0

@@ -12,17 +12,17 @@ import torch
 import triton
 import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm
-from stepgraph.runtime.kernels.gpu.compile_ahead import compile_launches, early_reads
-from stepgraph.runtime.kernels.gpu.decode_attention import decode_attention
-from stepgraph.runtime.kernels.gpu.fused_pair import fused_pair, new_barrier
-from stepgraph.runtime.kernels.gpu.launch import (
+from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
+from stepgraph.runtime.kernels.triton.fused_pair import fused_pair, new_barrier
+from stepgraph.runtime.kernels.triton.launch import (
     launch,
     let_dependents_start,
     record_launches,
     wait_for_inputs,
 )
-from stepgraph.runtime.kernels.gpu.linear import GpuLinear, Norm
-from stepgraph.runtime.kernels.gpu.split_attention import new_counters, new_partials
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, Norm
+from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
+from stepgraph.runtime.tools.compile_ahead import compile_launches, early_reads
 
 
 @triton.jit

@@ -274,7 +274,7 @@ def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are of default sizes, whatever the user tuned, and what a test tunes is its own."""
     if importlib.util.find_spec("triton") is None:
         return
-    from stepgraph.runtime.kernels.gpu import tuning
+    from stepgraph.runtime.kernels.triton import tuning
 
     monkeypatch.setattr(tuning, "cache_directory", lambda: tmp_path / "stepgraph")
     for name in ("_known", "_best_config"):
@@ -328,7 +328,7 @@ def open_engine(tiny: Callable[[str], TinyModel]) -> Iterator[Callable[..., Engi
     engines: list[Engine] = []
 
     def make(variant: str, **config: Any) -> Engine:
-        settings = {"device": "cpu", "mode": "eager", "max_rows": 4} | config
+        settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
         if settings["device"] != "cpu" and not settings.keys() & {"memory_tokens", "memory_bytes"}:
             settings.setdefault("num_blocks", GPU_BLOCKS)
         engines.append(Engine.from_pretrained(tiny(variant).directory, EngineConfig(**settings)))
@@ -351,7 +351,7 @@ def compiled(tiny: Callable[[str], TinyModel]) -> Iterator[Callable[[str], Engin
     def make(variant: str) -> Engine:
         if variant not in engines:
             config = EngineConfig(
-                device="cpu", mode="compile", max_rows=4, block_size=8, prefill_chunk=24
+                device="cpu", mode="compile", max_num_seqs=4, block_size=8, prefill_chunk=24
             )
             engines[variant] = Engine.from_pretrained(tiny(variant).directory, config)
         assert not engines[variant].has_unfinished()

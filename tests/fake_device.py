@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepgraph.cache.blocks import NULL_BLOCK
-from stepgraph.runtime.kernels.feedback import NON_FINITE
-from stepgraph.runtime.launch import Sampled
-from stepgraph.runtime.plan import Preemption, StepPlan
+from stepgraph.runtime.execution.outputs import Sampled
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import Request
-from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.runtime.scheduling.plan import Preemption, StepPlan
+from stepgraph.runtime.scheduling.scheduler import Scheduler
 
 VOCAB = 11
 
@@ -101,17 +101,19 @@ class FakeDevice:
     """Row state, arena and host arena, as steps see them."""
 
     def __init__(
-        self, windows: Windows, max_rows: int, block_size: int, nan_tokens: frozenset[int]
+        self, windows: Windows, max_num_seqs: int, block_size: int, nan_tokens: frozenset[int]
     ) -> None:
         self.windows = windows
         self.nan_tokens = nan_tokens
         self.block_size = block_size
         self.blocks: dict[int, Contents] = {}
         self.host: dict[int, Contents] = {}
-        self.tables: list[list[dict[int, int]]] = [[{} for _ in range(max_rows)] for _ in windows]
-        self.seeds = [-1] * max_rows
-        self.tokens = [-1] * max_rows
-        self.positions = [-1] * max_rows
+        self.tables: list[list[dict[int, int]]] = [
+            [{} for _ in range(max_num_seqs)] for _ in windows
+        ]
+        self.seeds = [-1] * max_num_seqs
+        self.tokens = [-1] * max_num_seqs
+        self.positions = [-1] * max_num_seqs
         self.written: dict[tuple[int, int], int] = {}  # (block, offset) -> row, in this launch
 
     def slot(self, group: int, row: int, position: int) -> tuple[int, int]:
@@ -176,7 +178,7 @@ class FakeRunner:
         self.scheduler = scheduler
         self.in_flight = in_flight
         block_size = scheduler.cache.block_size
-        self.device = FakeDevice(windows, scheduler.max_rows, block_size, nan_tokens)
+        self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens)
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
         self.unread: deque[FakeLaunch] = deque()
         self.plans: list[StepPlan] = []
@@ -323,7 +325,7 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     assert len(set(taking_part)) == len(taking_part), "nobody takes part twice"
     rows = [request.row for request in taking_part]
     assert len(set(rows)) == len(rows)
-    assert set(rows) <= set(range(scheduler.max_rows))
+    assert set(rows) <= set(range(scheduler.max_num_seqs))
     assert all(chunk.row == chunk.request.row for chunk in plan.prefill)
     assert all(chunk.count >= 1 for chunk in plan.prefill)
     assert all(chunk.start == chunk.request.num_computed for chunk in plan.prefill)

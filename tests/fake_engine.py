@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.benchmarks.host import MODEL
+from stepgraph.runtime.bench.host import MODEL
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.startup import CodeCache
+from stepgraph.runtime.engine.startup import CodeCache
 
 from .fake_device import VOCAB, FakeRunner, oracle
 from .scheduler_rig import groups_of
@@ -57,12 +57,12 @@ def _fields(launch: Any) -> dict[str, Any]:
     return fields | {"elapsed_ns": launch.elapsed_ns}
 
 
-def fake_engine(num_blocks: int = 60, max_rows: int = 4, **options: Any) -> Engine:
+def fake_engine(num_blocks: int = 60, max_num_seqs: int = 4, **options: Any) -> Engine:
     """Return an engine whose tokens are those of `expected`."""
     user = EngineConfig(
         device="cpu",
         mode="eager",
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         block_size=4,
         prefill_chunk=16,
         freeze_gc=False,

@@ -28,14 +28,17 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
-from stepgraph.runtime import config, launch, runner, startup
+from stepgraph.runtime import config
 from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.execution import outputs as launch
+from stepgraph.runtime.execution import runner
+from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
+from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.runner import Runner
+from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels import Kernels, select_kernels
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, OutputEvents
-from stepgraph.runtime.rows import RowState
-from stepgraph.runtime.runner import Runner
-from stepgraph.runtime.sampling import SamplingState
-from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime.sampling.sampler import SamplingState
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import LIBRARY, GpuLinear, LinearConfig, Norm
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Norm
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

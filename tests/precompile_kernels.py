@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from stepgraph.runtime import EngineConfig, startup
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.filled_memory import FilledMemory
-from stepgraph.runtime.kernels.gpu.launch import launch, wait_for_inputs
-from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.gpu.precompile import compile_kernels
-from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
-from stepgraph.runtime.memory_measurement import StepMemory
+from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
+from stepgraph.runtime.kernels.triton.launch import launch, wait_for_inputs
+from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
+from stepgraph.runtime.kernels.triton.precompile import compile_kernels
+from stepgraph.runtime.memory.measurement import StepMemory
 from triton.backends.compiler import GPUTarget
 
 compiled: list[tuple[str, str]] = []
@@ -166,7 +167,7 @@ def engine_kernels() -> dict[str, Any]:
         device="cpu",
         mode="eager",
         dtype="bfloat16",
-        max_rows=1,
+        max_num_seqs=1,
         steps_per_launch=2,
         prefill_chunk=16,
         max_model_len=128,

@@ -15,14 +15,14 @@ from stepgraph.cache.spec import (
     LayerSpec,
     SlidingWindowSpec,
 )
-from stepgraph.runtime.loop import StepLoop
-from stepgraph.runtime.plan import StepPlan
-from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.engine.loop import StepLoop
+from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.request import Request, RequestGroup
-from stepgraph.runtime.request_output import RequestOutput
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduler import Scheduler
-from stepgraph.runtime.step_budget import StepBudget
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
+from stepgraph.runtime.scheduling.scheduler import Scheduler
+from stepgraph.runtime.scheduling.step_budget import StepBudget
 
 from .fake_device import NAN, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 
@@ -48,7 +48,7 @@ class Rig:
         windows: Windows = (None,),
         usable_blocks: int = 100,
         block_size: int = 4,
-        max_rows: int = 8,
+        max_num_seqs: int = 8,
         max_batch_tokens: int = 64,
         prefill_chunk: int = 32,
         max_prefill_rows: int = 8,
@@ -80,7 +80,7 @@ class Rig:
         self.capacity = bisect_right(fitting, usable, key=self.cache.most_blocks) - 1
         self.scheduler = Scheduler(
             self.cache,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             prefill_chunk=prefill_chunk,
             max_prefill_rows=max_prefill_rows,

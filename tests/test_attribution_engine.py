@@ -11,14 +11,15 @@ import pytest
 import torch
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import CapturedNode, KernelNames, StepNodes
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, recorded_steps
-from stepgraph.runtime.naming import operation
-from stepgraph.runtime.step_functions import StepKey
-from stepgraph.runtime.step_report import decode_operation_costs
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.operation_scopes import operation
+from stepgraph.runtime.tools import recorded_steps
+from stepgraph.runtime.tools.step_report import decode_operation_costs
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
-GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_rows": 2}
+GRAPH = {"mode": "graph", "compile": False, "max_model_len": 32, "buckets": (2,), "max_num_seqs": 2}
 
 MLP = ["mlp_norm", "gate_up_linear", "activate", "down_linear"]
 LAYERS = {
@@ -172,7 +173,7 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
 def test_a_decode_step_on_a_gpu_has_five_operations_a_layer(
     record_names: Callable[..., KernelNames], model: str, rows: int
 ) -> None:
-    names = record_names(model, EngineConfig(max_rows=32), rows=[rows], tokens=[])
+    names = record_names(model, EngineConfig(max_num_seqs=32), rows=[rows], tokens=[])
     greedy, sampled = (scopes(step) for step in names.steps)
     layers = max(node.layer for node in names.steps[0].nodes if node.layer is not None) + 1
     # The library's products are no launches of Triton, and some scopes have nothing else.
@@ -189,7 +190,7 @@ def test_a_decode_step_on_a_gpu_has_five_operations_a_layer(
 def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
     record_names: Callable[..., KernelNames],
 ) -> None:
-    names = record_names("demo", EngineConfig(max_rows=2), rows=[1], tokens=[16])
+    names = record_names("demo", EngineConfig(max_num_seqs=2), rows=[1], tokens=[16])
     prefill = names.steps[-1].nodes
     inside = [node for node in prefill if node.layer is not None]
     operations = {"input_norm", "rotate_and_store", "prefill_attention", "mlp_norm", "activate"}
@@ -206,7 +207,7 @@ def test_a_chunk_on_a_gpu_runs_its_kernels_in_the_scopes_of_its_layers(
 def test_costs_and_scopes_have_the_same_names(
     record_names: Callable[..., KernelNames], open_engine: Callable[..., Engine]
 ) -> None:
-    names = record_names("demo", EngineConfig(max_rows=1), rows=[1], tokens=[])
+    names = record_names("demo", EngineConfig(max_num_seqs=1), rows=[1], tokens=[])
     parts = open_engine("gemma2")._parts
     costs = decode_operation_costs(parts.model.config, parts.config, rows=2, context=20)
     assert [cost.operation for cost in costs] == [

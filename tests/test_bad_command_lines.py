@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.steady import BenchmarkCase, CaseRun
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.steady import BenchmarkCase, CaseRun
 
 from .bench_rig import ROOT, run_bench
 
@@ -52,16 +52,16 @@ def test_a_wrong_command_line_is_one_clear_line(capsys, monkeypatch, arguments, 
         (1, "--model demo /no/such --mode eager", "no checkpoint at /no/such"),
         (2, "--dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
         (2, "--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
-        (2, "--batch-size 1 5000 --mode eager", "max_rows must be an integer from 1 to 4096"),
+        (2, "--batch-size 1 5000 --mode eager", "max_num_seqs must be an integer from 1 to 4096"),
         (1, "--scenario churn --model demo /no/such --mode eager", "no checkpoint at /no/such"),
         (2, "--scenario interference --mode eager graph --device cpu", "mode='graph' needs a CUDA"),
-        (2, "--scenario start --batch-size 5000", "max_rows must be an integer from 1 to 4096"),
+        (2, "--scenario start --batch-size 5000", "max_num_seqs must be an integer from 1 to 4096"),
         (2, "--scenario memory --prefill-chunk 99999999", "prefill_chunk must be an integer from"),
         (2, "--scenario neighbours --input-len 4000", "max_model_len"),
         (2, "--model preset:nothing", "preset"),
         (2, "--device toaster", "toaster"),
         (2, "--device cuda:x", "cuda:x"),
-        (2, "--explain-memory --batch-size 5000", "max_rows must be an integer from 1 to 4096"),
+        (2, "--explain-memory --batch-size 5000", "max_num_seqs must be an integer from 1 to 4096"),
         (2, "--explain-step --bandwidth-gb-s 100 --input-len 5000", "2048 positions of the model"),
     ],
 )
@@ -118,7 +118,7 @@ def test_who_stops_reading_misses_the_rest_and_no_file(tmp_path):
 def test_requests_that_never_decode_side_by_side_are_an_error():
     """Where one has to wait until another ended no step decodes the whole batch, however long."""
     config = EngineConfig(
-        mode="eager", device="cpu", prefix_cache=False, max_rows=1, max_model_len=64
+        mode="eager", device="cpu", prefix_cache=False, max_num_seqs=1, max_model_len=64
     )
     with Engine.from_pretrained("demo", config, progress=False) as engine:
         run = CaseRun(engine, BenchmarkCase("demo", 2, 8, 3), seed=0)

@@ -14,20 +14,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stepgraph.runtime.benchmarks import continuous, static_generate
-from stepgraph.runtime.benchmarks.baseline import (
-    BaselineCase,
-    BaselineError,
-    TransformersBaseline,
-)
-from stepgraph.runtime.benchmarks.continuous import ContinuousBatching, whole_batch_steps
-from stepgraph.runtime.benchmarks.hf_config import import_transformers
-from stepgraph.runtime.benchmarks.hf_model import load_model
-from stepgraph.runtime.benchmarks.static_generate import StaticGenerate
-from stepgraph.runtime.benchmarks.steady_rows import baseline_columns
-from stepgraph.runtime.benchmarks.tables import columns, rows
-from stepgraph.runtime.benchmarks.workload import equal_share
-from stepgraph.runtime.loading import read_config
+from stepgraph.runtime.bench import continuous, static_generate
+from stepgraph.runtime.bench.baseline import BaselineCase, BaselineError, TransformersBaseline
+from stepgraph.runtime.bench.continuous import ContinuousBatching, whole_batch_steps
+from stepgraph.runtime.bench.hf_config import import_transformers
+from stepgraph.runtime.bench.hf_model import load_model
+from stepgraph.runtime.bench.static_generate import StaticGenerate
+from stepgraph.runtime.bench.steady_rows import baseline_columns
+from stepgraph.runtime.bench.tables import columns, rows
+from stepgraph.runtime.bench.workload import equal_share
+from stepgraph.runtime.loading.loader import read_config
 
 from .bench_rig import run_bench, schema_errors
 from .conftest import TinyModel

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.benchmarks import hf_model
-from stepgraph.runtime.benchmarks.baseline import (
-    BaselineError,
-    TransformersBaseline,
-)
-from stepgraph.runtime.benchmarks.hf_config import hf_config
-from stepgraph.runtime.benchmarks.hf_model import load_model
+from stepgraph.runtime.bench import hf_model
+from stepgraph.runtime.bench.baseline import BaselineError, TransformersBaseline
+from stepgraph.runtime.bench.hf_config import hf_config
+from stepgraph.runtime.bench.hf_model import load_model
 from stepgraph.runtime.models.config import LatentConfig, ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.runtime.batch import (
+from stepgraph.runtime.execution.inputs import (
     EmbedInputs,
     Int64Array,
     StepInputs,
@@ -20,17 +20,17 @@ from stepgraph.runtime.batch import (
     write_prefill,
     write_table_updates,
 )
-from stepgraph.runtime.plan import PrefillChunk, TableUpdate
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
+from stepgraph.runtime.scheduling.plan import PrefillChunk, TableUpdate
 
 POISON = -(2**40) - 7
 
 
 def poisoned(*, rows: int = 9, tokens: int = 16, prompts: int = 4, updates: int = 5):
     layout = StepInputs.layout(
-        max_rows=rows, prefill_tokens=tokens, prefill_rows=prompts, table_updates=updates
+        max_num_seqs=rows, prefill_tokens=tokens, prefill_rows=prompts, table_updates=updates
     )
     arrays = {name: np.full(spec.shape, POISON, np.int64) for name, spec in layout.items()}
     return StepInputs[Int64Array](**arrays)
@@ -193,7 +193,7 @@ def test_table_updates(updates: list[TableUpdate]) -> None:
 
 
 def test_fresh_buffers_point_at_the_null_row() -> None:
-    layout = StepInputs.layout(max_rows=3, prefill_tokens=4, prefill_rows=2, table_updates=5)
+    layout = StepInputs.layout(max_num_seqs=3, prefill_tokens=4, prefill_rows=2, table_updates=5)
     inputs = StaticBuffers.allocate(StepInputs[torch.Tensor], layout, "cpu").device
     shapes = {field.name: tuple(getattr(inputs, field.name).shape) for field in fields(inputs)}
     assert shapes == {

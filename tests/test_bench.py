@@ -5,16 +5,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from stepgraph.cache.benchmark import OperationCost
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.benchmarks import run_scenarios, start, steady
-from stepgraph.runtime.benchmarks.host import HostCost
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
-from stepgraph.runtime.benchmarks.start import measure_starts
-from stepgraph.runtime.benchmarks.steady_rows import COLUMNS
-from stepgraph.runtime.benchmarks.tables import markdown_table, rows
+from stepgraph.runtime.bench import run_scenarios, start, steady
+from stepgraph.runtime.bench.cache_bookkeeping import OperationCost
+from stepgraph.runtime.bench.host import HostCost
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
+from stepgraph.runtime.bench.start import measure_starts
+from stepgraph.runtime.bench.steady_rows import COLUMNS
+from stepgraph.runtime.bench.tables import markdown_table, rows
 
 from .bench_rig import ROOT, run_bench
 
@@ -248,7 +248,7 @@ def test_cache_scenario(capsys, monkeypatch, tmp_path):
             for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
         ]
 
-    monkeypatch.setattr("stepgraph.runtime.benchmarks.cli.measure_cache", measure_cache)
+    monkeypatch.setattr("stepgraph.runtime.bench.cli.measure_cache", measure_cache)
     arguments = f"--scenario cache --seed 4 --output-json {tmp_path}/a --output-md {tmp_path}/b"
     assert run_bench(monkeypatch, arguments) == 0
     table = """\
@@ -282,7 +282,7 @@ def test_host_scenario(capsys, monkeypatch, tmp_path):
             for queued, slower in ((10, 1.0), (100_000, 1.25))
         ]
 
-    monkeypatch.setattr("stepgraph.runtime.benchmarks.cli.measure_host", measure_host)
+    monkeypatch.setattr("stepgraph.runtime.bench.cli.measure_host", measure_host)
     files = f"--output-json {tmp_path}/a --output-md {tmp_path}/b"
     arguments = f"--scenario host --seed 4 --num-steps 100 {files}"
     assert run_bench(monkeypatch, arguments) == 0
@@ -376,7 +376,7 @@ def test_start_scenario(monkeypatch, tmp_path):
     document, lines = run_scenario(monkeypatch, tmp_path, arguments)
     ((model, config),) = asked
     assert model == "demo"
-    assert (config["max_rows"], config["buckets"], config["mode"]) == (8, [1, 8], "compile")
+    assert (config["max_num_seqs"], config["buckets"], config["mode"]) == (8, [1, 8], "compile")
     first, second = document["start"]
     assert (first["number"], second["number"]) == (1, 2)
     assert (first["buckets"], first["total_seconds"]) == ([1, 8], 30.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from stepgraph.profiling.plot import PlotError
-from stepgraph.runtime.benchmarks import plot
-from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.bench import plot
+from stepgraph.runtime.bench.options import parse_arguments
 
 from .bench_rig import run_bench
 

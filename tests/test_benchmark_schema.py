@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache import benchmark as cache_benchmark
-from stepgraph.cache.memory_plan import TERMS
-from stepgraph.runtime.benchmarks import host, start
-from stepgraph.runtime.benchmarks.compared import COMPARED, SCHEMA_VERSION
-from stepgraph.runtime.benchmarks.comparison import ENVIRONMENT
-from stepgraph.runtime.benchmarks.environment import describe_environment
-from stepgraph.runtime.benchmarks.flags_together import FLAGS_OF_SCENARIO
+from stepgraph.cache.memory.memory_plan import TERMS
+from stepgraph.runtime.bench import cache_bookkeeping as cache_benchmark
+from stepgraph.runtime.bench import host, start
+from stepgraph.runtime.bench.compared import COMPARED, SCHEMA_VERSION
+from stepgraph.runtime.bench.comparison import ENVIRONMENT
+from stepgraph.runtime.bench.environment import describe_environment
+from stepgraph.runtime.bench.flags_together import FLAGS_OF_SCENARIO
 
 from .bench_rig import ROOT, run_bench, schema_errors
 

@@ -65,11 +65,11 @@ def test_row_ladder():
 
 
 @given(st.integers(1, 4096))
-def test_row_ladder_pads_little_and_never_a_full_batch(max_rows):
-    buckets = default_row_buckets(max_rows)
-    assert buckets.largest == max_rows
+def test_row_ladder_pads_little_and_never_a_full_batch(max_num_seqs):
+    buckets = default_row_buckets(max_num_seqs)
+    assert buckets.largest == max_num_seqs
     assert len(buckets) <= 40
-    for n in range(1, max_rows + 1):
+    for n in range(1, max_num_seqs + 1):
         bucket = buckets.fit(n)
         assert bucket is not None
         padding = bucket - n
@@ -115,7 +115,7 @@ def test_width_ladder_of_a_long_context():
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: default_row_buckets(0), "max_rows"),
+        (lambda: default_row_buckets(0), "max_num_seqs"),
         (lambda: default_token_buckets(-3), "max_tokens"),
         (lambda: default_width_buckets(0, 16), "max_blocks"),
         (lambda: default_width_buckets(4, 0), "block_size"),

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from stepgraph.runtime import build_kernels, kernels
-from stepgraph.runtime.kernels import cpu, library_store
-from stepgraph.runtime.kernels.cpu_features import cpu_features
+from stepgraph.runtime import kernels
+from stepgraph.runtime.kernels import library_store
+from stepgraph.runtime.kernels.cpu import build as cpu
+from stepgraph.runtime.kernels.cpu.features import cpu_features
+from stepgraph.runtime.tools import build_kernels
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -118,11 +120,11 @@ def test_what_a_process_takes(fake_build: Path, monkeypatch: pytest.MonkeyPatch)
 SLIM = """
 import json, os, sys, warnings
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-import stepgraph.runtime.tokenizer, torch._inductor.cpp_builder
+import stepgraph.runtime.loading.tokenizer, torch._inductor.cpp_builder
 
 if os.geteuid() == 0:
     os.setuid(54321)  # no entry in the password database, nothing to write to but /tmp
-config = EngineConfig(device="cpu", max_rows=2, memory_tokens=64)
+config = EngineConfig(device="cpu", max_num_seqs=2, memory_tokens=64)
 results = []
 for kernels in ("", sys.argv[2]):
     os.environ["STEPGRAPH_KERNEL_DIR"] = kernels

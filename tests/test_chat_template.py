@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import transformers
 from stepgraph.runtime import ChatPrompt, Engine, EngineConfig, RequestError, SamplingParams
-from stepgraph.runtime import chat_template as module
-from stepgraph.runtime.tokenizer import TextTokenizer, load_tokenizer
+from stepgraph.runtime.loading import chat_template as module
+from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:

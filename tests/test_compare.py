@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime.benchmarks import run_scenarios, run_steady, steady
-from stepgraph.runtime.benchmarks.compared import COMPARED, ResultsError, case_of, read_results
-from stepgraph.runtime.benchmarks.comparison import (
+from stepgraph.runtime.bench import run_scenarios, run_steady, steady
+from stepgraph.runtime.bench.compared import COMPARED, ResultsError, case_of, read_results
+from stepgraph.runtime.bench.comparison import (
     Observed,
     compare,
     confidence,
     ratio_bounds,
     slower_than,
 )
-from stepgraph.runtime.benchmarks.comparison_table import comparison_text
-from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.bench.comparison_table import comparison_text
+from stepgraph.runtime.bench.options import parse_arguments
 
 from .bench_rig import ROOT, run_bench
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.cache.memory import MemoryBudget
+from stepgraph.cache.memory.handler import MemoryBudget
 from stepgraph.runtime import config as config_module
 from stepgraph.runtime.config import EngineConfig, ResolvedConfig
 from stepgraph.runtime.errors import ConfigError, StepgraphError
@@ -19,7 +19,7 @@ from stepgraph.runtime.models.presets import preset
 MODEL = preset("smollm2-135m")  # bfloat16, 8192 positions
 INT_RANGES = {
     "block_size": (1, 1024),
-    "max_rows": (1, 4096),
+    "max_num_seqs": (1, 4096),
     "prefill_chunk": (1, 2**20),
     "steps_per_launch": (1, 64),
     "seed": (0, 2**63 - 1),
@@ -74,14 +74,14 @@ def test_defaults_serve(no_cuda: None) -> None:
 
 def test_it_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        EngineConfig().max_rows = 3  # type: ignore[misc]
+        EngineConfig().max_num_seqs = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         EngineConfig("cpu")  # type: ignore[misc]
 
 
 def test_a_configuration_error_is_a_value_error_of_ours() -> None:
     with pytest.raises(ConfigError) as caught:
-        EngineConfig(max_rows=0)
+        EngineConfig(max_num_seqs=0)
     assert isinstance(caught.value, StepgraphError)
     assert isinstance(caught.value, ValueError)
 
@@ -89,7 +89,7 @@ def test_a_configuration_error_is_a_value_error_of_ours() -> None:
 @pytest.mark.parametrize("field", INT_RANGES)
 def test_the_ends_of_each_range_are_allowed(field: str) -> None:
     low, high = INT_RANGES[field]
-    beside = {"max_rows": 1} if field == "max_batch_tokens" else {}
+    beside = {"max_num_seqs": 1} if field == "max_batch_tokens" else {}
     least = 2 if field == "max_batch_tokens" else low  # one token beside the one row
     for value in (least, high):
         assert getattr(EngineConfig(**beside, **{field: value}), field) == value
@@ -148,8 +148,8 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
         ),
         ({"memory_tokens": 100, "num_blocks": 10}, "memory_tokens and num_blocks both fix"),
         (
-            {"max_batch_tokens": 16, "max_rows": 16},
-            "max_batch_tokens=16 leaves no room for a prompt beside max_rows=16",
+            {"max_batch_tokens": 16, "max_num_seqs": 16},
+            "max_batch_tokens=16 leaves no room for a prompt beside max_num_seqs=16",
         ),
         (
             {"preemption": "swap"},
@@ -317,7 +317,7 @@ def test_native_kernels_for_a_model_without_them(choices: dict[str, str], no_cud
 
 
 def test_resolving_changes_nothing(no_cuda: None) -> None:
-    config = EngineConfig(max_rows=3)
+    config = EngineConfig(max_num_seqs=3)
     before = dataclasses.asdict(config)
     ResolvedConfig.resolve(config, MODEL)
     assert dataclasses.asdict(config) == before

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import EngineConfig, SamplingParams, StepgraphError
-from stepgraph.runtime.configuration_reference import described_fields, reference
+from stepgraph.runtime.tools.configuration_reference import described_fields, reference
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 RANGE = re.compile(r"(above )?(-?\d+) to (\d+(?:\^\d+)?(?: - 1)?)")
 
 
 def test_the_page_is_current() -> None:
-    command = "python -m stepgraph.runtime.configuration_reference docs/configuration.md"
+    command = "python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md"
     assert PAGE.read_text() == reference(), f"run {command}"
 
 
@@ -56,7 +56,7 @@ def test_ranges_are_found() -> None:
 def test_a_documented_range_is_the_accepted_one(
     configured: type, name: str, inside: list[float], outside: list[float]
 ) -> None:
-    others = {"max_rows": 1} if name == "max_batch_tokens" else {}
+    others = {"max_num_seqs": 1} if name == "max_batch_tokens" else {}
     for value in inside:
         assert getattr(configured(**{name: value}, **others), name) == value
     for value in outside:

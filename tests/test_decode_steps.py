@@ -8,14 +8,14 @@ import pytest
 import torch
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime.benchmarks.decode_steps import (
+from stepgraph.runtime.bench.decode_steps import (
     DecodeStep,
     StepWatch,
     decode_roofline,
     decode_whole_batch,
     mean_roofline,
 )
-from stepgraph.runtime.benchmarks.workload import abort_all, equal_share, greedy
+from stepgraph.runtime.bench.workload import abort_all, equal_share, greedy
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepgraph.cache import device_memory
+from stepgraph.cache.memory import device_memory
 
 
 def write_group(directory: Path, version: int, limit: str, usage: int, inactive_file: int) -> None:

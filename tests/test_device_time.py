@@ -12,8 +12,8 @@ import pytest
 import torch
 from stepgraph.profiling.timeline import StepRecord, Timeline
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.benchmarks.instrumentation import measure_instrumentation
-from stepgraph.runtime.launch import OUTPUT_SETS, HostOutputs, OutputEvents
+from stepgraph.runtime.bench.instrumentation import measure_instrumentation
+from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 

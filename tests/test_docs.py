@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.dictionary import replace_tables
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
-from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
-from stepgraph.runtime.benchmarks.scenario_rows import (
+from stepgraph.runtime.bench.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
+from stepgraph.runtime.bench.prefix_rows import PREFIX_COLUMNS
+from stepgraph.runtime.bench.scenario_rows import (
     CHURN_COLUMNS,
     INTERFERENCE_COLUMNS,
     NEIGHBOURS_COLUMNS,
 )
-from stepgraph.runtime.benchmarks.steady_rows import COLUMNS, baseline_columns
-from stepgraph.runtime.step_report import explain_step
+from stepgraph.runtime.bench.steady_rows import COLUMNS, baseline_columns
+from stepgraph.runtime.tools.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 

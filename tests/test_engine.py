@@ -143,7 +143,7 @@ def test_interrupted_generate_leaves_nothing_running(
 def test_smaller_priority_is_served_first(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
-    engine = open_engine("base", max_rows=1)
+    engine = open_engine("base", max_num_seqs=1)
     (prompt,) = base.prompts(5, seed=66)
     for name, priority in (("late", 1), ("usual", 0), ("next", 0), ("first", -5)):
         engine.add_request(prompt, greedy(3), name, priority=priority)
@@ -166,7 +166,7 @@ def test_smaller_priority_is_preempted_last(
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: int) -> None:
-    engine = open_engine("base", max_rows=1)
+    engine = open_engine("base", max_num_seqs=1)
     engine._loop._in_flight = in_flight
     prompts = base.prompts(5, 6, 7, seed=68)
     expected = base.greedy(prompts, 12)
@@ -198,7 +198,7 @@ def test_abort(open_engine: Callable[..., Engine], base: TinyModel, in_flight: i
 def test_abort_of_the_only_request_and_of_children(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
-    engine = open_engine("base", max_rows=2)
+    engine = open_engine("base", max_num_seqs=2)
     (prompt,) = base.prompts(5, seed=69)
     request_id = engine.add_request(prompt, greedy(n=5))  # two run, three wait
     engine.step()
@@ -326,7 +326,7 @@ def test_deltas_join_to_the_output(
     open_engine: Callable[..., Engine], ascii_bias: dict[int, float], config: dict[str, Any]
 ) -> None:
     """Held-back text, several completions, preemption, an abort, and `generate` in between."""
-    engine = open_engine("text", max_rows=4, block_size=8, **config)
+    engine = open_engine("text", max_num_seqs=4, block_size=8, **config)
     (plain,) = engine.generate("the", greedy(40, logit_bias=ascii_bias))
     stop = [plain.text[20:24], plain.text[5:9] + "\x00"]
     params = [
@@ -644,7 +644,7 @@ def test_one_request_that_fails_ends_alone(
 
 
 def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> None:
-    engine = open_engine("base", prefill_chunk=16, max_rows=4)
+    engine = open_engine("base", prefill_chunk=16, max_num_seqs=4)
     engine.generate(base.prompts(20, 3, seed=95), greedy(10, n=2))
     stats = engine.stats()
     json.dumps(stats)  # plain numbers and strings
@@ -678,6 +678,6 @@ def test_checkpoint_may_go_once_it_is_loaded(base: TinyModel, tmp_path: Path) ->
 def test_engines_do_not_use_up_each_others_compilations(base: TinyModel) -> None:
     """torch compiles a code object eight times at most; five engines are more than that."""
     for rows in range(2, 7):
-        config = EngineConfig(device="cpu", mode="compile", max_rows=rows)
+        config = EngineConfig(device="cpu", mode="compile", max_num_seqs=rows)
         with Engine.from_pretrained(base.directory, config) as engine:
             assert engine.generate([[1, 2]], greedy(4))[0].token_ids == base.greedy([[1, 2]], 4)[0]

@@ -187,7 +187,7 @@ def test_forks_equal_separate_requests(
         block_size=block_size,
         prefix_cache=prefix_cache,
         prefill_chunk=24,
-        max_rows=15,
+        max_num_seqs=15,
     )
     prompts = base.prompts(1, 2, 33, 64, 65, seed=35)
     params = SamplingParams(max_tokens=12, temperature=0.9, n=3, seed=7, ignore_eos=True)
@@ -195,7 +195,9 @@ def test_forks_equal_separate_requests(
     forked = texts(engine.generate(prompts, params))
     assert engine.stats()["cache"]["forks"] == 2 * 4  # a prompt of one token has nothing to share
     assert len({tuple(tokens) for tokens in forked[3]}) > 1
-    alone = open_engine("base", mode=mode, block_size=block_size, prefix_cache=False, max_rows=1)
+    alone = open_engine(
+        "base", mode=mode, block_size=block_size, prefix_cache=False, max_num_seqs=1
+    )
     for prompt, expected in zip(prompts, forked, strict=True):
         engine_seeds = [request.seed for request in _requests(alone, prompt, params)]
         for seed, tokens in zip(engine_seeds, expected, strict=True):
@@ -350,7 +352,7 @@ def test_quantised_cache_is_shared_and_swapped_too(
 ) -> None:
     """The bytes of a block travel as they are: nothing is quantised twice."""
     prompts = base.prompts(20, 31, 32, 7, seed=40)
-    settings = {"kv_dtype": storage, "block_size": block_size, "max_rows": 4}
+    settings = {"kv_dtype": storage, "block_size": block_size, "max_num_seqs": 4}
     alone = open_engine("base", prefix_cache=False, **settings)
     poison(alone)
     expected = [o.token_ids for o in alone.generate(prompts, GREEDY)]
@@ -400,7 +402,7 @@ def test_every_family_shares_forks_and_swaps(
         mode=mode,
         block_size=4,
         prefill_chunk=5,
-        max_rows=12,
+        max_num_seqs=12,
         num_blocks=1 + blocks,
         preemption=preemption,
         host_cache_bytes=1 << 22,
@@ -437,7 +439,7 @@ def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
 def test_nobody_waits_for_a_child_that_waits_for_its_sibling(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
-    engine = open_engine("base", max_rows=8, prefill_chunk=256)
+    engine = open_engine("base", max_num_seqs=8, prefill_chunk=256)
     prompts = base.prompts(10, 11, 12, 13, seed=43)
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, n=2)
     for prompt in prompts:

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def engine(tiny: Callable[[str], TinyModel]) -> Any:
     """At most 32 tokens a sequence."""
-    config = EngineConfig(device="cpu", mode="eager", max_rows=4, max_model_len=32)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, max_model_len=32)
     with Engine.from_pretrained(tiny("base").directory, config) as engine:
         yield engine
         assert not engine.has_unfinished()
@@ -164,17 +164,17 @@ def test_config_that_contradicts_the_tensors(
         ({"dtype": "int8"}, ["dtype", "'int8'", "bfloat16"]),
         ({"device": "tpu"}, ["'tpu'", "'cpu'", "'cuda'"]),
         ({"device": "cuda:99"}, ["'cuda:99'", "does not exist"]),
-        ({"max_rows": 0}, ["max_rows", "not 0", "from 1"]),
-        ({"max_rows": True}, ["max_rows", "True"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs", "not 0", "from 1"]),
+        ({"max_num_seqs": True}, ["max_num_seqs", "True"]),
         ({"block_size": 16.0}, ["block_size", "16.0"]),
         ({"num_blocks": 1}, ["num_blocks", "from 2", "not 1"]),
         ({"memory_fraction": 1.5}, ["memory_fraction", "(0, 1]", "1.5"]),
         ({"memory_fraction": float("nan")}, ["memory_fraction", "nan"]),
         ({"memory_fraction": 0.5, "memory_bytes": 1 << 30}, ["memory_fraction", "memory_bytes"]),
         ({"memory_tokens": 64, "num_blocks": 9}, ["memory_tokens", "num_blocks"]),
-        ({"max_batch_tokens": 16, "max_rows": 16}, ["max_batch_tokens=16", "max_rows=16"]),
+        ({"max_batch_tokens": 16, "max_num_seqs": 16}, ["max_batch_tokens=16", "max_num_seqs=16"]),
         ({"buckets": ()}, ["buckets"]),
-        ({"buckets": (2, 5), "max_rows": 4}, ["buckets", "not 5", "to 4"]),
+        ({"buckets": (2, 5), "max_num_seqs": 4}, ["buckets", "not 5", "to 4"]),
         ({"max_model_len": 257}, ["max_model_len=257", "256"]),
         ({"max_model_len": 64, "num_blocks": 3}, ["max_model_len=64", "32 tokens", "lower"]),
     ],
@@ -191,7 +191,7 @@ def test_configuration_that_cannot_work(
     [
         {"memory_fraction": "half"},
         {"buckets": 4},
-        {"max_rows": None},
+        {"max_num_seqs": None},
         {"block_size": None},
         {"device": None},
         {"dtype": torch.float32},
@@ -258,7 +258,7 @@ def test_prompt_that_cannot_be_served(engine: Engine, prompt: Any, parts: list[s
 
 
 def test_prompt_larger_than_the_cache(base: TinyModel) -> None:
-    with start(base.directory, num_blocks=6, block_size=4, max_rows=2) as engine:
+    with start(base.directory, num_blocks=6, block_size=4, max_num_seqs=2) as engine:
         assert engine.max_model_len == 20
         message = refusal(
             RequestError, lambda: engine.add_request([1] * 20), "20 tokens", "at most 20"

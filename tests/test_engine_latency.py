@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams, calibration, loop, runner
-from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.engine import calibration, loop
+from stepgraph.runtime.execution import runner
+from stepgraph.runtime.execution.step_functions import StepKey
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -182,7 +184,8 @@ import gc, weakref
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 
 def run(**config):
-    with Engine.from_pretrained("demo", EngineConfig(mode="eager", max_rows=1, **config)) as engine:
+    config = EngineConfig(mode="eager", max_num_seqs=1, **config)
+    with Engine.from_pretrained("demo", config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         frozen = gc.get_freeze_count()
         return frozen, weakref.ref(engine._loop.runner._arena.tensor), engine

@@ -108,7 +108,7 @@ def test_bfloat16_is_as_exact_as_transformers(
     """
     device = "cuda" if mode == "graph" else "cpu"
     engine = open_engine(
-        "base", device=device, mode=mode, dtype="bfloat16", prefill_chunk=32, max_rows=1
+        "base", device=device, mode=mode, dtype="bfloat16", prefill_chunk=32, max_num_seqs=1
     )
     rounded = LlamaForCausalLM.from_pretrained(base.directory, dtype=torch.bfloat16).eval()
     exact = LlamaForCausalLM.from_pretrained(base.directory, dtype=torch.float64).eval()

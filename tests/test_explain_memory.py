@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from stepgraph.cache.memory import MemoryBudgetError
+from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.memory_report import explain_memory, parse_bytes
+from stepgraph.runtime.tools.memory_report import explain_memory, parse_bytes
 
 from .bench_rig import run_bench
 
@@ -48,7 +48,7 @@ def answer(text: str, question: str) -> int:
 
 
 def test_a_card_that_is_not_there() -> None:
-    text = explain("preset:llama-3.1-8b", "80GB", max_rows=8)
+    text = explain("preset:llama-3.1-8b", "80GB", max_num_seqs=8)
     assert text.startswith("preset:llama-3.1-8b in bfloat16, cache in bfloat16, on cuda with 74.51")
     assert re.search(r"^weights +14\.96 GiB$", text, re.MULTILINE)
     assert "cache of a token: 128.00 KiB" in text
@@ -60,13 +60,13 @@ def test_a_card_that_is_not_there() -> None:
 
 
 def test_answers_agree_with_each_other() -> None:
-    text = explain("preset:llama-3.2-1b", "16GB", max_rows=6)
+    text = explain("preset:llama-3.2-1b", "16GB", max_num_seqs=6)
     longest = answer(text, "longest context of 6 rows")
     # A model whose own context is the answer has room for so many rows of it, and one more token
     # a row would be too much.
-    fits = explain("preset:llama-3.2-1b", "16GB", max_rows=6, max_model_len=longest)
+    fits = explain("preset:llama-3.2-1b", "16GB", max_num_seqs=6, max_model_len=longest)
     assert answer(fits, f"most rows of {longest:,} tokens") >= 6
-    more = explain("preset:llama-3.2-1b", "16GB", max_rows=6, max_model_len=longest + 1)
+    more = explain("preset:llama-3.2-1b", "16GB", max_num_seqs=6, max_model_len=longest + 1)
     assert answer(more, f"most rows of {longest + 1:,} tokens") == 5
 
 
@@ -92,7 +92,7 @@ def test_quantised_weights_leave_more_to_the_cache() -> None:
 
 
 def test_this_machine() -> None:
-    text = explain("demo", None, device="cpu", mode="eager", max_rows=2)
+    text = explain("demo", None, device="cpu", mode="eager", max_num_seqs=2)
     assert ", on cpu, " in text
     assert "eager, 2 rows" in text
     assert answer(text, "longest context of 1 row") == 2048
@@ -108,7 +108,7 @@ USED_BY_ROWS = ROWS * 2048 // 16 + 1
 def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
     device: str, budget: dict[str, float]
 ) -> None:
-    text = explain("demo", "80GB", device=device, mode="eager", max_rows=ROWS, **budget)
+    text = explain("demo", "80GB", device=device, mode="eager", max_num_seqs=ROWS, **budget)
     assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: 8,192 " in text
 
 
@@ -124,14 +124,16 @@ def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
     ids=str,
 )
 def test_a_larger_prefix_cache_can_be_asked_for(budget: dict[str, float], blocks: range) -> None:
-    text = explain("demo", "80GB", mode="graph", max_rows=ROWS, **budget)
+    text = explain("demo", "80GB", mode="graph", max_num_seqs=ROWS, **budget)
     found = re.search(r"^([\d,]+) blocks of 16 slots: ", text, re.MULTILINE)
     assert found is not None, text
     assert int(found[1].replace(",", "")) in blocks
 
 
 def test_bytes_of_the_operating_system_are_a_limit() -> None:
-    text = explain("demo", "80GB", device="cpu", mode="eager", max_rows=ROWS, memory_bytes=8 << 30)
+    text = explain(
+        "demo", "80GB", device="cpu", mode="eager", max_num_seqs=ROWS, memory_bytes=8 << 30
+    )
     assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: " in text
 
 
@@ -142,11 +144,11 @@ def test_a_card_too_small() -> None:
 
 def test_the_plan_is_that_of_an_engine() -> None:
     """On a machine with as much memory the engine of the same configuration has the same plan."""
-    config = EngineConfig(device="cpu", mode="eager", max_rows=2)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2)
     text = explain_memory("demo", config, 1 << 30)
     assert re.search(r"^budget +512\.00 MiB$", text, re.MULTILINE)
     assert re.search(r"^weights +10\.63 MiB$", text, re.MULTILINE)
-    smaller = explain_memory("demo", dataclasses.replace(config, max_rows=1), 1 << 30)
+    smaller = explain_memory("demo", dataclasses.replace(config, max_num_seqs=1), 1 << 30)
     assert smaller != text
 
 

@@ -11,10 +11,10 @@ import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.checkpoint import CheckpointReader, read_config
-from stepgraph.runtime.footprint import weight_bytes
 from stepgraph.runtime.kernels import pack_linear, select_kernels
-from stepgraph.runtime.loading import iter_weights, random_weights
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.loader import iter_weights, random_weights
+from stepgraph.runtime.memory.footprint import weight_bytes
 from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def test_bfloat16_is_as_exact_as_transformers(
     norm, rotation or embedding that is rounded at another place shows as more.
     """
     model = tiny(variant)
-    engine = open_engine(variant, dtype="bfloat16", prefill_chunk=32, max_rows=1)
+    engine = open_engine(variant, dtype="bfloat16", prefill_chunk=32, max_num_seqs=1)
     rounded, exact = model.reload(torch.bfloat16), model.reload(torch.float64)
     ours, theirs = [], []
     with torch.no_grad():

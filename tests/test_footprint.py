@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.memory import MemoryBudgetError
-from stepgraph.cache.memory_plan import format_bytes
+from stepgraph.cache.memory.handler import MemoryBudgetError
+from stepgraph.cache.memory.memory_plan import format_bytes
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.batch import StepInputs
 from stepgraph.runtime.config import ResolvedConfig, max_prefill_rows
-from stepgraph.runtime.footprint import model_footprint, weight_bytes
+from stepgraph.runtime.engine.startup import start
+from stepgraph.runtime.execution.inputs import StepInputs
+from stepgraph.runtime.execution.row_state import RowState
+from stepgraph.runtime.execution.step_sizes import most_table_updates
 from stepgraph.runtime.kernels import (
     Kernels,
     WeightStorage,
@@ -26,13 +28,11 @@ from stepgraph.runtime.kernels import (
     reference_linear,
     reference_paged_attention,
 )
-from stepgraph.runtime.loading import random_weights
-from stepgraph.runtime.memory_measurement import Phase
+from stepgraph.runtime.loading.loader import random_weights
+from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
+from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
-from stepgraph.runtime.rows import RowState
-from stepgraph.runtime.startup import start
-from stepgraph.runtime.step_sizes import most_table_updates
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -120,7 +120,7 @@ def test_static_buffers_to_the_byte(
             device="cpu",
             mode="eager",
             block_size=block_size,
-            max_rows=rows,
+            max_num_seqs=rows,
             prefill_chunk=chunk,
             kv_dtype=kv_dtype,
         ),
@@ -132,7 +132,7 @@ def test_static_buffers_to_the_byte(
     inputs = StaticBuffers.allocate(
         StepInputs[torch.Tensor],
         StepInputs.layout(
-            max_rows=rows,
+            max_num_seqs=rows,
             prefill_tokens=min(tokens, chunk),
             prefill_rows=max_prefill_rows(rows),
             table_updates=most_table_updates(config, len(groups)),
@@ -150,11 +150,11 @@ def test_static_buffers_to_the_byte(
     "config",
     [
         {},
-        {"kv_dtype": "int8", "max_rows": 3},
+        {"kv_dtype": "int8", "max_num_seqs": 3},
         {"weight_dtype": "int8", "dtype": "bfloat16"},
         {"weight_dtype": "fp8", "dtype": "bfloat16"},
         {"host_cache_bytes": 1 << 18, "block_size": 4},
-        {"memory_tokens": 77, "prefill_chunk": 24, "max_rows": 2},
+        {"memory_tokens": 77, "prefill_chunk": 24, "max_num_seqs": 2},
         {"prompt_embeds": True, "num_blocks": 9},
     ],
     ids=str,
@@ -183,7 +183,7 @@ def test_a_cpu_tells_how_the_resident_set_grew(open_engine: Callable[..., Engine
 
 def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyModel]) -> None:
     """Whatever the tensors say of their sizes. The host's are not in it."""
-    config = EngineConfig(device="cpu", mode="eager", max_rows=2, host_cache_bytes=1 << 18)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, host_cache_bytes=1 << 18)
     parts = start(tiny("micro").directory, config, progress=False)
     held = {"load": 1000, "cache": 200, "host_cache": 9, "static_buffers": 30, "prepare": 4}
     ends = list(accumulate(held.values(), initial=7))

@@ -9,15 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.feedback import NON_FINITE, Feedback
-from stepgraph.runtime.kernels.gpu.begin import (
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.ops.weight_storage import quantise_weight
+from stepgraph.runtime.kernels.triton.begin import (
     Embedding,
     Rotations,
     begin_decode,
     reference_begin_decode,
 )
-from stepgraph.runtime.kernels.gpu.greedy import pick_greedy, reference_pick_greedy
-from stepgraph.runtime.kernels.weight_storage import quantise_weight
+from stepgraph.runtime.kernels.triton.greedy import pick_greedy, reference_pick_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

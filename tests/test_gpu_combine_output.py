@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.combine_output import (
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.combine_output import (
     combine_output,
     product_combines,
     reference_combine_output,
 )
-from stepgraph.runtime.kernels.gpu.linear import GpuLinear, LinearConfig
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, LinearConfig
 from torch import Tensor
 
 from .gpu_linear_rig import DEVICE, STORAGES, error, poisoned, random_linear, rows, tolerance

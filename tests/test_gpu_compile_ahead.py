@@ -13,17 +13,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu.compile_ahead import (
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.ptx import PtxSummary, summarize_ptx
+from stepgraph.runtime.tools.compile_ahead import (
     SHARED_MEMORY_LIMIT,
     CompileAheadError,
     compile_launches,
     main,
 )
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
-from stepgraph.runtime.kernels.gpu.ptx import PtxSummary, summarize_ptx
 
 SAMPLERS = ("greedy", "sampled")
-COMMAND = ("-m", "stepgraph.runtime.kernels.gpu.compile_ahead")
+COMMAND = ("-m", "stepgraph.runtime.tools.compile_ahead")
 
 
 def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,15 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm, reference_paged_attention
-from stepgraph.runtime.kernels.gpu import decode_attention as da
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu import rotated_heads
-from stepgraph.runtime.kernels.gpu import split_attention as sa
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
-from stepgraph.runtime.kernels.gpu.linear import Norm, reference_norm
-from stepgraph.runtime.kernels.gpu.ready_attention import decode_ready_attention
-from stepgraph.runtime.kernels.gpu.splits import MOST_SPLITS, choose_splits
-from stepgraph.runtime.kernels.kv_storage import write_blocks
+from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
+from stepgraph.runtime.kernels.triton import decode_attention as da
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import rotated_heads
+from stepgraph.runtime.kernels.triton import split_attention as sa
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.triton.linear import Norm, reference_norm
+from stepgraph.runtime.kernels.triton.ready_attention import decode_ready_attention
+from stepgraph.runtime.kernels.triton.splits import MOST_SPLITS, choose_splits
 from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter

@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, recorded_steps, startup
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.tools import recorded_steps
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu import operations, stack, tuning
-from stepgraph.runtime.kernels.gpu.fused_pair import fused_pair
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
-from stepgraph.runtime.kernels.gpu.linear import SEPARATE, LinearConfig
-from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.gpu.pair_problems import pair_problems
-from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
-from stepgraph.runtime.loading import resolve_source
-from stepgraph.runtime.recorded_steps import record_steps
-from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import operations, stack, tuning
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
+from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
+from stepgraph.runtime.loading.loader import resolve_source
+from stepgraph.runtime.tools.pair_problems import pair_problems
+from stepgraph.runtime.tools.recorded_steps import record_steps
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -62,7 +64,7 @@ def gpu_engine(
         settings = {
             "device": DEVICE,
             "mode": "eager",
-            "max_rows": 3,
+            "max_num_seqs": 3,
             "block_size": 4,
             "max_model_len": 64,
             "num_blocks": 512,
@@ -154,7 +156,7 @@ def test_two_steps_a_launch(
 
 
 def test_two_steps_a_launch_are_twice_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(max_rows=4)
+    config = EngineConfig(max_num_seqs=4)
     single = record_steps("demo", config, rows=[2], tokens=[])
     monkeypatch.setattr(recorded_steps, "StepKey", functools.partial(StepKey, steps=2))
     double = record_steps("demo", config, rows=[2], tokens=[])
@@ -184,7 +186,7 @@ def test_quantised_engines_follow_the_plain_ones(
 
 def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
     """Its tokens see each other: the kernel of decode steps would read keys as they are written."""
-    config = EngineConfig(max_rows=4, prefill_chunk=4)
+    config = EngineConfig(max_num_seqs=4, prefill_chunk=4)
     steps = record_steps("demo", config, rows=[1], tokens=[4])
     step = next(step for step in steps if step.name.startswith("prefill"))
     names = {launch.name for launch in step.launches}
@@ -199,13 +201,13 @@ def test_more_rows_than_the_kernels_for_few_take(
     model = tiny("micro")
     prompts = model.prompts(*[2] * 34)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    with gpu_engine("micro", max_rows=34, buckets=(34,), max_model_len=8) as engine:
+    with gpu_engine("micro", max_num_seqs=34, buckets=(34,), max_model_len=8) as engine:
         outputs = engine.generate(prompts, params)
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
 
 
 def test_a_step_ends_in_the_kernels_of_its_sampler() -> None:
-    steps = record_steps("demo", EngineConfig(max_rows=4), rows=[2], tokens=[16])
+    steps = record_steps("demo", EngineConfig(max_num_seqs=4), rows=[2], tokens=[16])
     greedy, sampled, prefill = ([launch.name for launch in step.launches] for step in steps)
     assert sampled == [*greedy[:-1], "chunk_statistics", "finish_rows"]
     assert greedy[-1:] == ["_pick_greedy"]
@@ -217,7 +219,7 @@ def test_kernels_of_a_layer_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) ->
     products between six kernels (norms, attention, sums, an activation), or ten make all of it."""
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
     splits = {1: 16, 3: 11, 8: 4, 32: 1}
-    config = EngineConfig(max_rows=32)
+    config = EngineConfig(max_num_seqs=32)
 
     def launches(*rows: int, library: bool = True) -> list[list[launching.KernelLaunch]]:
         steps = record_steps("preset:llama-3.2-1b", config, rows=rows, tokens=[], library=library)
@@ -251,7 +253,7 @@ def test_splits_of_attention(
     model = tiny("base")
     (token_ids,) = model.prompts(67, seed=5)
     expected = model.logits(token_ids)
-    sizes = {"max_rows": 1, "max_model_len": 128, "block_size": 16, "prefill_chunk": 64}
+    sizes = {"max_num_seqs": 1, "max_model_len": 128, "block_size": 16, "prefill_chunk": 64}
     with gpu_engine("base", **sizes) as engine:
         logits = engine.score(token_ids, 64).cpu()
         torch.testing.assert_close(logits, expected[63:], rtol=0, atol=1e-4)
@@ -287,7 +289,7 @@ def test_layers_run_in_pairs_that_were_tuned_faster(
         tuning.store({problem.key(torch.device(DEVICE)): tuning.Tuned(config, 1.0, 2.0)})
     prompts = model.prompts(3, 1)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    with gpu_engine("odd", max_rows=2, max_model_len=16) as engine:
+    with gpu_engine("odd", max_num_seqs=2, max_model_len=16) as engine:
         outputs = engine.generate(prompts, params)
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 3)
     assert called == kernels
@@ -301,7 +303,7 @@ def test_a_layer_in_pairs_is_three_kernels(
 ) -> None:
     """But for models that norm what attention and the MLP return."""
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
-    config = EngineConfig(max_rows=4)
+    config = EngineConfig(max_num_seqs=4)
     for step in record_steps(model, config, rows=[1, 4], tokens=[], pairs=True):
         if "greedy" in step.name:
             assert step.name.endswith("in pairs")

@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 import torch
 from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.fused_pair import (
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.fused_pair import (
     PairShape,
     PairTiles,
     default_pair_config,
@@ -18,12 +18,12 @@ from stepgraph.runtime.kernels.gpu.fused_pair import (
     pair_tiles,
     reference_fused_pair,
 )
-from stepgraph.runtime.kernels.gpu.gate_up import gate_up
-from stepgraph.runtime.kernels.gpu.linear import SEPARATE, LinearConfig
-from stepgraph.runtime.kernels.gpu.linear_configs import config_error
-from stepgraph.runtime.kernels.gpu.pair_problems import PairProblem, pair_problems
-from stepgraph.runtime.kernels.gpu.residual_linear import residual_linear
+from stepgraph.runtime.kernels.triton.gate_up import gate_up
+from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
+from stepgraph.runtime.kernels.triton.linear_configs import config_error
+from stepgraph.runtime.kernels.triton.residual_linear import residual_linear
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.tools.pair_problems import PairProblem, pair_problems
 from triton import cdiv
 
 from .gpu_linear_rig import (

@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.activation import activate_rows, reference_activate_rows
-from stepgraph.runtime.kernels.gpu.gate_up import gate_up, reference_gate_up
-from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.activation import activate_rows, reference_activate_rows
+from stepgraph.runtime.kernels.triton.gate_up import gate_up, reference_gate_up
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig, Pending
 
 from .gpu_linear_rig import (
     DTYPES,

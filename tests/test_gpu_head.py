@@ -7,14 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu.head import head, reference_head
-from stepgraph.runtime.kernels.gpu.linear import (
-    LIBRARY,
-    GpuLinear,
-    LinearConfig,
-    Norm,
-    Pending,
-)
+from stepgraph.runtime.kernels.triton.head import head, reference_head
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Norm, Pending
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, kind="rows", stages=2)

@@ -8,7 +8,7 @@ import torch
 tl = pytest.importorskip("triton.language")
 triton = pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, launch  # noqa: E402
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED, launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a device")
 

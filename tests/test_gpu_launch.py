@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from stepgraph.runtime.execution.step_functions import StepFunctions, StepKey
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.activation import activate_rows
-from stepgraph.runtime.kernels.gpu.dependent import dependent_launch
-from stepgraph.runtime.step_functions import StepFunctions, StepKey
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.activation import activate_rows
+from stepgraph.runtime.kernels.triton.dependent import dependent_launch
 
 
 def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,20 @@ pytest.importorskip("triton")
 import itertools
 
 import torch
-from stepgraph.runtime.kernels.gpu.launch import record_launches
-from stepgraph.runtime.kernels.gpu.linear import (
+from stepgraph.runtime.kernels.triton.launch import record_launches
+from stepgraph.runtime.kernels.triton.linear import (
     FEW_ROWS,
     LIBRARY,
     ROW_CLASSES,
     LinearConfig,
     row_class,
 )
-from stepgraph.runtime.kernels.gpu.linear_configs import (
+from stepgraph.runtime.kernels.triton.linear_configs import (
     candidate_configs,
     config_error,
     default_config,
 )
-from stepgraph.runtime.kernels.gpu.tuning import best_config, is_tight, without_library
+from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight, without_library
 
 KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output", "head")
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import reference_linear
-from stepgraph.runtime.kernels.gpu.matmul import library_linear
+from stepgraph.runtime.kernels.triton.linear import reference_linear
+from stepgraph.runtime.kernels.triton.matmul import library_linear
 
 from .gpu_linear_rig import DTYPES, STORAGES, error, poisoned, random_linear, rows, tolerance
 

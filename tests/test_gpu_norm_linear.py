@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import LIBRARY, GpuLinear, LinearConfig, Pending
-from stepgraph.runtime.kernels.gpu.norm_linear import norm_linear, reference_norm_linear
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
+from stepgraph.runtime.kernels.triton.norm_linear import norm_linear, reference_norm_linear
 
 from .gpu_linear_rig import (
     DEVICE,

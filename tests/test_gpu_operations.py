@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, startup
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, reference_paged_attention
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED, record_launches
-from stepgraph.runtime.kernels.gpu.operations import Operations
-from stepgraph.runtime.kernels.gpu.paged_attention import triton_paged_attention
-from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
-from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.triton.operations import Operations
+from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 
 from .fake_graphs import Tape
 
@@ -46,7 +47,7 @@ def open_with(
 
         monkeypatch.setattr(startup, "select_kernels", select)
         monkeypatch.setattr(startup, "check_kernels", lambda kernels, *_, **__: kernels)
-        sizes = {"max_rows": 3, "block_size": 4, "max_model_len": 64, "prefill_chunk": 8}
+        sizes = {"max_num_seqs": 3, "block_size": 4, "max_model_len": 64, "prefill_chunk": 8}
         config = EngineConfig(mode="eager", **(sizes | settings))
         return Engine.from_pretrained(tiny(variant).directory, config)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import reference_paged_attention
-from stepgraph.runtime.kernels.gpu.launch import record_launches
-from stepgraph.runtime.kernels.gpu.paged_attention import (
+from stepgraph.runtime.kernels.triton.launch import record_launches
+from stepgraph.runtime.kernels.triton.paged_attention import (
     paged_attention_on_gpu,
     triton_paged_attention,
 )

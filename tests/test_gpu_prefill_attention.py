@@ -14,15 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm
-from stepgraph.runtime.kernels.gpu import prefill_tiles as tiling_module
-from stepgraph.runtime.kernels.gpu.prefill_attention import prefill_attention
-from stepgraph.runtime.kernels.gpu.prefill_tiles import (
+from stepgraph.runtime.kernels.triton import prefill_tiles as tiling_module
+from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
+from stepgraph.runtime.kernels.triton.prefill_tiles import (
     PrefillTiling,
     prefill_tiles,
     prefill_tiling,
     reference_prefill_tiles,
 )
-from stepgraph.runtime.kernels.gpu.store import reference_store
+from stepgraph.runtime.kernels.triton.store import reference_store
 
 from .attention_cases import Attention, check, make_case
 

@@ -10,13 +10,13 @@ import torch
 tl = pytest.importorskip("triton.language")
 triton = pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu import quantised_cache as qc  # noqa: E402
-from stepgraph.runtime.kernels.gpu.launch import launch  # noqa: E402
-from stepgraph.runtime.kernels.kv_storage import (  # noqa: E402
+from stepgraph.runtime.kernels.ops.kv_storage import (  # noqa: E402
     quantise,
     read_blocks,
     write_blocks,
 )
+from stepgraph.runtime.kernels.triton import quantised_cache as qc  # noqa: E402
+from stepgraph.runtime.kernels.triton.launch import launch  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ["model", "int8", "fp8"]

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig
-from stepgraph.runtime.kernels.gpu.residual_linear import (
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig
+from stepgraph.runtime.kernels.triton.residual_linear import (
     reference_residual_linear,
     residual_linear,
 )

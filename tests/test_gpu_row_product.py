@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.gpu.row_product import reference_sum_parts, sum_parts
+from stepgraph.runtime.kernels.triton.row_product import reference_sum_parts, sum_parts
 
 from .gpu_linear_rig import DEVICE, DTYPES, error, poisoned, rows, tolerance
 

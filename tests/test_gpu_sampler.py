@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.feedback import NON_FINITE, Feedback
-from stepgraph.runtime.kernels.gpu import sampler as sampler_module
-from stepgraph.runtime.sampling import (
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
+from stepgraph.runtime.kernels.triton import sampler as sampler_module
+from stepgraph.runtime.sampling.sampler import (
     SampleOutput,
     sample_full,
     sample_greedy,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.runtime.benchmarks.options import parse_arguments
+from stepgraph.runtime.bench.options import parse_arguments
 
 SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu"
 

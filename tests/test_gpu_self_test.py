@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.graphs.steps import Capture
-from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams, startup
+from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.kernels.self_test import Fallback
+from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.self_test import check_kernels, dependent_launch_failure
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.gpu import self_test as checks
-from stepgraph.runtime.kernels.gpu.dependent import is_dependent_launch_enabled
-from stepgraph.runtime.kernels.gpu.launch import INTERPRETED
-from stepgraph.runtime.kernels.gpu.operations import Operations
-from stepgraph.runtime.kernels.gpu.selection import gpu_kernels
-from stepgraph.runtime.sample_steps import SampleCase, SampleSteps, sample_config
-from stepgraph.runtime.step_functions import StepKey
+from stepgraph.runtime.execution.sample_steps import SampleCase, SampleSteps, sample_config
+from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.kernels.triton import operation_check as checks
+from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
+from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.operations import Operations
 
 from .fake_graphs import FakeCapturer, FakeGraphs
 from .test_self_test import GEMMA2, TINY
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = Operations.reference()
 SETTINGS: dict[str, Any] = {
-    "device": DEVICE, "mode": "eager", "max_rows": 6, "block_size": 4, "max_model_len": 40,
+    "device": DEVICE, "mode": "eager", "max_num_seqs": 6, "block_size": 4, "max_model_len": 40,
     "prefill_chunk": 16,
 }  # fmt: skip
 
@@ -70,13 +71,13 @@ def check(
     ("changes", "settings"),
     [
         ({}, {}),
-        pytest.param(GEMMA2, {"dtype": "bfloat16", "max_rows": 3}, marks=pytest.mark.slow),
+        pytest.param(GEMMA2, {"dtype": "bfloat16", "max_num_seqs": 3}, marks=pytest.mark.slow),
         pytest.param({}, {"kv_dtype": "int8", "weight_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param({}, {"kv_dtype": "fp8", "weight_dtype": "fp8"}, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
-    model, config = resolved(changes, **({"max_rows": 1} | settings))
+    model, config = resolved(changes, **({"max_num_seqs": 1} | settings))
     assert not check(model, config, required=True).fallbacks
 
 
@@ -117,7 +118,7 @@ def test_a_wrong_number_costs_the_operation_alone(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     use(monkeypatch, **{name: scaled(name)})
-    model, config = resolved({"tie_word_embeddings": False}, weight_dtype="int8", max_rows=40)
+    model, config = resolved({"tie_word_embeddings": False}, weight_dtype="int8", max_num_seqs=40)
     with pytest.warns(RuntimeWarning, match=name):
         fallbacks = check(model, config).fallbacks
     assert [fallback.name for fallback in fallbacks] == [name]
@@ -172,7 +173,7 @@ def test_an_engine_replaces_what_fails_and_says_so(
     monkeypatch.setattr(startup, "select_kernels", select)
     monkeypatch.setattr(startup, "check_kernels", check_all)
     with pytest.warns(RuntimeWarning, match=f"native {name}"):
-        engine = open_engine("micro", **(SETTINGS | {"max_rows": 2}))
+        engine = open_engine("micro", **(SETTINGS | {"max_num_seqs": 2}))
     assert [o.token_ids for o in engine.generate(prompts, params)] == [
         o.token_ids for o in expected
     ]

@@ -11,13 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm
-from stepgraph.runtime.kernels.gpu.store import (
+from stepgraph.runtime.kernels.ops.kv_storage import read_blocks
+from stepgraph.runtime.kernels.triton.store import (
     reference_rotate_and_store,
     reference_store,
     rotate_and_store,
     store_keys_and_values,
 )
-from stepgraph.runtime.kernels.kv_storage import read_blocks
 from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
 

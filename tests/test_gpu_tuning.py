@@ -21,13 +21,14 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.kernels.gpu import linear_problems, linear_timing, tune, tuning
-from stepgraph.runtime.kernels.gpu.launch import num_multiprocessors, record_launches
-from stepgraph.runtime.kernels.gpu.linear import LIBRARY, LinearConfig
-from stepgraph.runtime.kernels.gpu.linear_configs import candidate_configs, default_config
-from stepgraph.runtime.kernels.gpu.linear_problems import LinearProblem, Operands
-from stepgraph.runtime.kernels.gpu.tuning import Tuned, TuningKey
+from stepgraph.runtime.kernels.triton import tuning
+from stepgraph.runtime.kernels.triton.launch import num_multiprocessors, record_launches
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig
+from stepgraph.runtime.kernels.triton.linear_configs import candidate_configs, default_config
+from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.tools import linear_problems, linear_timing, tune
+from stepgraph.runtime.tools.linear_problems import LinearProblem, Operands
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -387,7 +388,7 @@ def test_without_a_device_there_is_one_clear_error(
         "linear_timing",
         "tuning",
     ):  # as where there is no Triton
-        monkeypatch.setitem(sys.modules, f"stepgraph.runtime.kernels.gpu.{name}", None)
+        monkeypatch.setitem(sys.modules, f"stepgraph.runtime.kernels.triton.{name}", None)
     assert tune.main(["--model", "preset:llama-3.2-1b"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

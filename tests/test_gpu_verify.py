@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime import EngineConfig, kernel_cases
+from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.kernels.gpu import launch as launching
-from stepgraph.runtime.kernels.gpu.dependent import dependent_launch
-from stepgraph.runtime.kernels.gpu.launch import launch
-from stepgraph.runtime.kernels.gpu.verify import Verified, check_operations, main
+from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton.dependent import dependent_launch
+from stepgraph.runtime.kernels.triton.launch import launch
 from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.tools import kernel_cases
+from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down", "head"]

@@ -22,7 +22,7 @@ from stepgraph.runtime import (
     RequestOutput,
     SamplingParams,
 )
-from stepgraph.runtime.step_functions import StepOutput
+from stepgraph.runtime.execution.step_functions import StepOutput
 
 from .fake_graphs import FakeCapturer, FakeGraphs, NotCapturableError, make_fake_graphs  # noqa: F401
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime import startup as startup_module
-from stepgraph.runtime.checkpoint import CheckpointReader
+from stepgraph.runtime.engine import startup as startup_module
 from stepgraph.runtime.errors import CheckpointError, MemoryBudgetError
-from stepgraph.runtime.loading import resolve_source
-from stepgraph.runtime.tokenizer import load_tokenizer
+from stepgraph.runtime.loading.checkpoint import CheckpointReader
+from stepgraph.runtime.loading.loader import resolve_source
+from stepgraph.runtime.loading.tokenizer import load_tokenizer
 
-EAGER = EngineConfig(device="cpu", mode="eager", max_rows=2)
+EAGER = EngineConfig(device="cpu", mode="eager", max_num_seqs=2)
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -183,7 +183,7 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import MemoryBudgetError
 
 def outcome(**choices):
-    config = EngineConfig(device="cpu", mode="eager", max_rows=2, **choices)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, **choices)
     try:
         with Engine.from_pretrained(sys.argv[1], config) as engine:
             engine.generate([[1, 2]], SamplingParams(max_tokens=2))

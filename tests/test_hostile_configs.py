@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.device_memory import peak_bytes
+from stepgraph.cache.memory.device_memory import peak_bytes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.checkpoint import read_config
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
 
 TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
@@ -66,7 +66,7 @@ MODELS = ("micro", "mistral", "qwen3", "gemma2", "gemma3", "deepseek_v2", "deeps
 
 
 def start_and_decode(directory: Path) -> None:
-    config = EngineConfig(device="cpu", mode="eager", max_rows=2, memory_bytes=100 << 20)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, memory_bytes=100 << 20)
     with Engine.from_pretrained(directory, config) as engine:
         (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         assert output.finished

@@ -76,7 +76,7 @@ class Running:
 @pytest.fixture
 def running() -> Iterator[Running]:
     """A service over an engine that nothing is left in."""
-    engine = fake_engine(max_rows=6)
+    engine = fake_engine(max_num_seqs=6)
     service = Running(engine)
     yield service
     service.stop()

@@ -63,7 +63,7 @@ def test_steps_beside_the_service_are_as_steps_alone() -> None:
         pytest.skip("other processes take the core that the clients need")
     from .test_http_service import Running  # not in the process of the clients
 
-    config = EngineConfig(device="cpu", max_rows=32, threads=-1)
+    config = EngineConfig(device="cpu", max_num_seqs=32, threads=-1)
     ratios = []
     with Engine.from_pretrained("demo", config) as engine:
         service = Running(engine)

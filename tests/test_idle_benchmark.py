@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
-from stepgraph.runtime.benchmarks.idle import (
+from stepgraph.runtime.bench.idle import (
     SETTLING_STEPS,
     longest_sequence,
     main,
@@ -39,7 +39,7 @@ def test_one_row_decodes_while_it_is_traced() -> None:
     config = EngineConfig(
         device="cpu",
         mode="eager",
-        max_rows=1,
+        max_num_seqs=1,
         max_model_len=longest_sequence(8, 3),
         prefix_cache=False,
     )

@@ -37,22 +37,22 @@ FILES = sorted(
     for path in (ROOT / package).rglob("*.py")
 )
 WITHOUT_TORCH = (
-    "runtime/scheduler.py",
-    "runtime/plan.py",
-    "runtime/preemption.py",
-    "runtime/step_budget.py",
-    "runtime/step_costs.py",
+    "runtime/scheduling/scheduler.py",
+    "runtime/scheduling/plan.py",
+    "runtime/scheduling/preemption.py",
+    "runtime/scheduling/step_budget.py",
+    "runtime/scheduling/step_costs.py",
     "cache/prefix.py",
     "cache/swap.py",
     "cache/reuse.py",
-    "cache/benchmark.py",
+    "runtime/bench/cache_bookkeeping.py",
     "cache/blocks.py",
     "cache/allocators.py",
     "cache/kv_cache.py",
     "cache/spec.py",
-    "cache/memory.py",
-    "cache/memory_plan.py",
-    "cache/model_footprint.py",
+    "cache/memory/handler.py",
+    "cache/memory/memory_plan.py",
+    "cache/memory/model_footprint.py",
     "graphs/buckets.py",
     "profiling/stats.py",
     "profiling/roofline.py",
@@ -78,12 +78,12 @@ WITHOUT_TORCH = (
     "profiling/trace_events.py",
     "profiling/trace_table.py",
     "profiling/trace_times.py",
-    "runtime/benchmarks/cells.py",
-    "runtime/benchmarks/compared.py",
-    "runtime/benchmarks/comparison.py",
-    "runtime/benchmarks/comparison_table.py",
-    "runtime/benchmarks/outputs.py",
-    "runtime/benchmarks/turns.py",
+    "runtime/bench/cells.py",
+    "runtime/bench/compared.py",
+    "runtime/bench/comparison.py",
+    "runtime/bench/comparison_table.py",
+    "runtime/bench/outputs.py",
+    "runtime/bench/turns.py",
     "profiling/plot/__init__.py",
     "profiling/plot/gaps.py",
     "profiling/plot/layout.py",
@@ -189,10 +189,10 @@ def test_the_packages_are_found() -> None:
     assert {package_of(file) for file in FILES} == set(PACKAGES)
     assert set(WITHOUT_TORCH) <= set(FILES)
     assert Import("cache/blocks.py", True, True) in imports("cache/kv_cache.py")
-    assert Import("profiling/ranges.py", True, True) in imports("runtime/loop.py")
+    assert Import("profiling/ranges.py", True, True) in imports("runtime/engine/loop.py")
     assert Import("torch", False, False) in imports("profiling/bandwidth.py")
-    assert Import("runtime/benchmarks/cli.py", True, False) in imports(f"{FACE}/__main__.py")
-    assert "torch" in reached_at_import("runtime/engine.py")
+    assert Import("runtime/bench/cli.py", True, False) in imports(f"{FACE}/__main__.py")
+    assert "torch" in reached_at_import("runtime/engine/engine.py")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -206,6 +206,42 @@ def test_nobody_imports_leftwards(file: str) -> None:
             assert found.target not in {"stepgraph", *PACKAGES}, (
                 f"{file} imports {found.target} by its name: use a relative import"
             )
+
+
+ROOMS = {
+    "kernels": frozenset[str](),
+    "sampling": frozenset({"kernels"}),
+    "models": frozenset({"kernels"}),
+    "loading": frozenset({"models"}),
+    "scheduling": frozenset[str](),
+    "execution": frozenset({"kernels", "models", "sampling", "scheduling"}),
+    "memory": frozenset({"kernels", "models", "loading", "execution"}),
+    "engine": frozenset(
+        {"kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"}
+    ),
+    "tools": frozenset({"kernels", "models", "loading", "execution", "memory", "engine"}),
+}
+"""The folders of the runtime that each of them may import, besides itself."""
+SHARED = {
+    "kernels": frozenset({"errors", "bounded_repr"}),
+    "models": frozenset({"errors", "bounded_repr", "operation_scopes"}),
+    "loading": frozenset({"errors", "bounded_repr", "prompt_ids"}),
+}
+"""Files at the top of the runtime that low folders may import; the others may import all."""
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.split("/")[1] in ROOMS])
+def test_folders_of_the_runtime_import_no_higher_one(file: str) -> None:
+    folder = file.split("/")[1]
+    for found in imports(file):
+        if not found.ours or not found.target.startswith("runtime/"):
+            continue
+        target = found.target.split("/")[1]
+        if target.endswith(".py"):
+            allowed = SHARED.get(folder)
+            assert allowed is None or target.removesuffix(".py") in allowed, found.target
+        else:
+            assert target in ROOMS[folder] | {folder}, f"{file} imports {found.target}"
 
 
 def test_no_circles() -> None:
@@ -223,10 +259,10 @@ def test_a_circle_would_be_seen() -> None:
         TopologicalSorter(graph).prepare()
 
 
-IMPORTED_LATE = {"runtime/template_sandbox.py": {"jinja2"}}
+IMPORTED_LATE = {"runtime/loading/template_sandbox.py": {"jinja2"}}
 """Files whose import may fail for want of an extra."""
 OF_PEERS = {
-    "runtime/benchmarks/peer_runner.py": {
+    "runtime/bench/peer_runner.py": {
         *("gguf", "llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     }
 }
@@ -245,7 +281,7 @@ def test_every_foreign_module_is_declared() -> None:
     project = declared["project"]
     build = {_name(line) for line in declared["build-system"]["requires"]}
     required = {_name(line) for line in project["dependencies"]}
-    required.add("triton")  # of torch for CUDA; `kernels/gpu` is imported where that is there
+    required.add("triton")  # of torch for CUDA; `kernels/triton` is imported where that is there
     optional = {
         _name(line) for group in project["optional-dependencies"].values() for line in group
     }
@@ -275,7 +311,7 @@ def test_host_logic_reaches_no_torch(file: str) -> None:
 
 
 def test_the_tuning_command_can_say_that_there_is_no_device() -> None:
-    way = reached_at_import("runtime/kernels/gpu/tune.py").get("triton")
+    way = reached_at_import("runtime/tools/tune.py").get("triton")
     assert way is None, " → ".join((*way, "triton"))
 
 
@@ -306,7 +342,7 @@ def test_the_scheduler_loads_without_torch() -> None:
         BLOCK_TORCH
         + "spec = importlib.util.find_spec('stepgraph.runtime')\n"
         + "sys.modules[spec.name] = importlib.util.module_from_spec(spec)\n"
-        + "import stepgraph.runtime.scheduler\n"
+        + "import stepgraph.runtime.scheduling.scheduler\n"
         + "assert 'torch' not in sys.modules"
     )
 

@@ -125,7 +125,7 @@ USER = """
 import stepgraph
 from stepgraph import Engine, EngineConfig, SamplingParams
 
-config = EngineConfig(max_rows="many")
+config = EngineConfig(max_num_seqs="many")
 engine = Engine.from_pretrained("demo", config)
 text: int = engine.generate(["a"], SamplingParams(max_tokens=1))[0].text
 stepgraph.Engines

@@ -205,7 +205,7 @@ def send(delay: float) -> None:
 def test_signals_while_other_threads_generate() -> None:
     """The interrupted call hands the steps over, whether it ran them or slept."""
     rng = random.Random(4)
-    engine = fake_engine(max_rows=6)
+    engine = fake_engine(max_num_seqs=6)
     stop = threading.Event()
 
     def call(number: int) -> int:

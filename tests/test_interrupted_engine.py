@@ -46,7 +46,7 @@ IDLE = {"score"}
 
 def prepared(name: str) -> Engine:
     """An engine with a request half done, one that waits, and blocks in the prefix cache."""
-    engine = fake_engine(max_rows=3)
+    engine = fake_engine(max_num_seqs=3)
     engine.generate([PROMPTS[0]], params(5))
     if name not in IDLE:
         engine.add_request(BYSTANDER, params(9, 7), "bystander")

@@ -47,7 +47,7 @@ def prompts(model: TinyModel) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(model: TinyModel, prompts: list[list[int]]) -> Tokens:
     """What each request gets when it has the engine to itself: one row, default blocks."""
-    config = EngineConfig(device="cpu", mode="eager", max_rows=1)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1)
     with Engine.from_pretrained(model.directory, config) as engine:
         return [
             tokens_of(engine.generate([prompt], params))[0]
@@ -90,15 +90,15 @@ def test_greedy_alone_is_what_transformers_says(
 
 SHAPES: list[dict[str, Any]] = [
     {"block_size": 1},
-    {"block_size": 4, "max_rows": 16},
+    {"block_size": 4, "max_num_seqs": 16},
     {"block_size": 32},
     {"prefill_chunk": 1},
     {"prefill_chunk": 3, "block_size": 4},
     {"prefill_chunk": 7},
-    {"prefill_chunk": 64, "max_rows": 2},
-    {"max_rows": 8, "buckets": (3, 5)},
-    {"max_rows": 8, "buckets": (8,)},
-    {"max_rows": 3, "max_batch_tokens": 4},
+    {"prefill_chunk": 64, "max_num_seqs": 2},
+    {"max_num_seqs": 8, "buckets": (3, 5)},
+    {"max_num_seqs": 8, "buckets": (8,)},
+    {"max_num_seqs": 3, "max_batch_tokens": 4},
 ]
 
 
@@ -121,7 +121,7 @@ def test_tokens_do_not_depend_on_the_shape_of_the_engine(
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("prefill_chunk", [1, 3, 7, 64])
-@pytest.mark.parametrize("max_rows", [1, 4, 16])
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_tokens_do_not_depend_on_the_shape_of_the_engine_sweep(
     open_engine: Callable[..., Engine],
@@ -129,7 +129,7 @@ def test_tokens_do_not_depend_on_the_shape_of_the_engine_sweep(
     alone: Tokens,
     block_size: int,
     prefill_chunk: int,
-    max_rows: int,
+    max_num_seqs: int,
     in_flight: int,
 ) -> None:
     blocks = 1 + -(-80 // block_size)
@@ -138,7 +138,7 @@ def test_tokens_do_not_depend_on_the_shape_of_the_engine_sweep(
             MODEL,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             num_blocks=num_blocks,
         )
         engine._loop._in_flight = in_flight
@@ -169,7 +169,9 @@ def test_tokens_do_not_depend_on_preemptions(
     num_blocks: int,
     in_flight: int,
 ) -> None:
-    engine = open_engine(MODEL, num_blocks=num_blocks, block_size=4, max_rows=6, prefill_chunk=16)
+    engine = open_engine(
+        MODEL, num_blocks=num_blocks, block_size=4, max_num_seqs=6, prefill_chunk=16
+    )
     engine._loop._in_flight = in_flight
     poison(engine)
     outputs = engine.generate(prompts, PARAMS)
@@ -318,7 +320,7 @@ FORMER_OWNERS = [
 def test_a_recycled_row_carries_nothing_over(
     open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens, in_flight: int
 ) -> None:
-    engine = open_engine(MODEL, max_rows=1)
+    engine = open_engine(MODEL, max_num_seqs=1)
     engine._loop._in_flight = in_flight
     for former in FORMER_OWNERS:
         for index in (0, 1, 2, 3):  # greedy, sampled, repetition and frequency penalty
@@ -331,7 +333,7 @@ def test_a_row_left_in_the_middle_carries_nothing_over(
     open_engine: Callable[..., Engine], prompts: list[list[int]], alone: Tokens
 ) -> None:
     """An aborted request has a step in flight that still writes to its row and blocks."""
-    engine = open_engine(MODEL, max_rows=1, prefill_chunk=16, prefix_cache=False)
+    engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
     engine._loop._in_flight = 1
     for steps in (1, 2, 3, 4, 7):
         for former in FORMER_OWNERS:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.benchmarks.kernels import _measure, measure_kernels
-from stepgraph.runtime.benchmarks.scenario_rows import KERNEL_COLUMNS
-from stepgraph.runtime.benchmarks.tables import columns, rows
+from stepgraph.runtime.bench.kernels import _measure, measure_kernels
+from stepgraph.runtime.bench.scenario_rows import KERNEL_COLUMNS
+from stepgraph.runtime.bench.tables import columns, rows
 from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS

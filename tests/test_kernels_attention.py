@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import AttentionForm, kv_storage
+from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels.ops import kv_storage
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode

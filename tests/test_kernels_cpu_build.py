@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import cpu
-from stepgraph.runtime.kernels.gpu.paged_attention import paged_attention_on_gpu
+from stepgraph.runtime.kernels.cpu import build as cpu
+from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 

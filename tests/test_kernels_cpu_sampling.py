@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels.cpu_sampling import fused_full
-from stepgraph.runtime.kernels.feedback import NON_FINITE
-from stepgraph.runtime.sampling import fused_sampler, sample_full, sample_greedy, torch_sampler
+from stepgraph.runtime.kernels.cpu.sampling import fused_full
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.sampling.sampler import (
+    fused_sampler,
+    sample_full,
+    sample_greedy,
+    torch_sampler,
+)
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import AttentionForm, kv_storage
+from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels.ops import kv_storage
 from torch import Tensor
 
 STORAGES = ["int8", "fp8"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import PackedMemory, select_kernels
-from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -13,9 +13,9 @@ import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.kernels import WeightStorage, select_kernels
-from stepgraph.runtime.loading import iter_weights, random_weights
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef

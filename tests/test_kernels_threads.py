@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig, kernels
-from stepgraph.runtime.kernels import threads as rooms
-from stepgraph.runtime.kernels.elementwise import (
+from stepgraph.runtime.kernels.cpu import threads as rooms
+from stepgraph.runtime.kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
     reference_rotations,

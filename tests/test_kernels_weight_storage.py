@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import WeightStorage, weight_storage
+from stepgraph.runtime.kernels import WeightStorage
+from stepgraph.runtime.kernels.ops import weight_storage
 from stepgraph.runtime.models import modules
 from stepgraph.runtime.models.modules import Projection
 from torch import Tensor

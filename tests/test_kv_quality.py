@@ -11,7 +11,7 @@ from stepgraph.runtime.demo.perplexity import held_out_tokens, main, perplexity
 
 def demo_perplexity(kv_dtype: str, mode: str, num_tokens: int, window: int) -> float:
     config = EngineConfig(
-        device="cpu", mode=mode, kv_dtype=kv_dtype, max_rows=1, max_model_len=window
+        device="cpu", mode=mode, kv_dtype=kv_dtype, max_num_seqs=1, max_model_len=window
     )
     with Engine.from_pretrained("demo", config) as engine:
         return perplexity(engine, held_out_tokens()[:num_tokens], window)
@@ -39,7 +39,7 @@ def test_bytes_are_halved() -> None:
     sizes = {}
     for kv_dtype in ("auto", "int8", "fp8"):
         config = EngineConfig(
-            device="cpu", mode="eager", kv_dtype=kv_dtype, max_rows=1, num_blocks=9
+            device="cpu", mode="eager", kv_dtype=kv_dtype, max_num_seqs=1, num_blocks=9
         )
         with Engine.from_pretrained("demo", config) as engine:
             sizes[kv_dtype] = engine.stats()["memory"]["cache"]["measured"]
@@ -47,7 +47,7 @@ def test_bytes_are_halved() -> None:
 
 
 def test_bad_windows() -> None:
-    config = EngineConfig(device="cpu", mode="eager", max_rows=1, max_model_len=64)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
     with Engine.from_pretrained("demo", config) as engine:
         for window in (1, 11):
             with pytest.raises(ValueError, match=f"from 2 to the 10 tokens given, not {window}"):

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime.errors import KernelBuildError
 from stepgraph.runtime.kernels import library_store as store
-from stepgraph.runtime.kernels.cpu_features import features_of_macros, parse_cpuinfo
+from stepgraph.runtime.kernels.cpu.features import features_of_macros, parse_cpuinfo
 from stepgraph.runtime.kernels.library_store import Manifest
 
 SOURCE = "5" * 64

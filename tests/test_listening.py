@@ -185,7 +185,7 @@ def test_a_listener_put_in_place_later_hears_an_engine(
     """Nobody keeps a function of `ranges` that was there when its module was imported."""
     heard = Heard()
     with ranges.listening(heard):
-        engine = open_engine("base", mode="compile", compile=False, max_rows=2)
+        engine = open_engine("base", mode="compile", compile=False, max_num_seqs=2)
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
     names = set(heard.names("push"))
     assert names == {

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.errors import CheckpointError, ConfigError
-from stepgraph.runtime.loading import (
+from stepgraph.runtime.loading.loader import (
     CheckpointReader,
     fused_layout,
     iter_weights,
@@ -23,8 +23,8 @@ from stepgraph.runtime.loading import (
     read_config,
     resolve_source,
 )
-from stepgraph.runtime.memory_report import explain_memory
 from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.tools.memory_report import explain_memory
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -529,7 +529,7 @@ class TestHub:
         assert source.directory is not None
         assert sorted(file.name for file in source.directory.iterdir()) == names
         assert "some-org/some-model in" in explain_memory(
-            "some-org/some-model", EngineConfig(mode="eager", max_rows=1), 1 << 30
+            "some-org/some-model", EngineConfig(mode="eager", max_num_seqs=1), 1 << 30
         )
         assert asked == [names]
         # What was enough for the config is not taken for a whole checkpoint.

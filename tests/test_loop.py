@@ -32,7 +32,7 @@ def test_max_tokens_wastes_no_step(in_flight: int) -> None:
 
 
 def test_an_aborted_request_is_reported_by_the_next_step() -> None:
-    rig = Rig(max_rows=1)
+    rig = Rig(max_num_seqs=1)
     running, waiting = rig.group(3, n=1), rig.group(3, n=2)
     rig.loop.add(running)
     rig.loop.add(waiting)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.runtime.preemption import PreemptionPolicy
 from stepgraph.runtime.request import Request, RequestStatus
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
 from .fake_device import InjectedError, oracle, swapped
 from .scheduler_rig import Rig
@@ -188,7 +188,7 @@ def test_a_fork_that_fails_still_shares_blocks_of_equal_contents() -> None:
 @pytest.mark.parametrize("name", ["swap_out", "copy_in"])
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_copies_that_never_work_only_cost_time(windows: Any, name: str) -> None:
-    rig = swapping_rig(**tight(windows, 6), max_rows=4)
+    rig = swapping_rig(**tight(windows, 6), max_num_seqs=4)
     rig.runner.fail_after = lambda called, count: count // 2 if called == name else None
     requests = [r for n in (1, 3, 2) for r in rig.add_group(6, n=n, max_tokens=12)]
     check_all(rig, requests)

@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 import pytest
-from stepgraph.cache.memory import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
-from stepgraph.cache.memory_plan import HOST_TERMS, TERMS, format_bytes
-from stepgraph.cache.model_footprint import ModelFootprint
+from stepgraph.cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
+from stepgraph.cache.memory.memory_plan import HOST_TERMS, TERMS, format_bytes
+from stepgraph.cache.memory.model_footprint import ModelFootprint
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ LLAMA = ModelFootprint(
     activation_bytes_per_token=100_000,
     activation_bytes_fixed=1 << 20,
     logits_bytes_per_row=128_256 * 6,
-    max_rows=32,
+    max_num_seqs=32,
     max_model_len=8192,
     prefill_chunk=2048,
     static_bytes=lambda tokens, row_blocks: 33 * 4 * row_blocks + 32 * tokens,

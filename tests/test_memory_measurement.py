@@ -11,12 +11,12 @@ import torch
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.graphs.library import StepLibrary
 from stepgraph.graphs.steps import CapturedStep, CudaGraphCapturer, EagerStep
-from stepgraph.runtime import memory_measurement
+from stepgraph.runtime.execution.runner import Runner
+from stepgraph.runtime.execution.step_functions import StepKey
+from stepgraph.runtime.execution.step_sizes import StepSizes
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.memory_measurement import CapturePeaks, PhaseLog, measure_steps
-from stepgraph.runtime.runner import Runner
-from stepgraph.runtime.step_functions import StepKey
-from stepgraph.runtime.step_sizes import StepSizes
+from stepgraph.runtime.memory import measurement as memory_measurement
+from stepgraph.runtime.memory.measurement import CapturePeaks, PhaseLog, measure_steps
 
 from .fake_cuda_memory import GRAPH_NODES, FakeDevice, make_fake_device  # noqa: F401
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from stepgraph.cache.memory_plan import TERMS
+from stepgraph.cache.memory.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.benchmarks import memory
-from stepgraph.runtime.benchmarks.memory import MemoryCase
-from stepgraph.runtime.benchmarks.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.tables import markdown_table, tables
-from stepgraph.runtime.benchmarks.terminal import for_terminal
+from stepgraph.runtime.bench import memory
+from stepgraph.runtime.bench.memory import MemoryCase
+from stepgraph.runtime.bench.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.tables import markdown_table, tables
+from stepgraph.runtime.bench.terminal import for_terminal
 
 from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
 
@@ -33,7 +33,7 @@ def open_for(open_engine: Callable[..., Engine]) -> Callable[..., Engine]:
     """Open an engine for a case: the roomy one, or by how it preempts."""
 
     def make(variant: str, case: MemoryCase, preemption: str = "none") -> Engine:
-        fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_rows": case.batch_size}
+        fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": case.batch_size}
         fields |= {"prefill_chunk": CHUNK, "prefix_cache": False}
         model = open_engine(variant, **fields).model_config
         config = EngineConfig(**fields)
@@ -179,7 +179,7 @@ def test_a_row_alone_has_no_third_table(document: dict[str, Any]) -> None:
     [
         ("--input-len 128 4000", "max_model_len=4"),
         ("--output-len 5000", "max_model_len=5"),
-        ("--batch-size 5000", "max_rows must be an integer from 1 to 4096, not 5000"),
+        ("--batch-size 5000", "max_num_seqs must be an integer from 1 to 4096, not 5000"),
     ],
 )
 def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
@@ -196,14 +196,16 @@ def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
 def test_rows_that_the_memory_cannot_hold_are_one_clear_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepgraph.cache.device_memory.available_bytes", lambda device: 100 << 20)
+    monkeypatch.setattr(
+        "stepgraph.cache.memory.device_memory.available_bytes", lambda device: 100 << 20
+    )
     arguments = "--scenario memory --mode eager --batch-size 64 --input-len 1024"
     assert run_bench(monkeypatch, arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     _, line = captured.err.splitlines()
     assert line.startswith("bench.py: error: the available memory of 104857600 bytes")
-    assert "Lower the number of blocks, max_batch_tokens or max_rows" in line
+    assert "Lower the number of blocks, max_batch_tokens or max_num_seqs" in line
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from stepgraph.cache.memory import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
-from stepgraph.cache.model_footprint import ModelFootprint
+from stepgraph.cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
+from stepgraph.cache.memory.model_footprint import ModelFootprint
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LatentSpec,
@@ -57,7 +57,7 @@ def footprints(draw: st.DrawFn) -> ModelFootprint:
         weight_bytes=draw(sizes(1 << 40)),
         groups=draw(layer_groups()),
         block_size=draw(st.sampled_from([1, 4, 7, 16, 32, 256])),
-        max_rows=draw(st.integers(1, 512)),
+        max_num_seqs=draw(st.integers(1, 512)),
         max_model_len=draw(st.integers(1, 1 << 18)),
         prefill_chunk=draw(st.integers(1, 1 << 12)),
         activation_bytes_fixed=draw(sizes(1 << 30)),
@@ -89,8 +89,8 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> in
     row_blocks = max(1, math.ceil(longest / f.block_size))
     positions = row_blocks * f.block_size
     of_prefill = chunk * f.activation_bytes_per_token + positions * f.read_bytes_per_position
-    of_decode = f.max_rows * f.activation_bytes_per_token
-    of_decode += f.max_rows * positions * f.read_bytes_per_position
+    of_decode = f.max_num_seqs * f.activation_bytes_per_token
+    of_decode += f.max_num_seqs * positions * f.read_bytes_per_position
     spec = f.groups[0].spec
     vectors = spec.sides * spec.num_kv_heads
     block = (spec.head_dim * spec.element_bytes + spec.scale_bytes) * vectors * f.block_size
@@ -104,8 +104,8 @@ def written_out(f: ModelFootprint, blocks: int, tokens: int, reserve: int) -> in
         + f.activation_bytes_fixed
         + max(of_prefill, of_decode)
         + f.logits_bytes_fixed
-        + f.logits_bytes_per_row * f.max_rows
-        + f.mask_bytes_per_token_position * max(chunk, f.max_rows) * positions
+        + f.logits_bytes_per_row * f.max_num_seqs
+        + f.mask_bytes_per_token_position * max(chunk, f.max_num_seqs) * positions
         + f.graph_bytes
         + reserve
         + (on_host if f.host_shared else 0)
@@ -136,8 +136,8 @@ class Case:
 
     def tokens_of(self, blocks: int) -> int:
         f = self.footprint
-        wanted = max(f.max_rows + 1, math.ceil(self.ratio * blocks))
-        return min(wanted, f.max_rows + f.prefill_chunk)
+        wanted = max(f.max_num_seqs + 1, math.ceil(self.ratio * blocks))
+        return min(wanted, f.max_num_seqs + f.prefill_chunk)
 
     def solve(self, **fixed: int) -> MemoryPlan:
         plan = plan_memory(
@@ -158,7 +158,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     footprint = draw(footprints())
     reserve = draw(sizes(1 << 30))
-    least = written_out(footprint, footprint.least_blocks, footprint.max_rows + 1, reserve)
+    least = written_out(footprint, footprint.least_blocks, footprint.max_num_seqs + 1, reserve)
     room = max(1, least + draw(st.integers(-(1 << 20), 1 << 24) | sizes(1 << 42)))
     budget = draw(
         st.sampled_from([MemoryBudget(fraction=f) for f in (0.1, 0.5, 0.9, 1.0)] + [None])
@@ -193,7 +193,7 @@ def test_both_free(case: Case) -> None:
 @settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(1, 1 << 13))
 def test_batch_tokens_fixed(case: Case, extra: int) -> None:
-    tokens = case.footprint.max_rows + extra
+    tokens = case.footprint.max_num_seqs + extra
     least = case.total(case.footprint.least_blocks, tokens)
     plan = solve_or_prove_too_small(case, least, max_batch_tokens=tokens)
     if plan is not None:
@@ -205,12 +205,12 @@ def test_batch_tokens_fixed(case: Case, extra: int) -> None:
 @given(cases(), st.integers(0, 1 << 20))
 def test_blocks_fixed(case: Case, extra: int) -> None:
     blocks = case.footprint.least_blocks + extra
-    least = case.total(blocks, case.footprint.max_rows + 1)
+    least = case.total(blocks, case.footprint.max_num_seqs + 1)
     plan = solve_or_prove_too_small(case, least, num_blocks=blocks)
     if plan is None:
         return
     assert plan.num_blocks == blocks
-    at_most = case.footprint.max_rows + case.footprint.prefill_chunk
+    at_most = case.footprint.max_num_seqs + case.footprint.prefill_chunk
     if plan.max_batch_tokens < at_most:
         assert case.total(blocks, plan.max_batch_tokens + 1) > case.ceiling
     else:
@@ -292,7 +292,12 @@ def hybrid(**changes: int) -> ModelFootprint:
     full = FullAttentionSpec(2, 32, 2)
     sliding = SlidingWindowSpec(2, 32, 2, window=64)
     groups = (LayerGroup(0, full, (0, 2, 4, 6)), LayerGroup(1, sliding, (1, 3, 5, 7)))
-    given_ = {"block_size": 16, "max_rows": 4, "max_model_len": 1000, "prefill_chunk": 32} | changes
+    given_ = {
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 1000,
+        "prefill_chunk": 32,
+    } | changes
     return ModelFootprint(weight_bytes=0, groups=groups, **given_)
 
 
@@ -318,7 +323,7 @@ def test_layers_that_all_slide_limit_no_request() -> None:
         weight_bytes=0,
         groups=(LayerGroup(0, spec, (0,)),),
         block_size=4,
-        max_rows=1,
+        max_num_seqs=1,
         max_model_len=1 << 20,
         prefill_chunk=4,
     )

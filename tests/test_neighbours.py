@@ -15,16 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-from stepgraph.runtime.benchmarks import neighbours, peers
-from stepgraph.runtime.benchmarks.neighbours import (
+from stepgraph.runtime.bench import neighbours, peers
+from stepgraph.runtime.bench.neighbours import (
     NeighboursCase,
     SideRun,
     busy_processes,
     measure_neighbours,
     points,
 )
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.peers import Peer, PeerError, PeerSpec
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.peers import Peer, PeerError, PeerSpec
 from stepgraph.runtime.errors import StepgraphError
 
 from .bench_rig import ROOT, run_bench, schema_errors

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, NonFiniteLogitsError, SamplingParams
+from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -62,7 +62,7 @@ def nan_model(
 
 
 def open_engine(source: Path, **config: Any) -> Engine:
-    settings = {"device": "cpu", "mode": "eager", "max_rows": 4, "block_size": 4} | config
+    settings = {"device": "cpu", "mode": "eager", "max_num_seqs": 4, "block_size": 4} | config
     return Engine.from_pretrained(source, EngineConfig(**settings))
 
 

@@ -14,9 +14,9 @@ import pytest
 from stepgraph.profiling import whole_files
 from stepgraph.profiling.whole_files import WriteError, check_writable, write_file
 from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.benchmarks import run_steady, steady
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.outputs import same_file
+from stepgraph.runtime.bench import run_steady, steady
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.outputs import same_file
 
 from .bench_rig import ROOT, run_bench
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
     def write(path: Path, text: str) -> None:
         raise WriteError(path, "No space left on device")
 
-    monkeypatch.setattr("stepgraph.runtime.benchmarks.document.write_file", write)
+    monkeypatch.setattr("stepgraph.runtime.bench.document.write_file", write)
     assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")

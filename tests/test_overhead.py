@@ -14,14 +14,15 @@ from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
 from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
 from stepgraph.profiling.timeline import Timeline
-from stepgraph.runtime import Engine, launch
-from stepgraph.runtime.benchmarks.host import HostRig
-from stepgraph.runtime.benchmarks.instrumentation import (
+from stepgraph.runtime import Engine
+from stepgraph.runtime.bench.host import HostRig
+from stepgraph.runtime.bench.instrumentation import (
     instrumentation_line,
     instrumentation_to_json,
     scopes_of_a_launch,
 )
-from stepgraph.runtime.launch import HostOutputs, Launch
+from stepgraph.runtime.execution import outputs as launch
+from stepgraph.runtime.execution.outputs import HostOutputs, Launch
 
 from .fake_graphs import FakeGraphs, FakeStream, fake_events, make_fake_graphs  # noqa: F401
 from .listeners import Heard

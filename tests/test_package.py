@@ -42,7 +42,7 @@ def test_the_import_loads_no_torch() -> None:
 
 
 def test_star_import() -> None:
-    run("from stepgraph import *\nassert Engine.__module__ == 'stepgraph.runtime.engine'")
+    run("from stepgraph import *\nassert Engine.__module__ == 'stepgraph.runtime.engine.engine'")
 
 
 @pytest.mark.parametrize(

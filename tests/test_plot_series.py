@@ -222,7 +222,7 @@ def test_beside_the_host_a_step_is_waited_for_in_the_next_call() -> None:
 
 
 def test_a_real_run_has_what_it_did(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", max_rows=4, prefill_chunk=8)
+    engine = open_engine("base", max_num_seqs=4, prefill_chunk=8)
     prompts = [list(range(1, 1 + n)) for n in (20, 3, 5)]
     engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0))
     records = engine.timeline().records()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime import calibration
-from stepgraph.runtime.calibration import preemption_policy
-from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.engine import calibration
+from stepgraph.runtime.engine.calibration import preemption_policy
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
 seconds = st.floats(0, 10, allow_nan=False)
 

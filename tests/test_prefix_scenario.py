@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.benchmarks import prefix
-from stepgraph.runtime.benchmarks.pool import RequestBlocks
-from stepgraph.runtime.benchmarks.prefix import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
-from stepgraph.runtime.benchmarks.prefix_rows import PREFIX_COLUMNS
-from stepgraph.runtime.benchmarks.steady import BenchmarkCase, longest_sequence
-from stepgraph.runtime.benchmarks.tables import columns, rows
+from stepgraph.runtime.bench import prefix
+from stepgraph.runtime.bench.pool import RequestBlocks
+from stepgraph.runtime.bench.prefix import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
+from stepgraph.runtime.bench.prefix_rows import PREFIX_COLUMNS
+from stepgraph.runtime.bench.steady import BenchmarkCase, longest_sequence
+from stepgraph.runtime.bench.tables import columns, rows
 
 from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
 
@@ -26,7 +26,7 @@ def open_pair(open_engine: Callable[..., Engine]) -> Callable[..., tuple[Engine,
     """Open an engine without a prefix cache and one with it, with as many blocks as are needed."""
 
     def make(variant: str, case: BenchmarkCase, **fields: Any) -> tuple[Engine, Engine]:
-        config = {"max_rows": case.batch_size, "prefill_chunk": 40} | fields
+        config = {"max_num_seqs": case.batch_size, "prefill_chunk": 40} | fields
         longest = longest_sequence(case, config["prefill_chunk"])
         model = open_engine(variant, **config).model_config
         sized = EngineConfig(device="cpu", mode="eager", **config)
@@ -114,7 +114,7 @@ def test_a_prefix_has_a_block_at_least(input_len: int, fits: bool) -> None:
 
 def test_pools_have_room(open_engine: Callable[..., Engine]) -> None:
     """Five rows of a request's length are admitted at once, and none loses its blocks."""
-    config = {"max_rows": 5, "prefill_chunk": 40, "prefix_cache": False}
+    config = {"max_num_seqs": 5, "prefill_chunk": 40, "prefix_cache": False}
     model = open_engine("gemma2", **config).model_config
     sized = EngineConfig(device="cpu", mode="eager", **config)
     blocks = RequestBlocks.of(model, sized, 90)
@@ -177,7 +177,7 @@ def test_it_can_be_compared(
     [
         ("--input-len 512 40", "input_len=40 leaves no block to share"),
         ("--input-len 3000", "max_model_len=30"),
-        ("--batch-size 5000", "max_rows must be an integer from 1 to 4096, not 5000"),
+        ("--batch-size 5000", "max_num_seqs must be an integer from 1 to 4096, not 5000"),
     ],
 )
 def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(

@@ -18,9 +18,9 @@ from stepgraph.__main__ import main
 from stepgraph.profiling import attribution, nsys, ranges
 from stepgraph.profiling.trace import read_trace, trace_operations
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.benchmarks import profile, run_steady
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.bench import profile, run_steady
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.engine.engine import Engine
 
 from .bench_rig import ROOT, run_bench
 from .fake_graphs import make_fake_graphs  # noqa: F401

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.profile import StepWindow
-from stepgraph.runtime.benchmarks.profile_options import StepRange
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.profile import StepWindow
+from stepgraph.runtime.bench.profile_options import StepRange
 
 
 def test_a_profile_is_of_one_case():

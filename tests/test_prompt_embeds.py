@@ -115,7 +115,7 @@ def test_an_encoder_runs_once_for_a_content(
 def test_preempted_prompts_show_their_embeddings_again(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
-    engine = open_engine("base", prompt_embeds=True, block_size=4, num_blocks=24, max_rows=3)
+    engine = open_engine("base", prompt_embeds=True, block_size=4, num_blocks=24, max_num_seqs=3)
     prompts = base.prompts(20, 21, 22)
     spans = [[EmbeddedSpan(5, content(i, 9))] for i in range(3)]
     batch = [PromptEmbeds(*pair) for pair in zip(prompts, spans, strict=True)]

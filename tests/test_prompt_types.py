@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, PromptEmbeds, RequestError, SamplingParams
-from stepgraph.runtime.tokenizer import load_tokenizer
+from stepgraph.runtime.loading.tokenizer import load_tokenizer
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine(tiny: Callable[[str], TinyModel]) -> Any:
-    config = EngineConfig(device="cpu", mode="eager", max_rows=4, max_model_len=64)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, max_model_len=64)
     with Engine.from_pretrained(tiny("text").directory, config) as engine:
         yield engine
         assert not engine.has_unfinished()

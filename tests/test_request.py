@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import (
@@ -15,7 +16,6 @@ from stepgraph.runtime.request import (
     RequestStatus,
     TokenLogprobs,
 )
-from stepgraph.runtime.request_output import RequestOutput
 from stepgraph.runtime.sampling_params import SamplingParams
 
 MS = 1_000_000

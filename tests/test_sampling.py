@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.runtime.errors import RequestError
-from stepgraph.runtime.kernels.feedback import NON_FINITE
-from stepgraph.runtime.kernels.selection import draw, largest, uniform
-from stepgraph.runtime.kernels.thresholds import bisect_thresholds, reference_thresholds
-from stepgraph.runtime.sampling import SampleOutput, SamplingState, sample_full, sample_greedy
+from stepgraph.runtime.kernels.ops.draws import draw, largest, uniform
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.kernels.ops.thresholds import bisect_thresholds, reference_thresholds
+from stepgraph.runtime.sampling.sampler import (
+    SampleOutput,
+    SamplingState,
+    sample_full,
+    sample_greedy,
+)
 from stepgraph.runtime.sampling_params import SamplingParams
 from transformers.generation import logits_process as hf
 
@@ -354,11 +359,11 @@ def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
         assert torch.equal(tensor, old)
 
 
-@pytest.mark.parametrize("max_rows", [1, 5])
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
 @pytest.mark.parametrize("vocab_size", [1, V])
-def test_bytes_are_known_before_allocation(max_rows: int, vocab_size: int) -> None:
-    state = SamplingState.allocate(max_rows, vocab_size, CPU)
-    assert state.nbytes == SamplingState.bytes_for(max_rows, vocab_size)
+def test_bytes_are_known_before_allocation(max_num_seqs: int, vocab_size: int) -> None:
+    state = SamplingState.allocate(max_num_seqs, vocab_size, CPU)
+    assert state.nbytes == SamplingState.bytes_for(max_num_seqs, vocab_size)
 
 
 def check_bad_lanes_stay_alone(sampler: Sampler) -> None:

@@ -9,9 +9,9 @@ import pytest
 from stepgraph.graphs.buckets import default_token_buckets
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime.benchmarks import churn, interference
-from stepgraph.runtime.benchmarks.churn import ChurnCase, churn_to_json, measure_churn
-from stepgraph.runtime.benchmarks.interference import (
+from stepgraph.runtime.bench import churn, interference
+from stepgraph.runtime.bench.churn import ChurnCase, churn_to_json, measure_churn
+from stepgraph.runtime.bench.interference import (
     Chunks,
     Interference,
     InterferenceCase,
@@ -29,7 +29,7 @@ def open_for(open_engine: Callable[..., Engine], case: InterferenceCase, **confi
     return open_engine(
         "micro",
         prefix_cache=False,
-        max_rows=case.max_rows,
+        max_num_seqs=case.max_num_seqs,
         prefill_chunk=16,
         max_model_len=case.longest_sequence,
         **config,
@@ -150,7 +150,7 @@ def open_for_churn(open_engine: Callable[..., Engine], **config: Any) -> Engine:
     return open_engine(
         "micro",
         prefix_cache=False,
-        max_rows=CHURN.batch_size,
+        max_num_seqs=CHURN.batch_size,
         max_model_len=CHURN.longest_sequence,
         **config,
     )
@@ -199,7 +199,7 @@ def test_churn_is_the_same_for_the_same_seed(
 
 def test_churn_goes_on_where_nobody_is_there(open_engine: Callable[..., Engine]) -> None:
     case = ChurnCase("micro", batch_size=1, input_len=4, output_len=2, num_steps=40)
-    engine = open_engine("micro", max_rows=1, max_model_len=case.longest_sequence)
+    engine = open_engine("micro", max_num_seqs=1, max_model_len=case.longest_sequence)
     measured = measure_churn(engine, case, seed=0)
     assert len(measured.step_ms) <= 40
     assert measured.num_requests >= 5

@@ -15,7 +15,7 @@ from .scheduler_rig import Rig, groups_of
 
 
 def test_admission_is_by_priority_then_arrival() -> None:
-    rig = Rig(max_rows=2)
+    rig = Rig(max_num_seqs=2)
     late, first, second, urgent = (rig.add(2, priority=p) for p in (1, 0, 0, -1))
     plan = rig.step()
     assert [a.request for a in plan.admitted] == [urgent, first]
@@ -26,7 +26,7 @@ def test_admission_is_by_priority_then_arrival() -> None:
 
 
 def test_rows_are_given_lowest_first_and_given_back_at_once() -> None:
-    rig = Rig(max_rows=3)
+    rig = Rig(max_num_seqs=3)
     requests = [rig.add(2) for _ in range(4)]
     rig.step()
     assert [request.row for request in requests] == [0, 1, 2, None]
@@ -61,7 +61,7 @@ def test_rows_decode_side_by_side_in_a_pool_of_exactly_their_blocks(windows: Win
 
 def test_a_request_of_higher_priority_takes_what_is_free() -> None:
     """Those that are served after it are preempted when they need a block, as in vLLM."""
-    rig = Rig(usable_blocks=6, block_size=4, max_rows=4)
+    rig = Rig(usable_blocks=6, block_size=4, max_num_seqs=4)
     low = [rig.add(5, priority=priority, max_tokens=6) for priority in (1, 2)]
     rig.step(2)
     assert rig.cache.num_free_blocks == 2
@@ -134,7 +134,7 @@ def test_a_chunk_has_at_most_so_many_prompts() -> None:
 
 
 def test_decoding_rows_come_out_of_the_token_budget() -> None:
-    rig = Rig(max_rows=3, max_batch_tokens=6, prefill_chunk=32)
+    rig = Rig(max_num_seqs=3, max_batch_tokens=6, prefill_chunk=32)
     rig.add(1), rig.add(1)
     assert rig.step().prefill_tokens == 2
     rig.add(9)

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 from stepgraph import cache, runtime
-from stepgraph.runtime.plan import StepPlan
-from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
 from .scheduler_rig import Rig
 
 RUNTIME, CACHE = Path(runtime.__file__).parent, Path(cache.__file__).parent
 POLICY = (
-    "scheduler",
-    "appointments",
-    "headroom",
-    "preemption",
-    "publishing",
+    "scheduling/scheduler",
+    "scheduling/next_events",
+    "scheduling/headroom",
+    "scheduling/preemption",
+    "scheduling/publishing",
     "request",
-    "waiting",
+    "scheduling/waiting",
 )
 COUNTED = {str(RUNTIME / f"{name}.py") for name in POLICY}
 COUNTED |= {str(path) for path in CACHE.glob("*.py")}
@@ -75,7 +75,7 @@ def crowded(queued: int, usable_blocks: int, policy: PreemptionPolicy) -> list[i
     """Admission, forks, decoding, blocks run out, preemption, admission again."""
     rig = Rig(
         windows=(None, 5),
-        max_rows=4,
+        max_num_seqs=4,
         usable_blocks=usable_blocks,
         host_blocks=20,
         block_size=2,
@@ -102,7 +102,7 @@ def test_planning_costs_the_same_however_large_the_cache_is() -> None:
 
 def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:
     """Where no block is taken or given back: all else would be paid for by every token."""
-    rig = Rig(windows=(None, 7), max_rows=2, block_size=16, prefix=True)
+    rig = Rig(windows=(None, 7), max_num_seqs=2, block_size=16, prefix=True)
     rig.add(2), rig.add(2)
     rig.step(2)  # who joins those that decode is looked at once
     costs = costs_of(rig, 12)
@@ -112,7 +112,7 @@ def test_a_decode_step_costs_the_same_however_long_the_sequences_are() -> None:
 
 
 def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
-    rig = Rig(max_rows=1)
+    rig = Rig(max_num_seqs=1)
     rig.add(1)
     rig.step()
     for _ in range(20):

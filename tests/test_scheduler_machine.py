@@ -20,10 +20,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from stepgraph.runtime.plan import StepPlan
-from stepgraph.runtime.preemption import PreemptionPolicy
+from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOutput
 from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
-from stepgraph.runtime.request_output import CompletionOutput, RequestOutput
+from stepgraph.runtime.scheduling.plan import StepPlan
+from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
 from .fake_device import VOCAB, Windows, oracle
 from .scheduler_rig import Rig, groups_of
@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         usable_blocks=st.integers(2, 14),
         host_blocks=st.integers(0, 12),
         block_size=st.integers(1, 4),
-        max_rows=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
         spare_tokens=st.integers(1, 8),
         prefill_chunk=st.integers(1, 9),
         max_prefill_rows=st.integers(1, 3),
@@ -106,8 +106,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         faults=st.none() | st.integers(0, 1000),
         nan_tokens=st.sampled_from([frozenset(), frozenset({VOCAB - 1})]),
     )
-    def make(self, max_rows: int, spare_tokens: int, faults: int | None, **sizes: Any) -> None:
-        self.rig = Rig(max_rows=max_rows, max_batch_tokens=max_rows + spare_tokens, **sizes)
+    def make(self, max_num_seqs: int, spare_tokens: int, faults: int | None, **sizes: Any) -> None:
+        self.rig = Rig(
+            max_num_seqs=max_num_seqs, max_batch_tokens=max_num_seqs + spare_tokens, **sizes
+        )
         if self.rig.windows == (None,) and not self.rig.prefix:
             watch_admission(self.rig)
         self.ended_early = False
@@ -266,7 +268,7 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
         windows=windows,
         usable_blocks=int(one * rng.uniform(1.2, 2.2)),
         block_size=block_size,
-        max_rows=5,
+        max_num_seqs=5,
         max_batch_tokens=rng.randint(6, 16),
         prefill_chunk=chunk,
         max_prefill_rows=rng.randint(1, 3),

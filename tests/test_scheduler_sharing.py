@@ -46,7 +46,7 @@ def test_completions_compute_their_prompt_once(windows: Any, prompt_len: int, co
 @pytest.mark.parametrize("prefix", [False, True])
 def test_what_a_sibling_has_given_back_is_computed_or_found_in_the_cache(prefix: bool) -> None:
     """The second one waits for a row, so long that the window has left the prompt."""
-    rig = Rig(windows=(3,), prefix=prefix, max_rows=2)
+    rig = Rig(windows=(3,), prefix=prefix, max_num_seqs=2)
     rig.add(3, max_tokens=5)
     first, second = rig.add_group(14, n=2, max_tokens=9)
     while second.row is None:
@@ -74,7 +74,7 @@ def test_completions_share_the_full_blocks_of_their_prompt() -> None:
 
 def test_a_completion_waits_for_nobody_who_waits_himself() -> None:
     """The first one is gone before the second is admitted, so that one computes the prompt."""
-    rig = Rig(max_rows=1, max_batch_tokens=40)
+    rig = Rig(max_num_seqs=1, max_batch_tokens=40)
     first, second = rig.add_group(9, n=2, max_tokens=2)
     rig.drain()
     assert first.output_ids == oracle(first)[0]

@@ -16,11 +16,11 @@ from stepgraph.runtime import (
 )
 from stepgraph.runtime import config as config_module
 from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
-from stepgraph.runtime.kernels.self_test import disagreement
+from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.sampling import SAMPLERS
-from stepgraph.runtime.self_test import check_kernels
+from stepgraph.runtime.sampling.sampler import SAMPLERS
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 TINY: dict[str, Any] = {
@@ -55,7 +55,7 @@ def chosen(
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "weight_dtype": "int8", "kv_dtype": "int8"},
         {"weight_dtype": "fp8", "kv_dtype": "fp8"},
-        {"dtype": "float16", "max_model_len": 1, "max_rows": 1, "block_size": 3},
+        {"dtype": "float16", "max_model_len": 1, "max_num_seqs": 1, "block_size": 3},
     ],
 )
 @pytest.mark.parametrize("changes", [{}, GEMMA2, {"attention_bias": True, "vocab_size": 2050}])

@@ -102,7 +102,7 @@ def check_outputs(
 @pytest.mark.parametrize("stepping", [False, True])
 def test_generate_from_many_threads(stepping: bool) -> None:
     """Each gets its own outputs in order; one more thread may call `step` meanwhile."""
-    engine = fake_engine(num_blocks=25, max_rows=6)  # and preemptions
+    engine = fake_engine(num_blocks=25, max_num_seqs=6)  # and preemptions
     stop = threading.Event()
     final: dict[str, RequestOutput] = {}
 

@@ -36,9 +36,9 @@ class SharedEngine(RuleBasedStateMachine):
         self.calls: list[tuple[Future[list[RequestOutput]], list[int], SamplingParams]] = []
         self.failed = False
 
-    @initialize(num_blocks=st.sampled_from([16, 60]), max_rows=st.integers(1, 5))
-    def begin(self, num_blocks: int, max_rows: int) -> None:
-        self.engine = fake_engine(num_blocks, max_rows)
+    @initialize(num_blocks=st.sampled_from([16, 60]), max_num_seqs=st.integers(1, 5))
+    def begin(self, num_blocks: int, max_num_seqs: int) -> None:
+        self.engine = fake_engine(num_blocks, max_num_seqs)
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -21,11 +21,11 @@ import pytest
 import torch
 from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.benchmarks.host import HostRig, measure_host
-from stepgraph.runtime.launch import HostOutputs
+from stepgraph.runtime.bench.host import HostRig, measure_host
+from stepgraph.runtime.execution.outputs import HostOutputs
+from stepgraph.runtime.execution.step_functions import StepOutput
 from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
-from stepgraph.runtime.sampling import SampleOutput
-from stepgraph.runtime.step_functions import StepOutput
+from stepgraph.runtime.sampling.sampler import SampleOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,8 +50,8 @@ class Recorder(TorchDispatchMode):
 
 def arrive_elsewhere(rig: HostRig) -> None:
     """Let outputs be brought to the host, as from a device that is none."""
-    assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_rows
-    rows, chunks = rig.loop.scheduler.max_rows, rig.runner.max_prefill_rows
+    assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_num_seqs
+    rows, chunks = rig.loop.scheduler.max_num_seqs, rig.runner.max_prefill_rows
     rig.runner._outputs = HostOutputs(rows, chunks, 1024, device=torch.device("cpu"))
     rig.run(3)  # each set has been used
 

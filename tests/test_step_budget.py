@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
-from stepgraph.runtime.plan import PrefillChunk, StepPlan
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
-from stepgraph.runtime.step_costs import PhaseCosts, StepCosts
+from stepgraph.runtime.scheduling.plan import PrefillChunk, StepPlan
+from stepgraph.runtime.scheduling.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
+from stepgraph.runtime.scheduling.step_costs import PhaseCosts, StepCosts
 
 from .fake_device import oracle
 from .scheduler_rig import Rig

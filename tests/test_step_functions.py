@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(not have_compiler(), reason="needs a C++ com
 def test_a_start_whose_steps_are_operators_compiles_nothing(
     open_engine: Callable[..., Engine],
 ) -> None:
-    engine = open_engine("base", mode="compile", dtype="bfloat16", max_rows=2)
+    engine = open_engine("base", mode="compile", dtype="bfloat16", max_num_seqs=2)
     start = engine.stats()["start"]
     assert start["code_cache"] == {"hits": 0, "misses": 0}
     assert start["kernels_built"] in (True, False)
@@ -41,8 +41,8 @@ def test_steps_of_plain_torch_are_compiled_whole(open_engine: Callable[..., Engi
         outputs = [engine.generate(prompts[:n], wanted) for wanted in params for n in (1, 2)]
         return [output.token_ids for generated in outputs for output in generated]
 
-    expected = tokens(open_engine("micro", mode="eager", max_rows=2))
-    engine = open_engine("micro", mode="compile", kernels="torch", max_rows=2)
+    expected = tokens(open_engine("micro", mode="eager", max_num_seqs=2))
+    engine = open_engine("micro", mode="compile", kernels="torch", max_num_seqs=2)
     stats = engine.stats()
     assert (stats["kernels"], stats["kernel_fallbacks"]) == ("torch", [])
     # One graph a step: prefill, and decode of one row and of any number, each with two samplers.

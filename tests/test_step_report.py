@@ -19,10 +19,10 @@ from stepgraph.profiling.kernel_costs import (
 from stepgraph.profiling.roofline import floor_seconds, step_bytes
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.config import ResolvedConfig
-from stepgraph.runtime.kernels.gpu.linear import FEW_ROWS, ROW_CLASSES
-from stepgraph.runtime.kernels.gpu.linear_configs import default_config
+from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
+from stepgraph.runtime.kernels.triton.linear_configs import default_config
 from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.step_report import MULTIPROCESSORS, decoder_shape, explain_step
+from stepgraph.runtime.tools.step_report import MULTIPROCESSORS, decoder_shape, explain_step
 
 from .bench_rig import run_bench
 
@@ -89,7 +89,7 @@ def test_the_report_of_a_model() -> None:
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3-1b"])
 def test_chunks_of_the_vocabulary_are_those_of_the_head(name: str) -> None:
     pytest.importorskip("triton")
-    from stepgraph.runtime.kernels.gpu.head import CHUNK
+    from stepgraph.runtime.kernels.triton.head import CHUNK
 
     assert (kernel_costs_module.FEW_ROWS, LIBRARY_CHUNK) == (FEW_ROWS, CHUNK)
     model = preset(name)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.plan import StepPlan
 from stepgraph.runtime.request import Request
+from stepgraph.runtime.scheduling.plan import StepPlan
 
 from .fake_device import oracle
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -79,7 +79,7 @@ def test_nobody_decodes_several_tokens_while_a_prompt_waits_in_its_row() -> None
 
 
 def test_who_waits_for_a_row_does_not_stand_against_it() -> None:
-    rig = Rig(steps_per_launch=4, max_rows=1)
+    rig = Rig(steps_per_launch=4, max_num_seqs=1)
     for _ in range(2):
         rig.add(3, max_tokens=9)
     rig.drain()
@@ -123,7 +123,7 @@ def test_blocks_that_leave_a_window_are_given_back(windows: Any) -> None:
 def test_a_quiet_launch_costs_the_same_however_many_rows_decode() -> None:
     costs = []
     for rows in (2, 8):
-        rig = Rig(steps_per_launch=4, block_size=64, max_rows=9)
+        rig = Rig(steps_per_launch=4, block_size=64, max_num_seqs=9)
         for _ in range(rows):
             rig.add(2, max_tokens=38)
         rig.step(2)
@@ -163,7 +163,7 @@ def test_outputs_show_several_new_tokens_at_once() -> None:
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_an_abort_with_tokens_under_way(in_flight: int) -> None:
-    rig = Rig(steps_per_launch=4, in_flight=in_flight, max_rows=2)
+    rig = Rig(steps_per_launch=4, in_flight=in_flight, max_num_seqs=2)
     aborted, other = rig.group(3, max_tokens=30), rig.group(3, max_tokens=30)
     rig.loop.add(aborted)
     rig.loop.add(other)

@@ -16,13 +16,13 @@ from rich.console import Console
 from stepgraph.profiling.markdown import aligned
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.benchmarks.comparison import compare
-from stepgraph.runtime.benchmarks.comparison_table import comparison_text
-from stepgraph.runtime.benchmarks.scenario_rows import SCENARIO_TABLES
-from stepgraph.runtime.benchmarks.steady_rows import COLUMNS
-from stepgraph.runtime.benchmarks.terminal import NAMES, for_terminal
-from stepgraph.runtime.memory_report import explain_memory
-from stepgraph.runtime.step_report import explain_step
+from stepgraph.runtime.bench.comparison import compare
+from stepgraph.runtime.bench.comparison_table import comparison_text
+from stepgraph.runtime.bench.scenario_rows import SCENARIO_TABLES
+from stepgraph.runtime.bench.steady_rows import COLUMNS
+from stepgraph.runtime.bench.terminal import NAMES, for_terminal
+from stepgraph.runtime.tools.memory_report import explain_memory
+from stepgraph.runtime.tools.step_report import explain_step
 
 from .bench_rig import ROOT
 

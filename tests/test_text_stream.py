@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.tokenizer import TextTokenizer
+from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
+from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.benchmarks.check import MOST_ROWS, TokenCheck
-from stepgraph.runtime.benchmarks.workload import greedy
+from stepgraph.runtime.bench.check import MOST_ROWS, TokenCheck
+from stepgraph.runtime.bench.workload import greedy
 from stepgraph.runtime.models.decoder import Decoder
 
 from .bench_rig import run_bench
@@ -23,7 +23,7 @@ SMALL = "--batch-size 2 --input-len 24 --output-len 8 --num-warmup 0 --num-iters
 
 
 def demo(**settings: Any) -> Engine:
-    config = {"device": "cpu", "max_rows": 6, "max_model_len": 64, "buckets": (6,)} | settings
+    config = {"device": "cpu", "max_num_seqs": 6, "max_model_len": 64, "buckets": (6,)} | settings
     return Engine.from_pretrained("demo", EngineConfig(**config))
 
 

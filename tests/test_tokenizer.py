@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.errors import CheckpointError, RequestError
-from stepgraph.runtime.tokenizer import TextTokenizer, load_tokenizer
+from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
+from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
 from tokenizers import (
     AddedToken,
     Tokenizer,

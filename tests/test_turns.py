@@ -11,19 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.device_memory import DeviceMemory
-from stepgraph.cache.memory import MemoryBudgetError
+from stepgraph.cache.memory.device_memory import DeviceMemory
+from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.benchmarks import run_steady, shares
-from stepgraph.runtime.benchmarks import steady as steady_module
-from stepgraph.runtime.benchmarks.caveats import warnings
-from stepgraph.runtime.benchmarks.document import Way
-from stepgraph.runtime.benchmarks.options import parse_arguments
-from stepgraph.runtime.benchmarks.run_steady import SteadyRun
-from stepgraph.runtime.benchmarks.shares import share_memory
-from stepgraph.runtime.benchmarks.steady_rows import COLUMNS
-from stepgraph.runtime.benchmarks.turns import spread, take_turns
+from stepgraph.runtime.bench import run_steady, shares
+from stepgraph.runtime.bench import steady as steady_module
+from stepgraph.runtime.bench.caveats import warnings
+from stepgraph.runtime.bench.document import Way
+from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.run_steady import SteadyRun
+from stepgraph.runtime.bench.shares import share_memory
+from stepgraph.runtime.bench.steady_rows import COLUMNS
+from stepgraph.runtime.bench.turns import spread, take_turns
 
 from .bench_rig import run_bench
 
@@ -255,7 +255,7 @@ def test_the_baseline_runs_once_a_round(machine, monkeypatch):
 def test_shares_are_planned_without_a_weight(monkeypatch):
     memory = DeviceMemory(64 << 20, True, 64 << 20)
     monkeypatch.setattr(shares.DeviceMemory, "of", lambda device: memory)
-    config = EngineConfig(device="cpu", mode="eager", max_rows=1, max_model_len=64)
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
     with pytest.raises(MemoryBudgetError):
         share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
     large = DeviceMemory(1 << 40, True, 1 << 40)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.checkpoint import read_config
 from stepgraph.runtime.demo.perplexity import held_out_tokens, perplexity
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels import (
@@ -19,6 +18,7 @@ from stepgraph.runtime.kernels import (
     have_compiler,
     quantise_weight,
 )
+from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.layout import fused_layout, weights_per_step
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def quantised(
         device="cpu",
         mode="compile",
         weight_dtype=storage,
-        max_rows=4,
+        max_num_seqs=4,
         block_size=8,
         prefill_chunk=24,
     )
@@ -155,7 +155,7 @@ def test_a_weight_that_is_no_number_is_named(
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_rows": 1}
+    config: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 1}
     message = (
         rf"layers\.1\.gate_up\.weight cannot be stored as {storage}: row 83 holds NaN or infinity"
         r" \(it is made of model\.layers\.1\.mlp\.gate_proj\.weight, .*up_proj\.weight\)"
@@ -178,7 +178,7 @@ def test_perplexity_stays_within_one_percent(
     measured = {}
     for weight_dtype in ("auto", *storages):
         config = EngineConfig(
-            device="cpu", mode=mode, weight_dtype=weight_dtype, max_rows=1, max_model_len=window
+            device="cpu", mode=mode, weight_dtype=weight_dtype, max_num_seqs=1, max_model_len=window
         )
         with Engine.from_pretrained("demo", config) as engine:
             measured[weight_dtype] = perplexity(engine, held_out_tokens()[:num_tokens], window)

@@ -122,5 +122,5 @@ def respond(writer, status, kind="application/json", **fields):
 
 
 if __name__ == "__main__":
-    with Engine.from_pretrained(sys.argv[1], EngineConfig(max_rows=32, threads=-1)) as engine:
+    with Engine.from_pretrained(sys.argv[1], EngineConfig(max_num_seqs=32, threads=-1)) as engine:
         asyncio.run(Service(engine).serve(port=int(sys.argv[2])))

@@ -27,7 +27,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ..config import EngineConfig
-from ..engine import Engine
+from ..engine.engine import Engine
 from .train import encode, in_sample, read_sources, source_files
 
 __all__ = ["held_out_tokens", "perplexity", "text_tokens", "window_losses"]
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mode=mode,
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
-            max_rows=1,
+            max_num_seqs=1,
             max_model_len=CONTEXT,
         )
         with Engine.from_pretrained("demo", config) as engine:

@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 
 from ..errors import KernelBuildError
-from .attention import AttentionForm, AttentionInputs, paged_attention, reference_paged_attention
 from .choice import Kernels
-from .cpu import (
+from .cpu.build import (
     KernelLibrary,
     build_cpu_ops,
     build_kernels,
@@ -20,7 +19,14 @@ from .cpu import (
     have_compiler,
     load_cpu_ops,
 )
-from .linear import (
+from .cpu.threads import limit_threads, resolve_threads
+from .ops.attention import (
+    AttentionForm,
+    AttentionInputs,
+    paged_attention,
+    reference_paged_attention,
+)
+from .ops.linear import (
     can_pack,
     pack_linear,
     packed_bytes,
@@ -30,8 +36,7 @@ from .linear import (
     reference_packed_embedding,
     unpack_linear,
 )
-from .packed_memory import PackedMemory
-from .stack import (
+from .ops.stack import (
     DecodeEnds,
     DecodeResult,
     DecoderStack,
@@ -41,15 +46,15 @@ from .stack import (
     StackLinear,
     StackShape,
 )
-from .support import KernelChoice, have_triton, native_obstacle
-from .threads import limit_threads, resolve_threads
-from .weight_storage import (
+from .ops.weight_storage import (
     WeightStorage,
     dequantise_weight,
     quantise_weight,
     quantised_dtype,
     stored_bytes,
 )
+from .packed_memory import PackedMemory
+from .support import KernelChoice, have_triton, native_obstacle
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -128,7 +133,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
 
 
 def _gpu_kernels(weights: WeightStorage) -> Kernels:
-    from .gpu.selection import gpu_kernels  # which needs this package
+    from .triton.backend import gpu_kernels  # which needs this package
 
     return gpu_kernels(weights)
 

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .cpu import KernelLibrary
-from .linear import packed_bytes
-from .self_test import Fallback
-from .stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
-from .weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
+from .cpu.build import KernelLibrary
+from .ops.linear import packed_bytes
+from .ops.stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
+from .ops.weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
+from .result_check import Fallback
 
 __all__ = ["Kernels", "SamplerName"]
 

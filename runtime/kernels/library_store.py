@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ..bounded_repr import bounded_text
 from ..errors import KernelBuildError
-from .self_test import warn
+from .result_check import warn
 
 __all__ = [
     "KERNEL_DIR",

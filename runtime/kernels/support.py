@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from .linear import can_pack
-from .weight_storage import WeightStorage
+from .ops.linear import can_pack
+from .ops.weight_storage import WeightStorage
 
 __all__ = ["KernelChoice", "have_triton", "native_obstacle"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...cache.arena import Storage
 from ..kernels import AttentionForm, AttentionInputs, Kernels
-from ..naming import operation
+from ..operation_scopes import operation
 from .config import LatentConfig, ModelConfig
 from .modules import HeadProjection, Projection, RMSNorm
 from .rope import rotate

@@ -32,13 +32,13 @@ from ..kernels import (
     StackLinear,
     StackShape,
 )
-from ..kernels.elementwise import (
+from ..kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
     reference_rotations,
     rotations,
 )
-from ..naming import operation
+from ..operation_scopes import operation
 from .attention import Attention, LatentAttention, Place
 from .config import ModelConfig
 from .layout import fused_layout

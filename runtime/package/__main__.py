@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    from .runtime.benchmarks import cli
+    from .runtime.bench import cli
 
     return cli.main(arguments)
 
 
 def _explain(arguments: Sequence[str]) -> int:
-    from .runtime.benchmarks import explain
+    from .runtime.bench import explain
 
     return explain.main(arguments)
 
@@ -51,7 +51,7 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _build_kernels(arguments: Sequence[str]) -> int:
-    from .runtime import build_kernels
+    from .runtime.tools import build_kernels
 
     return build_kernels.main(arguments)
 

@@ -1,0 +1,1 @@
+"""The memory handler: what a model needs, what a device has, and the plan from both."""

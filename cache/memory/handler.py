@@ -1,0 +1,255 @@
+"""The memory handler: a budget in, the number of blocks and of batch tokens out. Integers only.
+
+With N blocks and M batch tokens a model takes `total(N, M)` bytes (`ModelFootprint.terms`). Blocks
+cost the same each, and so do tokens up to the alignment of their buffers. Attention masks are a
+product of both: M tokens times the positions of a row, as many as N blocks hold, or as the model
+can use. So with M = m N the total is a quadratic in N, or linear without masks.
+
+It is exact and never falls, so a plan is the end of a bisection instead of a rounded root: tight to
+the byte on devices of any size, whatever bends the curve (alignment, a context that is shorter than
+the cache, layers that slide).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+from .memory_plan import HOST_TERMS, MemoryPlan, ReconciledTerm, Reconciliation, format_bytes
+from .model_footprint import ModelFootprint
+
+__all__ = [
+    "MemoryBudget",
+    "MemoryBudgetError",
+    "MemoryPlan",
+    "ModelFootprint",
+    "ReconciledTerm",
+    "Reconciliation",
+    "plan_memory",
+]
+
+_MIN_BLOCKS = 2  # the null block and one for tokens
+
+
+class MemoryBudgetError(ValueError):
+    """The memory budget is malformed, or too small for the smallest cache the model can run on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """How much the engine may take, in exactly one of four ways.
+
+    Attributes:
+        fraction: of the free bytes of the device, `0 < fraction <= 1`. Asked before the weights
+            are loaded it covers them; afterwards it is a share of what they left.
+        bytes: of everything, weights included, whether they are loaded or not.
+        context_tokens: tokens of context that the cache holds over all requests, if these are as
+            long as the model serves them (see `ModelFootprint.context_blocks`).
+        num_blocks: blocks of the cache, null block included, at least 2.
+
+    Raises:
+        MemoryBudgetError: none or several are given, or the value is out of range.
+    """
+
+    fraction: float | None = None
+    bytes: int | None = None
+    context_tokens: int | None = None
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {
+            f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None
+        }
+        if len(given) != 1:
+            raise MemoryBudgetError(
+                f"a memory budget is one of fraction, bytes, context_tokens and num_blocks, "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise MemoryBudgetError(f"fraction must be above 0 and at most 1, got {self.fraction}")
+        for name, least in (("bytes", 1), ("context_tokens", 1), ("num_blocks", _MIN_BLOCKS)):
+            if given.get(name, least) < least:
+                raise MemoryBudgetError(f"{name} must be at least {least}, got {given[name]}")
+
+
+def plan_memory(
+    footprint: ModelFootprint,
+    budget: MemoryBudget,
+    *,
+    available_bytes: int,
+    weights_resident: bool = False,
+    num_blocks: int | None = None,
+    max_batch_tokens: int | None = None,
+    batch_tokens_per_block: int | Fraction = Fraction(1, 8),
+    cap_blocks: int | None = None,
+    reserve_bytes: int = 0,
+) -> MemoryPlan:
+    """Solve for the number of blocks and of batch tokens that a budget allows.
+
+    A solved number is tight: the plan fits, and one more would not. Solved batch tokens stay
+    between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`.
+
+    Args:
+        footprint: what the model needs.
+        budget: what it may take. If it is a number of blocks or of context tokens, the bytes
+            follow from it.
+        available_bytes: free bytes of the device now.
+        weights_resident: the weights are loaded, so `available_bytes` no longer contains them.
+        num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
+        max_batch_tokens: fixes the batch tokens; the blocks are solved for.
+        batch_tokens_per_block: the ratio where both are free, or the blocks follow from the
+            budget and the batch tokens are free; above 0, rounded up to whole batch tokens.
+        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks`; `None`
+            to take what the budget allows.
+        reserve_bytes: to be left alone.
+
+    Raises:
+        MemoryBudgetError: an argument is out of range, contradicts the budget, or the budget or
+            the device is too small; the message lists every term.
+    """
+    for name, value, least in (
+        ("available_bytes", available_bytes, 0),
+        ("num_blocks", num_blocks, _MIN_BLOCKS),
+        ("max_batch_tokens", max_batch_tokens, footprint.least_batch_tokens),
+        ("cap_blocks", cap_blocks, _MIN_BLOCKS),
+        ("reserve_bytes", reserve_bytes, 0),
+    ):
+        if value is not None and value < least:
+            why = ", one token for each of max_num_seqs and one of a prompt"
+            raise MemoryBudgetError(
+                f"{name} must be at least {least}{why if name == 'max_batch_tokens' else ''}, "
+                f"got {value}"
+            )
+    if batch_tokens_per_block <= 0:
+        raise MemoryBudgetError(
+            f"batch_tokens_per_block must be above 0, got {batch_tokens_per_block}"
+        )
+
+    # Bytes that `available_bytes` no longer contains but `total` does.
+    credit = footprint.weight_bytes if weights_resident else 0
+    ceiling = available_bytes + credit
+    if budget.fraction is not None:
+        ceiling = math.floor(Fraction(budget.fraction) * available_bytes) + credit
+    elif budget.bytes is not None:
+        ceiling = budget.bytes
+
+    solver = _Solver(footprint, Fraction(batch_tokens_per_block), reserve_bytes)
+    blocks_of_budget = budget.num_blocks
+    if budget.context_tokens is not None:
+        blocks_of_budget = max(
+            footprint.context_blocks(budget.context_tokens), footprint.least_blocks
+        )
+    if blocks_of_budget is not None and num_blocks is not None:
+        raise MemoryBudgetError(
+            f"num_blocks={num_blocks} is given beside a budget that means {blocks_of_budget} "
+            f"blocks; give one of them"
+        )
+    fixed_blocks = num_blocks if blocks_of_budget is None else blocks_of_budget
+    if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
+        raise MemoryBudgetError(
+            f"num_blocks={fixed_blocks} is too few: the model has {len(footprint.groups)} layer "
+            f"groups, and one token takes a block in each of them beside the null block; give at "
+            f"least {footprint.least_blocks}"
+        )
+
+    capped = False
+    if blocks_of_budget is not None:
+        blocks = blocks_of_budget
+        tokens = max_batch_tokens or solver.batch_tokens(blocks)
+    elif num_blocks is not None:
+        blocks = num_blocks
+        tokens = max_batch_tokens or solver.most_tokens(ceiling, blocks)
+    else:
+        tokens_of = solver.batch_tokens if max_batch_tokens is None else lambda _: max_batch_tokens
+        blocks = solver.most_blocks(ceiling, tokens_of)
+        if cap_blocks is not None and blocks > cap_blocks:
+            blocks, capped = cap_blocks, True
+        blocks = max(blocks, footprint.least_blocks)
+        tokens = tokens_of(blocks)
+
+    plan = MemoryPlan(
+        **footprint.terms(blocks, tokens),
+        reserve=reserve_bytes,
+        host_shared=footprint.host_shared,
+        num_blocks=blocks,
+        host_blocks=footprint.host_blocks,
+        max_batch_tokens=tokens,
+        block_size=footprint.block_size,
+        context_tokens=footprint.context_tokens(blocks),
+        longest_request=footprint.longest_request(blocks),
+        budget_bytes=ceiling,
+        available_bytes=available_bytes,
+        weights_resident=weights_resident,
+        capped=capped,
+    )
+    # A budget of bytes, blocks or context may ask for more than there is.
+    limit = min(ceiling, available_bytes + credit)
+    if plan.total > limit:
+        raise MemoryBudgetError(_too_small(plan, limit))
+    return plan
+
+
+class _Solver:
+    """The inverses of `total`.
+
+    A result too small to run on is no error here: the caller raises it to the least that works,
+    so that the error can show what that would take.
+    """
+
+    def __init__(self, footprint: ModelFootprint, ratio: Fraction, reserve_bytes: int) -> None:
+        self.footprint = footprint
+        self.ratio = ratio
+        self.reserve_bytes = reserve_bytes
+
+    def total(self, blocks: int, tokens: int) -> int:
+        terms = self.footprint.terms(blocks, tokens)
+        beside = 0
+        if not self.footprint.host_shared:
+            beside = sum(terms[name] for name in HOST_TERMS)
+        return sum(terms.values()) - beside + self.reserve_bytes
+
+    def batch_tokens(self, blocks: int) -> int:
+        """Batch tokens that go with `blocks` where nothing else decides."""
+        wanted = max(math.ceil(self.ratio * blocks), self.footprint.least_batch_tokens)
+        return min(wanted, self.footprint.most_batch_tokens)
+
+    def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
+        """The most blocks that fit together with `tokens_of(blocks)` batch tokens."""
+        # Every block costs its bytes at least: an upper bound, exact where nothing else grows.
+        bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
+        return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
+
+    def most_tokens(self, ceiling: int, blocks: int) -> int:
+        """The most batch tokens that fit beside `blocks`, or the fewest there can be."""
+        least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
+        tokens = range(least, most + 1)
+        return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)
+
+
+def _last(candidates: range, ceiling: int, cost: Callable[[int], int]) -> int:
+    """Index of the last candidate whose cost is at most the ceiling, -1 if there is none."""
+    return bisect_right(candidates, ceiling, key=cost) - 1
+
+
+def _too_small(plan: MemoryPlan, limit: int) -> str:
+    of_device = plan.available_bytes + (plan.weights if plan.weights_resident else 0)
+    what, remedy = (
+        ("available memory", "free memory on the device")
+        if limit == of_device
+        else ("memory budget", "raise the budget")
+    )
+    loaded = ", loaded weights included" if plan.weights_resident else ""
+    usable = f"{plan.usable_blocks} block{'s' if plan.usable_blocks > 1 else ''} for tokens"
+    counted = {n: b for n, b in plan.terms().items() if plan.host_shared or n not in HOST_TERMS}
+    terms = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in counted.items()
+    )
+    return (
+        f"the {what} of {limit} bytes ({format_bytes(limit)}{loaded}) is too small: the null block "
+        f"and {usable}, with {plan.max_batch_tokens} batch tokens, need {plan.total} bytes "
+        f"({format_bytes(plan.total)}): {terms}. Lower the number of blocks, max_batch_tokens or "
+        f"max_num_seqs, or {remedy}."
+    )

@@ -1,0 +1,171 @@
+"""What a model needs of a device, as a function of blocks and batch tokens. All bytes.
+
+Every number here is known before a weight is loaded, and none falls when there are more blocks or
+more batch tokens; that is what makes a plan solvable (see `memory.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ..spec import LayerGroup
+
+__all__ = ["BufferBytes", "ModelFootprint"]
+
+BufferBytes = Callable[[int, int], int]
+"""(prompt tokens of the largest step, blocks of the longest row) -> bytes; never falls."""
+
+
+def _no_bytes(prefill_tokens: int, row_blocks: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFootprint:
+    """What a model needs, and how its requests use blocks.
+
+    Attributes:
+        weight_bytes: all parameters.
+        groups: the layer groups; each has a block table of its own.
+        block_size: slots of a block.
+        max_num_seqs: rows of the decode batch.
+        max_model_len: tokens of the longest request; less where the cache holds less.
+        prefill_chunk: prompt tokens that one step computes at most.
+        activation_bytes_fixed: peak activations that do not depend on the step.
+        activation_bytes_per_token: peak activations of a step, per token of the step.
+        read_bytes_per_position: what attention gathers of the cache, per position of a row; 0 for
+            kernels that read the blocks where they lie.
+        mask_bytes_per_token_position: masks (and scores, where a kernel holds them), per token of
+            the step and position read; 0 for kernels that need none.
+        logits_bytes_fixed: what sampling takes however few the rows.
+        logits_bytes_per_row: logits of one row, with the copies that sampling makes.
+        static_bytes: static buffers.
+        host_buffer_bytes: their mirrors on the host, and room for outputs there; 0 where the device
+            is the host.
+        graph_bytes: what captured steps keep beside their buffers.
+        host_blocks: blocks of the host cache.
+        host_shared: whether the host's memory is the device's, so that a budget covers both.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    weight_bytes: int
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    activation_bytes_fixed: int = 0
+    activation_bytes_per_token: int = 0
+    read_bytes_per_position: int = 0
+    mask_bytes_per_token_position: int = 0
+    logits_bytes_fixed: int = 0
+    logits_bytes_per_row: int = 0
+    static_bytes: BufferBytes = _no_bytes
+    host_buffer_bytes: BufferBytes = _no_bytes
+    graph_bytes: int = 0
+    host_blocks: int = 0
+    host_shared: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("a footprint needs at least one layer group, got none")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int:
+                continue
+            least = int(
+                field.name in ("block_size", "max_num_seqs", "max_model_len", "prefill_chunk")
+            )
+            if value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of a layer group; they are the same in every group."""
+        group = self.groups[0]
+        return group.spec.block_bytes(self.block_size) * len(group.layers)
+
+    @property
+    def least_batch_tokens(self) -> int:
+        """A step of decoding rows leaves room for one token of a prompt."""
+        return self.max_num_seqs + 1
+
+    @property
+    def most_batch_tokens(self) -> int:
+        """Tokens that a step can ever process: every row decodes, beside a whole chunk."""
+        return self.max_num_seqs + self.prefill_chunk
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks of the smallest cache: one token in every group, and the null block."""
+        return self.request_blocks(1) + 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the context of a full batch can use, and the null block."""
+        return self.max_num_seqs * self.request_blocks(self.max_model_len) + 1
+
+    def request_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at once, over all groups.
+
+        A sliding group holds no more than its window and a chunk take.
+        """
+        return sum(
+            group.spec.most_blocks(num_tokens, self.block_size, self.prefill_chunk)
+            for group in self.groups
+        )
+
+    def longest_request(self, num_blocks: int) -> int:
+        """Tokens of the longest request that fits a cache of `num_blocks` when it is alone.
+
+        At most `max_model_len`: a model all of whose layers slide has no other limit.
+        """
+        if self.request_blocks(self.max_model_len) < num_blocks:
+            return self.max_model_len
+        return self._longest(num_blocks - 1)
+
+    def context_blocks(self, num_tokens: int) -> int:
+        """Blocks (with the null block) that hold `num_tokens` tokens of context.
+
+        The tokens are those of requests of `max_model_len`, and of a shorter one for the rest:
+        where layers slide, the same tokens in many short requests take more blocks.
+        """
+        whole, rest = divmod(num_tokens, self.max_model_len)
+        blocks = whole * self.request_blocks(self.max_model_len)
+        return blocks + (self.request_blocks(rest) if rest else 0) + 1
+
+    def context_tokens(self, num_blocks: int) -> int:
+        """The most tokens of context whose `context_blocks` are at most `num_blocks`."""
+        whole, rest = divmod(max(num_blocks - 1, 0), self.request_blocks(self.max_model_len))
+        return whole * self.max_model_len + self._longest(rest)
+
+    def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
+        """Bytes of each term of a plan but the reserve."""
+        prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
+        row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
+        positions = row_blocks * self.block_size
+        # Decode and prefill are steps of their own, and prefill reads one row at a time.
+        prefill = self.activation_bytes_per_token * prefill_tokens
+        prefill += self.read_bytes_per_position * positions
+        decode = self.activation_bytes_per_token + self.read_bytes_per_position * positions
+        most_tokens = max(prefill_tokens, self.max_num_seqs)
+        return {
+            "weights": self.weight_bytes,
+            "cache": self.block_bytes * num_blocks,
+            "static_buffers": self.static_bytes(prefill_tokens, row_blocks),
+            "activations": self.activation_bytes_fixed + max(prefill, decode * self.max_num_seqs),
+            "logits": self.logits_bytes_fixed + self.logits_bytes_per_row * self.max_num_seqs,
+            "attention_masks": self.mask_bytes_per_token_position * most_tokens * positions,
+            "captured_graphs": self.graph_bytes,
+            "host_cache": self.block_bytes * self.host_blocks,
+            "host_buffers": self.host_buffer_bytes(prefill_tokens, row_blocks),
+        }
+
+    def _longest(self, blocks: int) -> int:
+        """The most tokens, at most `max_model_len`, that hold at most `blocks` blocks."""
+        tokens = range(1, self.max_model_len + 1)
+        return bisect_right(tokens, blocks, key=self.request_blocks)

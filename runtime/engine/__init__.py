@@ -1,0 +1,1 @@
+"""The engine: intake, step loop, startup, threads. Read `engine` first."""

@@ -1,0 +1,221 @@
+"""One call at a time runs the loop of an engine: which one, and which calls wait for it.
+
+The call that runs the loop is identified by its frame, put into a dict by `setdefault`: one atomic
+operation that takes the loop and says who has it. Nothing here takes a lock that a signal handler
+or a callback could find taken by its own thread. When the loop is taken, the frame
+distinguishes three cases:
+
+- it is a caller of the present call: a signal handler or a callback re-enters the engine, or a call
+  of `generate` runs its own steps;
+- it runs in another thread: the present call waits, or is refused;
+- it runs no more: an exception at an unfortunate instruction kept it from releasing the loop.
+
+Waiting calls sleep until the loop is released. Those that want it for one operation come first;
+calls of `generate`, which only need the steps to run, follow.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _queue import SimpleQueue
+from _thread import get_ident
+from collections import deque
+from types import FrameType
+from typing import Protocol, TypeAlias
+
+from ..errors import EngineBusyError
+from .interrupts import DeferredInterrupt, in_stack
+
+__all__ = ["LoopAccess", "Waiter"]
+
+_LONG = ("step", "score")
+"""Calls that a `step` of another thread does not wait for."""
+
+
+class Waiter(Protocol):
+    """A call that may be served while it waits for the loop."""
+
+    wake: SimpleQueue[None]
+    """Something is put into it to wake the call."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it needs the loop no more."""
+
+
+_Turn: TypeAlias = tuple[FrameType, str, int, bool]
+"""The frame that has the loop, the name of the call, its thread, and whether it has claimed it for
+several critical sections. A plain tuple: every step makes one."""
+
+
+class LoopAccess:
+    """Lets one call at a time run the loop, and holds SIGINT back while it changes anything."""
+
+    def __init__(self) -> None:
+        self._holder: dict[None, _Turn] = {}  # at most one
+        self._section: FrameType | None = None  # the critical section under way
+        self._operations: deque[SimpleQueue[None]] = deque()
+        self._followers: deque[SimpleQueue[None]] = deque()
+        self._taking_over = threading.Lock()
+        self._interrupt = DeferredInterrupt()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a call waits that wants the loop for one operation."""
+        return bool(self._operations)
+
+    @property
+    def held(self) -> bool:
+        """Whether a call that still runs has the loop."""
+        holder = self._holder.get(None)
+        return holder is not None and _runs(holder)
+
+    def enter(self, name: str) -> bool:
+        """Begin a critical section of the calling function; to be ended by `leave`.
+
+        Returns whether it is part of the turn that a caller has claimed.
+
+        Raises:
+            EngineBusyError: a caller of this function is in a critical section, or another thread
+                is in `step` and so would be this one.
+        """
+        frame, thread = sys._getframe(1), get_ident()
+        turn = (frame, name, thread, False)
+        part = False
+        try:
+            holder = self._holder.setdefault(None, turn)
+            if holder is not turn:
+                part = self._may_be_part_of(holder, frame, thread)
+                if not part:
+                    self._wait(turn, self._operations, None)
+            self._section = frame
+            if thread == self._interrupt.main_thread:
+                self._interrupt.begin(frame)
+        except BaseException:
+            self._leave(frame)
+            raise
+        return part
+
+    def try_enter(self, name: str) -> bool:
+        """`enter` if the loop is free; return whether it was."""
+        frame, thread = sys._getframe(1), get_ident()
+        turn = (frame, name, thread, False)
+        try:
+            if self._holder.setdefault(None, turn) is not turn:
+                return False
+            self._section = frame
+            if thread == self._interrupt.main_thread:
+                self._interrupt.begin(frame)
+        except BaseException:
+            self._leave(frame)
+            raise
+        return True
+
+    def leave(self) -> None:
+        """End what the calling function has begun or claimed, if anything.
+
+        Raises what the application's handler of a SIGINT raises that was held back.
+        """
+        self._leave(sys._getframe(1))
+
+    def _leave(self, frame: FrameType) -> None:
+        if self._section is frame:
+            self._section = None
+        holder = self._holder.get(None)
+        if holder is not None and holder[0] is frame:
+            del self._holder[None]
+            if self._operations or self._followers:
+                self._wake_next()
+        if self._interrupt.frame is frame:
+            self._interrupt.end()
+
+    def claim(self, name: str, waiter: Waiter | None = None) -> bool:
+        """Take the loop for the calling function and the critical sections that it calls.
+
+        Between them SIGINT is not held back. Waits for the loop; with a `waiter`, False is returned
+        instead as soon as that is complete.
+
+        Raises:
+            EngineBusyError: a caller of this function has the loop.
+        """
+        turn = (sys._getframe(1), name, get_ident(), True)
+        if self._holder.setdefault(None, turn) is turn:
+            return True
+        queue = self._operations if waiter is None else self._followers
+        return self._wait(turn, queue, waiter)
+
+    def refuse_reentry(self, name: str) -> None:
+        """Raise `EngineBusyError` if a caller of this function has the loop."""
+        holder = self._holder.get(None)
+        if holder is not None and holder[2] == get_ident():
+            self._refuse_reentry(holder, name)
+
+    def _may_be_part_of(self, holder: _Turn, frame: FrameType, thread: int) -> bool:
+        """Whether the holder has claimed the loop for this thread, and is between two sections."""
+        if not holder[3] or holder[2] != thread:
+            return False
+        return self._section is None or not in_stack(self._section, frame)
+
+    def _refuse_reentry(self, holder: _Turn, name: str) -> None:
+        if in_stack(holder[0], sys._getframe(1)):
+            raise EngineBusyError(
+                f"{name}() was called within {holder[1]}() of the same engine, by a signal"
+                " handler or a callback: only add_request, abort, stats and has_unfinished may be"
+            )
+
+    def _wait(self, turn: _Turn, queue: deque[SimpleQueue[None]], waiter: Waiter | None) -> bool:
+        """Sleep until the loop is free and take it, or until the waiter is complete."""
+        wake: SimpleQueue[None] = SimpleQueue() if waiter is None else waiter.wake
+        try:
+            # In the queue first: if the loop is released before this call sees it taken, it is
+            # woken; if afterwards, it takes the loop.
+            queue.append(wake)
+            while True:
+                if waiter is not None and waiter.complete:
+                    return False
+                holder = self._holder.setdefault(None, turn)
+                if holder is turn:
+                    return True
+                self._refuse_reentry(holder, turn[1])
+                if turn[1] == "step" and holder[1] in _LONG and _runs(holder):
+                    raise EngineBusyError(
+                        f"step() was called while {holder[1]}() runs in another thread:"
+                        " call step from one thread, or generate from any number of them"
+                    )
+                if _runs(holder):
+                    wake.get()
+                else:
+                    self._take_from(holder)
+        finally:
+            if wake in queue:
+                queue.remove(wake)
+            if not self._holder:
+                self._wake_next()
+
+    def _take_from(self, holder: _Turn) -> None:
+        """Release the loop in the place of a call that has ended without doing so."""
+        with self._taking_over:
+            if self._holder.get(None) is holder:
+                del self._holder[None]
+
+    def _wake_next(self) -> None:
+        for queue in (self._operations, self._followers):
+            try:
+                queue[0].put(None)
+            except IndexError:
+                continue
+            return
+
+
+def _runs(turn: _Turn) -> bool:
+    """Whether the call that has, or had, the loop has not returned.
+
+    `clear` refuses an executing frame in one operation. The stack of another thread cannot be
+    walked: it changes meanwhile, and CPython 3.11 crashes.
+    """
+    try:
+        turn[0].clear()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,230 @@
+"""A prompt and its parameters become requests, or a `RequestError` before anything is queued."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...cache.prefix import PrefixHashes
+from ..errors import RequestError
+from ..loading.chat_template import ChatPrompt
+from ..loading.detokenizer import IncrementalDetokenizer
+from ..loading.tokenizer import TextTokenizer
+from ..models.config import ModelConfig
+from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
+from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
+from ..request import Request, RequestGroup
+from ..sampling.sampler import MAX_ROW_STOP_IDS
+from ..sampling_params import SamplingParams
+
+__all__ = ["Intake", "Prompt"]
+
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
+"""Text, token ids (`prompt_ids` has the types), token ids some of which embeddings replace, or
+a conversation."""
+
+MAX_SALT_CHARS = 256
+
+
+class Intake:
+    """Checks what users send against what the engine can hold."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: TextTokenizer | None,
+        *,
+        longest_sequence: int,
+        seed: int,
+        prefix_block_size: int | None,
+        embeds_dtype: torch.dtype | None,
+    ) -> None:
+        """Take requests of at most `longest_sequence` tokens, prompt and output together.
+
+        `prefix_block_size` is that of the blocks which requests share by content, if they do;
+        `embeds_dtype` is that of the embeddings that steps can read, if they can.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._longest = longest_sequence
+        self._seed = seed
+        self._prefix_block_size = prefix_block_size
+        self._embeds_dtype = embeds_dtype
+        self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
+
+    def accept(
+        self,
+        group_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None = None,
+    ) -> RequestGroup:
+        """Return the requests of a prompt, one for each of `params.n` completions.
+
+        Raises:
+            RequestError: a prompt of another type, empty or too long; text without a tokenizer, or
+                that it cannot encode; a token outside the vocabulary, or a parameter that names
+                one; a salt that is none.
+        """
+        if not issubclass(type(params), SamplingParams):
+            raise RequestError(f"params must be a SamplingParams, not a {type_name(params)}")
+        prompt_ids, embeds = self._prompt(prompt)
+        self._check_params(params)
+        arrival_ns = time.perf_counter_ns()
+        arrival = next(self._arrivals)
+        base = params.seed if params.seed is not None else _derive(self._seed, arrival)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self._config.eos_token_ids)
+        if params.min_tokens and len(stops) > MAX_ROW_STOP_IDS:
+            raise RequestError(
+                f"min_tokens holds back {len(stops)} stop token ids, those of the model included:"
+                f" at most {MAX_ROW_STOP_IDS} are possible, name fewer in stop_token_ids"
+            )
+        hashes = self._hashes(cache_salt)
+        requests = [
+            Request(
+                id=f"{group_id}/{index}",
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=_derive(base, index),
+                order=(priority, arrival * 1_000_000 + index),
+                max_tokens=min(params.max_tokens, self._longest - len(prompt_ids)),
+                stop_token_ids=frozenset(stops),
+                detokenizer=self._detokenizer(prompt_ids, params),
+                arrival_ns=arrival_ns,
+                embeds=embeds,
+            )
+            for index in range(params.n)
+        ]
+        requests[0].prefix_hashes = hashes
+        requests[0].hashes_of(len(prompt_ids))
+        for request in requests:
+            request.siblings = [other for other in requests if other is not request]
+            if hashes is not None:
+                request.prefix_hashes = hashes.copy()
+        return RequestGroup(group_id, prompt_ids, requests)
+
+    def _hashes(self, cache_salt: str | None) -> PrefixHashes | None:
+        if cache_salt is not None:
+            _check_salt(cache_salt)
+        if self._prefix_block_size is None:
+            return None
+        return PrefixHashes(self._prefix_block_size, cache_salt or "")
+
+    def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
+        if self._embeds_dtype is None:
+            raise RequestError(
+                "the prompt has embeddings, and this engine was made without room for them:"
+                " set prompt_embeds=True in its EngineConfig"
+            )
+        return check_spans(prompt.spans, num_tokens, self._config.hidden_size, self._embeds_dtype)
+
+    def _detokenizer(
+        self, prompt_ids: list[int], params: SamplingParams
+    ) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_ids,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def _prompt(self, prompt: object) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
+        """Return the tokens of a prompt, and what stands in the place of some of them."""
+        kind = type(prompt)
+        try:
+            if issubclass(kind, PromptEmbeds):
+                assert isinstance(prompt, PromptEmbeds)
+                token_ids = self._not_empty(self.check_token_ids(prompt.token_ids))
+                return token_ids, self._embeds(prompt, len(token_ids))
+            if issubclass(kind, ChatPrompt):
+                assert isinstance(prompt, ChatPrompt)
+                rendered = self._with_tokenizer().render(prompt)
+                return self._not_empty(self._encode(rendered, special=False)), ()
+            text = plain_text(prompt)
+            if text is None:
+                return self._not_empty(self.check_token_ids(prompt)), ()
+            return self._not_empty(self._encode(text, special=True)), ()
+        except RequestError:
+            raise
+        except Exception as error:  # whatever an object of the user raises
+            raise RequestError(
+                f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
+            ) from error
+
+    def _with_tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "the prompt is text, but the checkpoint has no tokenizer.json:"
+                " give a list of token ids"
+            )
+        return self._tokenizer
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        tokenizer = self._with_tokenizer()
+        if not text:  # before the tokenizer begins it with a token of its own
+            return []
+        least = tokenizer.least_tokens(text, enough=self._longest)
+        if least >= self._longest:
+            raise RequestError(too_long(f"at least {least} tokens", self._longest))
+        token_ids = tokenizer.encode(text, special=special)
+        if len(token_ids) >= self._longest:
+            raise RequestError(too_long(f"{len(token_ids)} tokens", self._longest))
+        if max(token_ids, default=0) >= self._config.vocab_size:
+            token_id = next(i for i in token_ids if i >= self._config.vocab_size)
+            raise RequestError(
+                f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, which the"
+                f" tokenizer knows and the model, with a vocabulary of {self._config.vocab_size},"
+                " does not"
+            )
+        return token_ids
+
+    def check_token_ids(self, prompt: object) -> list[int]:
+        """Return the tokens as plain integers, fewer than a sequence may have.
+
+        Raises:
+            RequestError: what is no sequence of integers (see `plain_token_ids`), too many, or an
+                id outside the vocabulary.
+        """
+        return plain_token_ids(prompt, self._config.vocab_size, self._longest)
+
+    @staticmethod
+    def _not_empty(token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks")
+        params.check_vocabulary(self._config.vocab_size)
+
+
+def _check_salt(salt: str) -> None:
+    """Refuse what is no salt before it is hashed."""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
+        is_text = isinstance(salt, str)
+        shown = f"a string of {len(salt)} characters" if is_text else f"a {type_name(salt)}"
+        raise RequestError(
+            f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, not {shown}"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt must be encodable as UTF-8: {error}") from error
+
+
+def _derive(seed: int, index: int) -> int:
+    """Return a seed of 63 bits for one of many streams, unrelated to those of its neighbours."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

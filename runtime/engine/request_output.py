@@ -1,0 +1,209 @@
+"""What users see of their requests: outputs, and what is new in each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...profiling.stats import RequestTiming
+from ..request import FinishReason, Request, RequestGroup, RequestStatus, TokenLogprobs
+
+__all__ = ["CompletionOutput", "OutputDelta", "RequestOutput"]
+
+_FINISHED = RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What a completion has gained since the previous output of its request.
+
+    Joined over all outputs of a request, the deltas of a completion are its final text and tokens.
+    Text may lag behind tokens: a character that is split over tokens appears with the last of
+    them, and what may begin a stop string is held back.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry a token; empty unless `SamplingParams.logprobs` was given."""
+
+
+class CompletionOutput:
+    """One completion as it stood when the output was made; later steps do not change it."""
+
+    __slots__ = (
+        "_first_char",
+        "_first_token",
+        "_num_chars",
+        "_num_tokens",
+        "_request",
+        "finish_reason",
+    )
+
+    def __init__(self, request: Request) -> None:
+        """Show a request as it stands."""
+        detokenizer = request.detokenizer
+        self.finish_reason: FinishReason | None = request.finish_reason
+        self._request = request  # tokens and text only grow: their lengths are a snapshot of them
+        self._num_tokens = request.num_output
+        self._num_chars = 0 if detokenizer is None else detokenizer.num_chars
+        self._first_token = request.num_reported_tokens
+        self._first_char = request.num_reported_chars
+
+    @property
+    def text(self) -> str:
+        """The text of the output tokens."""
+        detokenizer = self._request.detokenizer
+        return "" if detokenizer is None else detokenizer.text[: self._num_chars]
+
+    @property
+    def delta(self) -> OutputDelta:
+        """What is new since the previous output of the request."""
+        detokenizer = self._request.detokenizer
+        text = ""
+        if detokenizer is not None:
+            text = detokenizer.text_between(self._first_char, self._num_chars)
+        new = slice(self._first_token, self._num_tokens)
+        token_ids = self._request.output_slice(new.start, new.stop)
+        return OutputDelta(text, tuple(token_ids), tuple(self._request.logprobs[new]))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output tokens, the one that ended it included."""
+        return self._request.output_ids[: self._num_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many `token_ids` there are, without making the list."""
+        return self._num_tokens
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token; empty unless `SamplingParams.logprobs` was given."""
+        return self._request.logprobs[: self._num_tokens]
+
+    @property
+    def timing(self) -> RequestTiming | None:
+        """Arrival and token times; None before the first token."""
+        times = self._request.token_ns[: self._num_tokens]
+        return RequestTiming(self._request.arrival_ns, times) if times else None
+
+    def __repr__(self) -> str:
+        return (
+            f"CompletionOutput(text={self.text!r}, token_ids={self.token_ids},"
+            f" finish_reason={self.finish_reason!r})"
+        )
+
+
+class RequestOutput:
+    """What a request has produced so far. `text`, `token_ids` … are those of completion 0.
+
+    A step makes one for each row, so what is not always asked for is put together when it is.
+
+    Attributes:
+        request_id: the request.
+        completions: as many as were asked for; none if the request was refused.
+        finished: whether every completion has ended.
+        num_preemptions: how often one of them lost its row.
+        cached_tokens: tokens of the prompt that completion 0 did not compute: the cache had them
+            already.
+        error: why it ended with `finish_reason` `error`.
+    """
+
+    __slots__ = (
+        "_prompt_ids",
+        "cached_tokens",
+        "completions",
+        "error",
+        "finished",
+        "num_preemptions",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        completions: tuple[CompletionOutput, ...],
+        finished: bool,
+        num_preemptions: int = 0,
+        cached_tokens: int = 0,
+        error: Exception | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._prompt_ids = prompt_token_ids
+        self.completions = completions
+        self.finished = finished
+        self.num_preemptions = num_preemptions
+        self.cached_tokens = cached_tokens
+        self.error = error
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt. A copy: the engine may have to prefill its own again."""
+        return self._prompt_ids.copy()
+
+    @property
+    def text(self) -> str:
+        """The text of completion 0 (empty for a checkpoint without a tokenizer)."""
+        return self.completions[0].text if self.completions else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output tokens of completion 0."""
+        return self.completions[0].token_ids if self.completions else []
+
+    @property
+    def delta(self) -> OutputDelta:
+        """What completion 0 has gained since the previous output of this request."""
+        return self.completions[0].delta if self.completions else OutputDelta()
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """The log-probabilities of completion 0."""
+        return self.completions[0].logprobs if self.completions else []
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why completion 0 ended; None while it goes on."""
+        return self.completions[0].finish_reason if self.completions else "error"
+
+    @property
+    def timing(self) -> RequestTiming | None:
+        """Arrival and token times of completion 0; None before its first token."""
+        return self.completions[0].timing if self.completions else None
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, finished={self.finished},"
+            f" completions={self.completions!r}, error={self.error!r})"
+        )
+
+    @classmethod
+    def of(cls, group: RequestGroup) -> RequestOutput:
+        """Return the present state of a group of requests; the next deltas begin after it."""
+        requests = group.requests
+        completions = tuple([CompletionOutput(request) for request in requests])
+        for request in requests:
+            request.num_reported_tokens = request.num_output
+            if request.detokenizer is not None:
+                request.num_reported_chars = request.detokenizer.num_chars
+        first = requests[0]
+        if len(requests) == 1:  # as most are, and there is one for each row in every step
+            return cls(
+                group.id,
+                group.prompt_ids,
+                completions,
+                first.status is _FINISHED,
+                first.num_preemptions,
+                first.num_cached_tokens or 0,
+                first.error,
+            )
+        return cls(
+            group.id,
+            group.prompt_ids,
+            completions,
+            group.finished,
+            sum(request.num_preemptions for request in requests),
+            first.num_cached_tokens or 0,
+            next((request.error for request in requests if request.error is not None), None),
+        )

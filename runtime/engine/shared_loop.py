@@ -1,0 +1,321 @@
+"""The step loop of an engine as several threads, signal handlers and forks may use it.
+
+Any thread may post requests and aborts at any time; the call that runs the loop applies them. What
+runs the loop is exclusive (see `access.py`): `step`, a call of `generate` for as many steps as it
+needs, or one of the operations between two steps. Calls of `generate` share the batch: one of them
+runs the steps, for all; when its own requests have ended another one goes on.
+
+What an exception cuts short is visible: a loop that is not `intact` has failed, and says so to
+every later call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..errors import EngineClosedError, EngineFailedError, EngineForkedError, RequestError
+from ..request import RequestGroup
+from .access import LoopAccess
+from .forks import call_in_children
+from .loop import StepLoop
+from .request_output import RequestOutput
+from .tickets import GenerateCall, Ticket, Tickets
+
+__all__ = ["MakeGroup", "SharedLoop"]
+
+T = TypeVar("T")
+
+MakeGroup = Callable[[str], RequestGroup]
+"""Makes the requests of a prompt, given their id; raises `RequestError` if it cannot be served."""
+
+
+class SharedLoop:
+    """A `StepLoop` for any number of threads, until it is closed, fails, or the process forks."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop: StepLoop | None = loop
+        self._access = LoopAccess()
+        self._tickets = Tickets()
+        self._failure: BaseException | None = None
+        self._ended: EngineClosedError | None = None
+        self.forked = False
+        """Whether this is the copy of a forked child."""
+        call_in_children(self)
+
+    def after_fork(self) -> None:
+        """Refuse every use: the threads of the parent do not exist in a child."""
+        self.forked = True
+        self._ended = EngineForkedError(
+            "the engine belongs to the parent of this process, and cannot be used after a fork:"
+            " make a new one here, or start processes by spawn"
+        )
+
+    @property
+    def open_loop(self) -> StepLoop:
+        """The loop. Raises `EngineClosedError` or `EngineForkedError`."""
+        if self._ended is not None:
+            raise type(self._ended)(*self._ended.args)
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no operation has failed or was cut short."""
+        loop = self._loop
+        if self._failure is not None or loop is None:
+            return False
+        # An operation that ends between the two looks is not one that was cut short: look again.
+        return any(loop.intact or self._access.held for _ in range(8))
+
+    def check_usable(self) -> StepLoop:
+        """Return the loop, unless it is closed or failed."""
+        loop = self._loop
+        if loop is None or self._ended is not None:
+            return self.open_loop  # which raises
+        if self._failure is not None:
+            raise EngineFailedError(
+                f"the engine failed earlier ({self._failure!r}): close it and make a new one"
+            ) from self._failure
+        return loop
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        loop = self.open_loop
+        return bool(self._tickets) or loop.has_unfinished
+
+    def submit(
+        self, make_group: MakeGroup, request_id: str | None, call: GenerateCall | None = None
+    ) -> str:
+        """Queue the requests of a prompt, and return their id: a new one for None.
+
+        Raises:
+            RequestError: from `make_group`, or the id cannot be had; nothing was queued.
+        """
+        loop = self.check_usable()
+        ticket = Ticket(call)
+        group: RequestGroup | None = None
+        try:
+            if call is not None:
+                call.tickets.append(ticket)
+            request_id = self._tickets.reserve(ticket, request_id)
+            group = make_group(request_id)
+            loop.post_add(group)
+            ticket.group = group  # from here on it can be aborted
+            self._settle("add_request")
+            return request_id
+        except BaseException:
+            if group is not None:
+                loop.post_discard(group)
+            self._tickets.release(ticket)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; see `Engine.abort`."""
+        loop = self.open_loop
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.group is None or ticket.group.finished or ticket.abort_posted:
+            return False
+        loop.post_abort(ticket.group)
+        ticket.abort_posted = True
+        self._settle("abort")
+        return True
+
+    def _settle(self, name: str) -> None:
+        """Apply what was posted, unless another call has the loop, which then does it."""
+        if self._failure is not None:
+            return
+        try:
+            if self._access.try_enter(name) and self._ended is None:
+                self._change(StepLoop.settle)
+        finally:
+            self._access.leave()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; see `Engine.step`."""
+        loop = self.check_usable()
+        outputs: list[RequestOutput] = []
+        try:
+            try:
+                part_of_generate = self._access.enter("step")
+                if self._ended is not None or self._failure is not None or not loop.intact:
+                    self._refuse()  # it changed while this call waited
+                try:
+                    loop.advance()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+                if self._tickets.calls:
+                    self._tickets.route(loop.ready)
+                if part_of_generate:  # which returns no outputs of others
+                    return outputs
+                outputs, loop.ready = loop.ready, outputs
+                any_finished, loop.any_finished = loop.any_finished, False
+            finally:
+                self._access.leave()
+            if any_finished:
+                self._tickets.hand_over(outputs)
+            return outputs
+        except BaseException:
+            if outputs:  # the next step returns them
+                self._tickets.take_back(outputs)
+                loop.ready[:0] = outputs
+                loop.any_finished = True
+            self._access.leave()  # if the first one was interrupted
+            raise
+
+    def generate(
+        self, prompts: Iterable[MakeGroup], step: Callable[[], object]
+    ) -> list[RequestOutput]:
+        """Decode prompts to their end and return their last outputs, in order.
+
+        Args:
+            prompts: of those that raise `RequestError` the output has it as its `error`.
+            step: runs a step, by `SharedLoop.step`.
+        """
+        self.check_usable()
+        self._access.refuse_reentry("generate")
+        call = GenerateCall()
+        try:
+            self._tickets.calls.add(call)
+            for make_group in prompts:
+                self._submit_for(call, make_group)
+            while not call.complete:
+                self._drive(call, step)
+            outputs = call.outputs()
+            for ticket in call.tickets:
+                self._tickets.release(ticket)
+            self._tickets.calls.discard(call)
+            return outputs
+        except BaseException:
+            self._abandon(call)
+            raise
+
+    def _submit_for(self, call: GenerateCall, make_group: MakeGroup) -> None:
+        """Queue a prompt of a call; what cannot be served is done with its error."""
+        try:
+            self.submit(make_group, None, call)
+        except RequestError as error:
+            refused = call.tickets[-1].id
+            call.deliver(RequestOutput(refused, [], (), True, error=error))
+
+    def _drive(self, call: GenerateCall, step: Callable[[], object]) -> None:
+        """Run steps until a call is complete or another one wants the loop; or wait for that."""
+        self.check_usable()
+        try:
+            if self._access.claim("generate", call):
+                while not (call.complete or self._access.wanted):
+                    step()
+        finally:
+            self._access.leave()
+
+    def _abandon(self, call: GenerateCall) -> None:
+        """End what a call of `generate` has not returned; the next `step` reports it."""
+        loop = self.open_loop
+        for ticket in call.tickets:
+            if ticket.group is not None:
+                loop.post_abort(ticket.group)
+        self._tickets.calls.discard(call)
+        for ticket in call.tickets:
+            ticket.call = None
+        if self._failure is not None:
+            return
+        try:
+            self._access.enter("generate")
+            self._change(StepLoop.settle)
+            loop.ready += [output for output in call.done.values() if output.error is None]
+            loop.any_finished = True
+        finally:
+            self._access.leave()
+
+    def score(self, make_group: MakeGroup, forced: Sequence[int]) -> torch.Tensor:
+        """Return the logits of a lone request; see `Engine.score`."""
+        loop = self.check_usable()
+        ticket = Ticket()
+        logits: list[torch.Tensor] = []
+        group: RequestGroup | None = None
+        try:
+            self._access.claim("score")
+            self.run("score", StepLoop.settle)
+            if self.has_unfinished():
+                raise RequestError("score needs an idle engine: finish or abort its requests first")
+            group = make_group(self._tickets.reserve(ticket, None))
+            (request,) = group.requests
+            loop.post_add(group)
+            self.run("score", StepLoop.settle)
+            while not group.finished:
+                self.run("score", lambda loop: loop.score_step(request, forced, logits))
+            if request.error is not None:
+                raise request.error
+            return torch.stack(logits)
+        finally:
+            try:
+                self._tickets.release(ticket)
+                if group is not None and self._failure is None:
+                    loop.post_discard(group)
+                    self.run("score", StepLoop.settle)
+            finally:
+                self._access.leave()
+
+    def run(self, name: str, change: Callable[[StepLoop], T]) -> T:
+        """Run an operation between two steps, once no other call has the loop; return its result.
+
+        Raises:
+            EngineBusyError: `name` was called by a callback within a call that has the loop.
+        """
+        self.check_usable()  # in a fork the call that has the loop will never end
+        try:
+            self._access.enter(name)
+            return self._change(change)
+        finally:
+            self._access.leave()
+
+    def _change(self, change: Callable[[StepLoop], T]) -> T:
+        """Change the loop that this call has."""
+        loop = self.check_usable()
+        if not loop.intact:
+            self._refuse()
+        try:
+            return change(loop)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _refuse(self) -> None:
+        """Raise the error of a loop that serves nothing more."""
+        loop = self.check_usable()
+        if not loop.intact:
+            self._failure = EngineFailedError("an exception cut an operation short")
+        self.check_usable()
+
+    def _fail(self, error: BaseException) -> None:
+        """Note what ended an operation halfway; raises `EngineFailedError` for an `Exception`."""
+        loop = self.open_loop
+        if loop.intact:
+            return
+        self._failure = error
+        if isinstance(error, Exception):
+            raise EngineFailedError(f"step {loop.num_steps} failed: {error}") from error
+
+    def close(self, release_memory: Callable[[StepLoop], None]) -> None:
+        """Refuse every later use, and give back what the engine holds. Idempotent.
+
+        Waits for a step of another thread. If it is interrupted, it can be called again.
+
+        Raises:
+            EngineBusyError: it was called by a callback within a call that has the loop.
+        """
+        if self.forked:
+            return
+        try:
+            self._access.enter("close")
+            if self._loop is not None:
+                self._ended = EngineClosedError("the engine is closed: make a new one to go on")
+                release_memory(self._loop)
+                # The traceback of a failure holds frames, and those the tensors.
+                self._failure = self._loop = None
+                self._tickets = Tickets()
+        finally:
+            self._access.leave()

@@ -1,0 +1,373 @@
+"""From a source and a configuration to the parts of an engine, in the order in which they can fail.
+
+What can be known without reading weights is checked first: the configuration, the checkpoint's
+headers, the memory plan. Then the weights are read, and every step is made ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...cache.arena import Arena, HostArena
+from ...cache.memory.device_memory import DeviceMemory
+from ...cache.memory.handler import MemoryBudgetError, MemoryPlan, Reconciliation, plan_memory
+from ...cache.memory.memory_plan import format_bytes
+from ...cache.spec import LayerGroup, group_layers
+from ...profiling import ranges
+from ..config import EngineConfig, ResolvedConfig
+from ..errors import ConfigError, StepgraphError, StepPreparationError
+from ..execution.runner import Runner
+from ..execution.step_functions import StepKey
+from ..kernels import Kernels, limit_threads, select_kernels
+from ..kernels.result_check import Fallback, brief, warn
+from ..loading.checkpoint import CheckpointReader
+from ..loading.loader import (
+    Source,
+    check_tensors,
+    check_tied_head,
+    iter_weights,
+    random_weights,
+    resolve_source,
+)
+from ..loading.tokenizer import TextTokenizer, load_tokenizer
+from ..memory.footprint import model_footprint
+from ..memory.measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder, attention_specs
+from .self_test import check_kernels
+
+if TYPE_CHECKING:
+    from ..kernels.triton.precompile import CompiledKernels
+
+__all__ = ["RESERVE_BYTES", "EngineParts", "layer_groups", "plan_engine", "start"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Left alone: workspaces of libraries and fragmentation."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+"""In messages of torch's allocator for the CPU, the operating system and the C++ library."""
+
+_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
+"""The phases of a start that make what lives on the device as long as the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCache:
+    """Pieces of code that torch.compile found in its cache, and those that it had to make."""
+
+    hits: int
+    misses: int
+
+    @classmethod
+    def now(cls) -> CodeCache:
+        """Read the counters of this process: other engines that start meanwhile count too."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        counts = {} if dynamo is None else dynamo.counters["inductor"]
+        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
+
+    def since(self, before: CodeCache) -> CodeCache:
+        """Return the difference."""
+        return CodeCache(self.hits - before.hits, self.misses - before.misses)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine runs over."""
+
+    config: ResolvedConfig
+    model: Decoder
+    tokenizer: TextTokenizer | None
+    groups: tuple[LayerGroup, ...]
+    plan: MemoryPlan
+    arena: Arena
+    runner: Runner
+    step_memory: StepMemory
+    """What steps hold while they run."""
+    phases: tuple[Phase, ...]
+    """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
+    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
+    start_seconds: float
+    """The phases and what lies between them; the calibration of a time budget comes on top."""
+    code_cache: CodeCache
+    compiled_kernels: CompiledKernels | None = None
+    """Triton kernels that were compiled ahead of the steps; None where there are none."""
+
+    @property
+    def load_seconds(self) -> float:
+        """What reading (and packing) the weights took."""
+        return sum(phase.seconds for phase in self.phases if phase.name == "load")
+
+    def reconcile(self) -> Reconciliation:
+        """Set what is held now, and what steps held when they were measured, against the plan.
+
+        On a CUDA device weights, cache and static buffers are what torch's allocator says that
+        their phases of the start took; on a CPU they are the sizes of the tensors.
+        """
+        runner = self.runner
+        held = {
+            "weights": self.model.weight_bytes,
+            "cache": self.arena.nbytes,
+            "static_buffers": runner.nbytes,
+        }
+        grown = {
+            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
+            for phase in self.phases
+            if phase.name in _TERM_OF_PHASE
+        }
+        host_buffers = 0
+        notes: dict[str, str] = {}
+        if self.config.device.type == "cuda":
+            host_buffers = runner.host_nbytes
+            held = grown
+        else:
+            # No measure of one term: pages come with the first write, code with its first use.
+            notes = {
+                term: "size of the tensors; meanwhile the resident set, code and all, grew by "
+                + format_bytes(size)
+                for term, size in grown.items()
+            }
+        measured = dict(self.step_memory.measured)
+        activations = measured.get("activations")
+        if self.model.stack is not None and activations is not None:
+            # Taken when the steps were prepared, so no step that was measured took it.
+            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
+            measured["activations"] = activations + workspace
+        return self.plan.reconcile(
+            {
+                **held,
+                "captured_graphs": 0,
+                "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
+                "host_buffers": host_buffers,
+                **measured,
+            },
+            {
+                **notes,
+                "reserve": "not held: left for workspaces and fragmentation",
+                **self.step_memory.notes,
+            },
+        )
+
+
+def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
+    """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
+    with ExitStack() as open_files, _within_memory():
+        return _start(source, config, open_files, progress=progress)
+
+
+def _start(
+    source: str | Path, config: EngineConfig, open_files: ExitStack, *, progress: bool
+) -> EngineParts:
+    began, code_before = time.perf_counter(), CodeCache.now()
+    found = resolve_source(source)
+    if config.tie_word_embeddings is not None:
+        tied = dataclasses.replace(found.config, tie_word_embeddings=config.tie_word_embeddings)
+        found = dataclasses.replace(found, config=tied)
+    resolved = ResolvedConfig.resolve(config, found.config)
+    reader = tokenizer = None
+    if found.directory is not None:
+        reader = open_files.enter_context(CheckpointReader(found.directory))
+        check_tensors(reader, found.config)
+        if found.config.tie_word_embeddings and config.tie_word_embeddings is None:
+            check_tied_head(reader)
+        tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
+    log = PhaseLog(resolved.device)
+    with log.phase("kernels"):
+        kernels = _checked_kernels(found.config, resolved)
+    groups = layer_groups(found.config, resolved)
+    plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
+    logger.info("memory plan\n%s", plan.format())
+    # No row grows longer than the cache: tables and reads need not be wider.
+    resolved = dataclasses.replace(resolved, max_model_len=plan.longest_request)
+    with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
+        model = _load(found, reader, resolved, kernels, groups, progress=progress)
+    open_files.close()
+    with log.phase("cache"):
+        arena = Arena(
+            groups,
+            plan.num_blocks,
+            config.block_size,
+            resolved.dtype,
+            resolved.device,
+            resolved.storage,
+        )
+    host = None
+    if plan.host_blocks:
+        with log.phase("host_cache"):
+            host = HostArena(arena, plan.host_blocks)
+    with log.phase("static_buffers"):
+        prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
+        runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
+    compiled_kernels = None
+    if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
+        with log.phase("compile_kernels"):
+            compiled_kernels = runner.compile_kernels()
+    with log.phase("prepare"):
+        captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
+        with _preparation_bar(shown=progress) as report:
+            runner.prepare(report, captured)
+    with log.phase("measure"):
+        have_run = resolved.mode != "eager"
+        step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
+    parts = EngineParts(
+        resolved,
+        model,
+        tokenizer,
+        groups,
+        plan,
+        arena,
+        runner,
+        step_memory,
+        tuple(log.phases),
+        time.perf_counter() - began,
+        CodeCache.now().since(code_before),
+        compiled_kernels,
+    )
+    logger.info("memory as measured\n%s", parts.reconcile().format())
+    return parts
+
+
+def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
+    """Return the kernels of an engine: those that exist for its model and pass their self-test."""
+    kernels = select_kernels(
+        config.device, config.mode, config.dtype, config.weights, config.kernels
+    )
+    if kernels.library is not None:
+        limit_threads(config.threads)
+    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
+    kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
+    if config.kernels == "torch" or config.native_obstacle is None:
+        return kernels
+    dtype = str(config.dtype).removeprefix("torch.")
+    fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
+    warn(
+        f"no native decoder layers for {fallback.shape}: {fallback.error}."
+        " Plain PyTorch takes their place, which is slower"
+    )
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
+
+
+def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
+    """Return the layer groups of a model whose cache is stored as `config` says."""
+    return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
+
+
+def plan_engine(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+) -> MemoryPlan:
+    """Size the cache; no weight is read for it, and no device is asked but `memory`.
+
+    A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
+    `max_model_len` tokens use. `num_blocks` and `memory_tokens`, and `memory_bytes` where the
+    memory is not that of the operating system, may ask for more.
+
+    Raises:
+        MemoryBudgetError: the budget has no room for the smallest cache, or the host none for
+            what lies there.
+        ConfigError: `max_model_len` was asked for, and the cache cannot hold one such sequence.
+    """
+    user = config.user
+    # A share of the free memory is a limit; on a device of its own memory_bytes is an amount.
+    capped = memory.shared_with_os or user.memory_bytes is None
+    footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
+    plan = plan_memory(
+        footprint,
+        user.memory_budget(config.device),
+        available_bytes=memory.available,
+        num_blocks=user.fixed_blocks,
+        max_batch_tokens=user.max_batch_tokens,
+        # As many batch tokens as slots, but no more than a step can use.
+        batch_tokens_per_block=user.block_size,
+        cap_blocks=footprint.most_blocks if capped else None,
+        reserve_bytes=RESERVE_BYTES[config.device.type],
+    )
+    if not plan.host_shared and plan.host_total > memory.host_available:
+        raise MemoryBudgetError(
+            f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
+            f"({format_bytes(plan.host_buffers)}) do not fit the {memory.host_available} bytes "
+            f"({format_bytes(memory.host_available)}) that the host has: lower host_cache_bytes"
+        )
+    if user.max_model_len is not None and plan.longest_request < user.max_model_len:
+        raise ConfigError(
+            f"max_model_len={user.max_model_len}, but the cache holds requests of at most "
+            f"{plan.longest_request} tokens: raise the memory budget, or lower max_model_len\n"
+            + plan.format()
+        )
+    return plan
+
+
+def _load(
+    source: Source,
+    reader: CheckpointReader | None,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    groups: tuple[LayerGroup, ...],
+    *,
+    progress: bool,
+) -> Decoder:
+    model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
+    if reader is None:
+        model.store(random_weights(source.config, config.dtype, config.user.seed))
+    else:
+        model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
+    return model.eval()
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Turn the ways in which an allocation fails into `MemoryBudgetError`.
+
+    Memory can run out although the plan fits: other processes allocate meanwhile, and not every
+    limit can be read.
+    """
+    try:
+        yield
+    except (StepgraphError, StepPreparationError):
+        raise
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        failure: Exception = error
+    except (RuntimeError, OSError) as error:
+        # torch has no type of its own for what the CPU's allocator refuses.
+        if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
+        failure = error
+    else:
+        return
+    raise MemoryBudgetError(
+        f"the start of the engine ran out of memory: {brief(failure)}. Lower the memory budget "
+        "(memory_fraction, memory_bytes, memory_tokens or num_blocks), max_num_seqs or "
+        "prefill_chunk, or raise the limit of the process (RLIMIT_AS, control group)"
+    ) from failure
+
+
+@contextmanager
+def _preparation_bar(*, shown: bool) -> Iterator[Callable[[int, int, StepKey], None]]:
+    """Yield a progress callback for the step library, drawn on stderr if that is a terminal."""
+    from rich.console import Console  # not worth the time of every import of the package
+    from rich.progress import Progress
+
+    with Progress(
+        console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()), transient=True
+    ) as bar:
+        task = bar.add_task("preparing steps", total=None)
+
+        def report(done: int, total: int, key: StepKey) -> None:
+            bar.update(task, completed=done, total=total, description=f"{key.phase} {key.size}")
+
+        yield report

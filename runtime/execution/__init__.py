@@ -1,0 +1,1 @@
+"""Carries out a step plan: inputs, row state, step functions and their outputs."""

@@ -1,0 +1,159 @@
+"""StepPlan (host) → StepInputs (tensors): where every number of a step is put. No decision is made.
+
+The inputs of a step live in buffers of fixed size and address; what a step does not use is padding
+that points at the null row, whose block table holds nothing but the null block.
+
+    rows 4 (positions 0-2) and 1 (positions 7-8, its last known tokens), bucket 8, null row 9
+
+        token_ids      a  b  c  x  y  .  .  .
+        positions      0  1  2  7  8  0  0  0
+        token_rows     4  4  4  1  1  9  9  9
+        prefill_rows   4  1  9  9                rows whose blocks are read
+        sample_rows    9  1  9  9                rows that get a token; row 4 has more to come
+        sample_index   0  4  0  0                token whose hidden state is sampled from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...graphs.buffers import TensorSpec
+from ..scheduling.plan import PrefillChunk, TableUpdate
+
+__all__ = [
+    "EmbedInputs",
+    "StepInputs",
+    "write_decode_rows",
+    "write_embeds",
+    "write_prefill",
+    "write_table_updates",
+]
+
+Int64Array = npt.NDArray[np.int64]
+A = TypeVar("A", torch.Tensor, Int64Array)
+
+
+@dataclass(frozen=True)
+class StepInputs(Generic[A]):
+    """What the host writes for the device, as tensors there and as arrays here.
+
+    M: most tokens of a prefill step, P: most rows of one, U: most table updates of one copy. The
+    fields are written by the functions below, and only when they change.
+    """
+
+    decode_rows: A
+    """int64 `[max_num_seqs]`: the rows that decode, padded with the null row."""
+    token_ids: A
+    """int64 `[M]`: the tokens of the prefill chunks, rows one after the other."""
+    positions: A
+    """int64 `[M]`: position of each of them in its sequence."""
+    token_rows: A
+    """int64 `[M]`: row of each of them."""
+    prefill_rows: A
+    """int64 `[P]`: the distinct rows of the chunks."""
+    sample_rows: A
+    """int64 `[P]`: the same, but the null row for chunks that do not reach the last known token."""
+    sample_index: A
+    """int64 `[P]`: index into `token_ids` of the last token of each chunk."""
+    table_updates: A
+    """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
+
+    @staticmethod
+    def layout(
+        *, max_num_seqs: int, prefill_tokens: int, prefill_rows: int, table_updates: int
+    ) -> dict[str, TensorSpec]:
+        """Return shape and initial value of every field: everything points at the null row."""
+        null_row = max_num_seqs
+
+        def ints(*shape: int, fill: int = 0) -> TensorSpec:
+            return TensorSpec(shape, torch.int64, fill)
+
+        return {
+            "decode_rows": ints(max_num_seqs, fill=null_row),
+            "token_ids": ints(prefill_tokens),
+            "positions": ints(prefill_tokens),
+            "token_rows": ints(prefill_tokens, fill=null_row),
+            "prefill_rows": ints(prefill_rows, fill=null_row),
+            "sample_rows": ints(prefill_rows, fill=null_row),
+            "sample_index": ints(prefill_rows),
+            "table_updates": ints(table_updates, 4),
+        }
+
+
+@dataclass(frozen=True)
+class EmbedInputs(Generic[A]):
+    """Embeddings in the place of tokens, for engines that take prompts with them.
+
+    In buffers of their own: they are large, and most steps have none. M: most tokens of a prefill
+    step.
+    """
+
+    embeds: A
+    """float32 `[M, hidden_size]`: what stands where `mask` is set."""
+    mask: A
+    """bool `[M]`: which tokens of the chunks are given as embeddings."""
+
+    @staticmethod
+    def layout(*, prefill_tokens: int, hidden_size: int) -> dict[str, TensorSpec]:
+        """Return shape and initial value of every field: no token is one."""
+        return {
+            "embeds": TensorSpec((prefill_tokens, hidden_size), torch.float32),
+            "mask": TensorSpec((prefill_tokens,), torch.bool, False),
+        }
+
+
+def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64Array]) -> None:
+    """Fill `decode_rows` with the rows that decode."""
+    host.decode_rows[: len(rows)] = rows
+    host.decode_rows[len(rows) :] = null_row
+
+
+def write_prefill(
+    chunks: Sequence[PrefillChunk], null_row: int, bucket: int, host: StepInputs[Int64Array]
+) -> None:
+    """Fill the prefill fields for a step of `bucket` tokens; see the picture above."""
+    host.prefill_rows[:] = null_row
+    host.sample_rows[:] = null_row
+    host.sample_index[:] = 0
+    offset = 0
+    for i, chunk in enumerate(chunks):
+        end = offset + chunk.count
+        stop = chunk.start + chunk.count
+        host.token_ids[offset:end] = chunk.request.tokens(chunk.start, stop)
+        host.positions[offset:end] = np.arange(chunk.start, stop)
+        host.token_rows[offset:end] = chunk.row
+        host.prefill_rows[i] = chunk.row
+        host.sample_rows[i] = chunk.row if chunk.samples else null_row
+        host.sample_index[i] = end - 1
+        offset = end
+    assert offset <= bucket
+    host.token_ids[offset:bucket] = 0
+    host.positions[offset:bucket] = 0
+    host.token_rows[offset:bucket] = null_row
+
+
+def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[torch.Tensor]) -> None:
+    """Fill the embeddings that the chunks of a step show."""
+    host.mask.zero_()
+    offset = 0
+    for chunk in chunks:
+        for span in chunk.request.embeds:
+            start = max(span.position, chunk.start)
+            stop = min(span.stop, chunk.start + chunk.count)
+            if start < stop:
+                shown = span.content.embeds[start - span.position : stop - span.position]
+                to = slice(offset + start - chunk.start, offset + stop - chunk.start)
+                host.embeds[to] = shown
+                host.mask[to] = True
+        offset += chunk.count
+
+
+def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:
+    """Fill the beginning of `table_updates`; no more than that is read."""
+    host.table_updates[: len(updates)] = updates

@@ -1,0 +1,83 @@
+"""What the device knows of each row of the decode batch. The host reads none of it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from ..sampling.sampler import SamplingState
+
+__all__ = ["RowState"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Device tensors that the steps themselves advance; R = max_num_seqs + 1.
+
+    The last row is the null row. Padded lanes of a step stand for it: its block table is all null
+    block, its position stays 0, and whatever is sampled for it is never read.
+    """
+
+    token_ids: torch.Tensor
+    """int64 `[R]`: the newest token, whose keys and values the next decode step computes."""
+    positions: torch.Tensor
+    """int64 `[R]`: its position in the sequence."""
+    block_tables: torch.Tensor
+    """int32 `[groups, R, max_blocks_per_row]`. Columns before a row's window and
+    past its blocks may name blocks of others; they are never read, because reads begin with the
+    window and end at the row's position."""
+    sampling: SamplingState
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> RowState:
+        """Allocate the state of `max_num_seqs` rows and the null row."""
+        rows = max_num_seqs + 1
+        return cls(
+            token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(
+                num_groups, rows, max_blocks_per_row, dtype=torch.int32, device=device
+            ),
+            sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
+        )
+
+    @property
+    def null_row(self) -> int:
+        """Index of the row that belongs to nobody."""
+        return self.token_ids.shape[0] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @staticmethod
+    def bytes_for(
+        max_num_seqs: int, num_groups: int, max_blocks_per_row: int, vocab_size: int
+    ) -> int:
+        """Bytes that `allocate` takes."""
+        own = (max_num_seqs + 1) * (8 + 8 + 4 * num_groups * max_blocks_per_row)
+        return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by name."""
+        own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
+        sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
+        return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of each tensor; it may never change."""
+        return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+
+    def update_tables(self, updates_U4: torch.Tensor) -> None:
+        """Write (group, row, column, block) entries into the block tables."""
+        group, row, column, block = updates_U4.unbind(1)
+        self.block_tables.index_put_((group, row, column), block.to(torch.int32))

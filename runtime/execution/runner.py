@@ -1,0 +1,409 @@
+"""Carries out a plan: writes what changed, launches the steps, reads their tokens back.
+
+Nothing here waits for the device except `read`, and that waits for the tokens of one step only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...cache.arena import Arena, HostArena
+from ...cache.spec import LayerGroup
+from ...graphs.buffers import StaticBuffers
+from ...graphs.library import PreparationWatcher, StepLibrary
+from ...graphs.steps import (
+    CapturedStep,
+    CompiledStep,
+    CudaGraphCapturer,
+    EagerStep,
+    GraphCapturer,
+    Step,
+)
+from ...profiling import ranges
+from ..config import ResolvedConfig, max_prefill_rows
+from ..kernels.cpu.threads import limit_threads
+from ..models.decoder import Decoder
+from ..request import Request
+from ..scheduling.plan import StepPlan, TableUpdate
+from .inputs import (
+    EmbedInputs,
+    Int64Array,
+    StepInputs,
+    write_decode_rows,
+    write_embeds,
+    write_prefill,
+    write_table_updates,
+)
+from .outputs import HostOutputs, Launch, Sampled, sampled_tokens
+from .row_state import RowState
+from .step_functions import StepFunctions, StepKey, StepOutput
+from .step_sizes import StepSizes, most_table_updates
+
+if TYPE_CHECKING:
+    from ..kernels.triton.precompile import CompiledKernels
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Owns everything that lives on the device but the model: row state, inputs, steps."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: ResolvedConfig,
+        arena: Arena,
+        groups: Sequence[LayerGroup],
+        prefill_tokens: int,
+        host: HostArena | None = None,
+    ) -> None:
+        """Allocate buffers for steps of at most `prefill_tokens` prompt tokens.
+
+        `host` is where requests are swapped to, if they are.
+        """
+        user, device = config.user, config.device
+        self.device = device
+        self.block_size = user.block_size
+        self.max_prefill_rows = max_prefill_rows(user.max_num_seqs)
+        max_blocks_per_row = -(-config.max_model_len // user.block_size)
+        self.state = RowState.allocate(
+            user.max_num_seqs, len(groups), max_blocks_per_row, model.config.vocab_size, device
+        )
+        self.null_row = self.state.null_row
+        self.inputs = StaticBuffers.allocate(
+            StepInputs[torch.Tensor],
+            StepInputs.layout(
+                max_num_seqs=user.max_num_seqs,
+                prefill_tokens=prefill_tokens,
+                prefill_rows=self.max_prefill_rows,
+                table_updates=most_table_updates(config, len(groups)),
+            ),
+            device,
+        )
+        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
+        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
+        if user.prompt_embeds:
+            self.embeds = StaticBuffers.allocate(
+                EmbedInputs[torch.Tensor],
+                EmbedInputs.layout(
+                    prefill_tokens=prefill_tokens, hidden_size=model.config.hidden_size
+                ),
+                device,
+            )
+        self._threads = None if model.kernels.library is None else config.threads
+        self._embeds_shown = False  # by the last prefill step
+        self._decode_rows: list[int] = []  # as last written
+        self._decoding = _Decoding([])
+        self._outputs: HostOutputs | None = None
+        if config.beside_host:
+            self._outputs = HostOutputs(
+                user.max_num_seqs,
+                self.max_prefill_rows,
+                model.config.vocab_size,
+                user.steps_per_launch,
+                device=device,
+            )
+        self._arena = arena
+        self.host_arena = host
+        self._addresses = self.addresses()
+        self.sizes = StepSizes.choose(config, model.kernels, prefill_tokens)
+        bind = partial(
+            StepFunctions,
+            model,
+            arena.tensor,
+            user.block_size,
+            self.state,
+            self.inputs.device,
+            None if self.embeds is None else self.embeds.device,
+        )
+        self._functions, self._eager = bind(compiled=config.compiled), bind(compiled=False)
+        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
+        self.library = _library(
+            config, self._functions, self._eager, self._capturer, self.sizes.keys()
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the arena, null block included."""
+        return self._arena.tensor.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of row state and inputs."""
+        embeds = 0 if self.embeds is None else self.embeds.nbytes
+        return self.state.nbytes + self.inputs.nbytes + embeds
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes on a host that is not the device: mirrors of the inputs, and room for outputs."""
+        embeds = 0 if self.embeds is None else self.embeds.nbytes
+        outputs = 0 if self._outputs is None else self._outputs.nbytes
+        return self.inputs.nbytes + embeds + outputs
+
+    def addresses(self) -> dict[str, int]:
+        """Return the device address of everything that captured steps read or write."""
+        return {
+            "arena": self._arena.address,
+            **({} if self.host_arena is None else {"host arena": self.host_arena.address}),
+            **{f"inputs.{k}": v for k, v in self.inputs.addresses().items()},
+            **{f"state.{k}": v for k, v in self.state.addresses().items()},
+            **(
+                {}
+                if self.embeds is None
+                else {f"embeds.{k}": v for k, v in self.embeds.addresses().items()}
+            ),
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that no address has changed and that the null row is still nobody's."""
+        assert self.addresses() == self._addresses, "a static tensor has moved"
+        self.inputs.check_integrity()
+        assert int(self.state.positions[self.null_row]) == 0
+        assert not self.state.block_tables[:, self.null_row].any()
+
+    def compile_kernels(self) -> CompiledKernels:
+        """Compile the Triton kernels of all steps in parallel; `prepare` would do it one by one."""
+        from ..kernels.triton.precompile import (
+            compile_kernels,  # needs triton, as CUDA's kernels do
+        )
+
+        # Several steps of a launch run the kernels of one. The sampler of plain torch has no
+        # Triton kernels here, and eagerly takes more memory than the plan has for it compiled.
+        native, keys = self._eager.model.kernels.sampler == "triton", self.sizes.keys()
+        needed = dict.fromkeys(
+            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
+            for key in keys
+        )
+        steps = [(str(key), self._eager.bind(key)) for key in needed]
+        if self._capturer is None:
+            return compile_kernels(steps)
+        # Libraries keep a workspace for each stream: it is the one that captures need anyway.
+        compiled: list[CompiledKernels] = []
+        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
+        return compiled[0]
+
+    def prepare(
+        self,
+        progress: Callable[[int, int, StepKey], None] | None = None,
+        watcher: PreparationWatcher[StepKey] | None = None,
+    ) -> None:
+        """Compile and capture every step before there is a request; see `StepLibrary.prepare`."""
+        self.library.prepare(progress, watcher)
+
+    def close(self) -> None:
+        """Let go of all steps and of what was compiled for them."""
+        self.library.close()
+        self._functions.close()
+
+    def swap_out(self, plan: StepPlan) -> None:
+        """Queue the copies of preempted requests to the host; before anything writes blocks."""
+        if not plan.preempted:
+            return
+        pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
+        if pairs:
+            assert self.host_arena is not None, "requests are swapped without a host arena"
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.host_arena.swap_out(pairs)
+
+    def copy_in(self, plan: StepPlan) -> None:
+        """Queue the copies that admitted requests begin with: a batch of blocks, and the host's."""
+        if not plan.admitted:
+            return
+        copies = [pair for admission in plan.admitted for pair in admission.found.copies]
+        if copies:
+            with ranges.span(ranges.FORK, len(copies)):
+                self._arena.copy_blocks(copies)
+        pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
+        if pairs:
+            assert self.host_arena is not None, "requests are swapped without a host arena"
+            with ranges.span(ranges.SWAP, len(pairs)):
+                self.host_arena.swap_in(pairs)
+
+    def launch(self, number: int, plan: StepPlan) -> Launch:
+        """Start the step `number`; returns without waiting for it, unless the device is the host.
+
+        Decoding goes first: nobody's next token waits for somebody's prompt.
+        """
+        if self._threads is not None:
+            limit_threads(self._threads)
+        if plan.admitted:
+            with ranges.span(ranges.PREPARE, len(plan.admitted)):
+                for admission in plan.admitted:
+                    self._take_row(admission.request, admission.row)
+        prefill_key = self._prefill_key(plan) if plan.prefill else None
+        self._bring_inputs(plan, prefill_key)
+        parts: list[tuple[Sequence[Request | None], StepOutput]] = []
+        clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
+        began = None if self._outputs is None else self._outputs.begin(number)
+        if plan.decode:
+            key = self._decode_key(plan.steps)
+            bucket, rows = key.size, len(plan.decode)
+            tokens, lanes = plan.steps * rows, plan.steps * bucket
+            with ranges.step_span(
+                ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
+            ):
+                launched = clock()
+                output = self.library.launch(key)
+                worked = clock() - launched
+                parts.append((plan.decode, self._outward(number, key, output)))
+            self.library.record_padding(tokens, lanes)
+        if prefill_key is not None:
+            key = prefill_key
+            bucket = bucket or key.size
+            tokens, lanes = plan.prefill_tokens, key.size
+            with ranges.step_span(
+                ranges.PREFILL, number, 0, lanes, tokens, plan.blocks_in_use, lanes - tokens
+            ):
+                started = clock()
+                launched = launched or started
+                output = self.library.launch(key)
+                worked += clock() - started
+                output = self._outward(number, key, output)
+            self.library.record_padding(tokens, lanes)
+            parts.append(([c.request if c.samples else None for c in plan.prefill], output))
+        if self._outputs is None:
+            return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
+        arrived = self._outputs.record_event(number, began)
+        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
+
+    @property
+    def times_device(self) -> bool:
+        """Whether steps are timed on the device by events; always False where it is the host."""
+        return self._outputs is not None and self._outputs.timed
+
+    @times_device.setter
+    def times_device(self, enabled: bool) -> None:
+        if self._outputs is not None:
+            self._outputs.timed = enabled
+
+    def read(self, launch: Launch) -> Iterable[Sampled]:
+        """Return the tokens of a launch; waits for them, and for nothing after them."""
+        if launch.arrived is not None:
+            launch.arrived.synchronize()
+        return sampled_tokens(launch)
+
+    def _outward(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
+        """Send an output on its way to the host, before another launch can overwrite it."""
+        return (
+            output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
+        )
+
+    def force_token(self, row: int, token_id: int) -> None:
+        """Put another token in the place of the one that was sampled last for a row."""
+        self.state.token_ids[row] = token_id
+
+    def _take_row(self, request: Request, row: int) -> None:
+        """Write the sampling parameters of a request over those of the row's last owner."""
+        self.state.sampling.write_row(
+            row,
+            request.params,
+            seed=request.seed,
+            prompt_ids=request.prompt_ids,
+            output_ids=request.output_ids,
+            stop_token_ids=sorted(request.stop_token_ids),
+        )
+
+    def _bring_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
+        """Write what changed into the mirror and copy it over, or do nothing if nothing changed."""
+        rows, updates = self._decode_rows, plan.table_updates
+        if plan.decode is not self._decoding.requests:
+            rows = [request.row for request in plan.decode if request.row is not None]
+            assert len(rows) == len(plan.decode), "a request that decodes holds a row"
+            self._decoding = _Decoding(plan.decode)
+        if not (updates or plan.prefill or rows != self._decode_rows):
+            return
+        most = self._host.table_updates.shape[0]
+        while len(updates) > most:
+            self._copy_updates(updates[:most])
+            updates = updates[most:]
+        with ranges.span(ranges.PREPARE, len(rows)):
+            self.inputs.begin_write()
+            if rows != self._decode_rows:
+                write_decode_rows(rows, self.null_row, self._host)
+                self._decode_rows = rows
+            if prefill_key is not None:
+                write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
+                self._bring_embeds(plan)
+        if updates:
+            self._copy_updates(updates)
+        else:
+            self._copy()
+
+    def _bring_embeds(self, plan: StepPlan) -> None:
+        """Copy over the embeddings that chunks show, or that none does after some did."""
+        if self.embeds is None:
+            return
+        shown = any(chunk.request.embeds for chunk in plan.prefill)
+        if shown or self._embeds_shown:
+            self.embeds.begin_write()
+            write_embeds(plan.prefill, self.embeds.host)
+            self.embeds.copy_to_device()
+        self._embeds_shown = shown
+
+    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
+        self.inputs.begin_write()
+        write_table_updates(updates, self._host)
+        self._copy()
+        self.state.update_tables(self.inputs.device.table_updates[: len(updates)])
+
+    def _copy(self) -> None:
+        with ranges.span(ranges.COPY, self.inputs.nbytes):
+            self.inputs.copy_to_device()
+
+    def _decode_key(self, steps: int) -> StepKey:
+        """Return the key of the step for those who decode: the last one as long as it fits."""
+        decoding = self._decoding
+        assert decoding.longest is not None, "nobody decodes"
+        positions, key = decoding.longest.num_computed + steps, decoding.key
+        if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
+            read_blocks = -(-positions // self.block_size)
+            key = decoding.key = self.sizes.decode_key(
+                len(decoding.requests), read_blocks, decoding.full_sampler, steps
+            )
+        return key
+
+    def _prefill_key(self, plan: StepPlan) -> StepKey:
+        longest = max(chunk.start + chunk.count for chunk in plan.prefill)
+        full = any(chunk.request.params.needs_full_sampler for chunk in plan.prefill)
+        return self.sizes.prefill_key(plan.prefill_tokens, -(-longest // self.block_size), full)
+
+
+class _Decoding:
+    """Who decodes, and what follows from it as long as nobody joins or leaves."""
+
+    __slots__ = ("full_sampler", "key", "longest", "requests")
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and stays it
+        self.full_sampler = any(request.params.needs_full_sampler for request in requests)
+        self.key: StepKey | None = None
+
+
+def _library(
+    config: ResolvedConfig,
+    functions: StepFunctions,
+    eager: StepFunctions,
+    capturer: GraphCapturer | None,
+    keys: Sequence[StepKey],
+) -> StepLibrary[StepKey, StepOutput]:
+    """Return the unprepared library of the mode. A key it lacks runs as plain PyTorch code."""
+
+    def make_step(key: StepKey) -> Step[StepOutput]:
+        if config.mode == "eager":
+            return EagerStep(eager.bind(key), str(key))
+        if capturer is None:
+            return CompiledStep(functions.bind(key), str(key))
+        return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
+
+    def make_fallback(key: StepKey) -> Step[StepOutput]:
+        return EagerStep(eager.bind(key), str(key))
+
+    return StepLibrary(make_step, keys, lambda key: key.size, make_fallback)

@@ -1,0 +1,264 @@
+"""Steps of a model cut down to its kinds of layers, over random weights and a small cache.
+
+Self-tests run them at start, before a weight is loaded. Shapes are the model's; the cache has just
+the blocks that the rows of a step need, in random order. Slots that no token may read hold NaN, and
+unused columns of the block tables point to a block of NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...cache.arena import Arena
+from ...cache.spec import SlidingWindowSpec, group_layers
+from ..config import ResolvedConfig, max_prefill_rows
+from ..kernels import Kernels
+from ..kernels.ops.kv_storage import read_blocks, write_blocks
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder, attention_specs
+from ..models.layout import fused_layout
+from .inputs import StepInputs
+from .row_state import RowState
+from .step_functions import StepFunctions, StepKey
+from .step_sizes import StepSizes
+
+__all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]
+
+_SHORT = 100
+"""Most tokens in the cache of any row but the longest."""
+_POOL = 262_147
+"""Random numbers that are drawn; larger weights repeat them. A prime, so that rows of a weight
+begin at different ones."""
+
+
+class SampleCase(NamedTuple):
+    """A step to run."""
+
+    key: StepKey
+    chunks: tuple[tuple[int, int], ...]
+    """First position and number of tokens of each row; lanes that are left are padding."""
+
+    def read_blocks(self, block_size: int) -> int:
+        """Return the columns of the block tables that have positions in use."""
+        return max(-(-sum(chunk) // block_size) for chunk in self.chunks)
+
+    def narrowed(self, block_size: int) -> SampleCase:
+        """Return the step reading no columns but those."""
+        key = dataclasses.replace(self.key, read_blocks=self.read_blocks(block_size))
+        return self._replace(key=key)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, without padding."""
+        return sum(count for _, count in self.chunks)
+
+
+def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
+    """Return the model with one layer of each kind, at least `layers`, and at most `vocabulary`
+    tokens."""
+    types = tuple(dict.fromkeys(model.layer_types))
+    types = types * layers if len(types) == 1 else types
+    return dataclasses.replace(
+        model,
+        num_layers=max(layers, len(types)),
+        layer_types=types,
+        vocab_size=min(model.vocab_size, vocabulary),
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+def sample_cases(
+    config: ResolvedConfig,
+    kernels: Kernels,
+    generator: torch.Generator,
+    *,
+    row_classes: Sequence[int],
+    tokens: int,
+    longest: int,
+) -> list[SampleCase]:
+    """Return the steps to run.
+
+    Args:
+        config: of the engine.
+        kernels: likewise.
+        generator: draws the lengths of the rows.
+        row_classes: ascending limits; the largest decode bucket of each class gets a step. Buckets
+            above the last limit get none.
+        tokens: the smallest prefill bucket gets a step, and the largest one up to this.
+        longest: tokens of the longest row.
+    """
+    sizes = StepSizes.choose(config, kernels, config.user.prefill_chunk)
+    width, limit = sizes.read_blocks.largest, config.max_model_len
+    fitting = (next((c for c in row_classes if rows <= c), None) for rows in sizes.rows)
+    by_class = dict(zip(fitting, sizes.rows, strict=True))
+    by_class.pop(None, None)
+
+    def below(bound: int) -> int:
+        return int(torch.randint(max(1, min(bound, limit)), (), generator=generator))
+
+    cases = []
+    for rows in by_class.values():
+        used = rows - 1 if rows > 4 else rows
+        starts = [min(limit, longest) - 1, 0, *(below(_SHORT) for _ in range(used))][:used]
+        chunks = tuple((start, 1) for start in starts)
+        cases.append(SampleCase(StepKey("decode", rows, width, False), chunks))
+    most_rows = max_prefill_rows(config.user.max_num_seqs)
+    prefills = [sizes.tokens.sizes[0], *(size for size in sizes.tokens if size <= tokens)]
+    for size in dict.fromkeys((prefills[0], prefills[-1])):
+        used = size - size // 8
+        counts = [used] if most_rows == 1 or size < 8 else [used // 2, used - used // 2]
+        counts = [min(count, limit) for count in counts]
+        starts = [below(min(_SHORT, limit - count + 1)) for count in counts]
+        chunks = tuple(zip(starts, counts, strict=True))
+        cases.append(SampleCase(StepKey("prefill", size, width, False), chunks))
+    return cases
+
+
+def sample_weights(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield random weights under the names of `fused_layout`, on the device.
+
+    Linear layers keep the scale of their inputs; norms and biases are not neutral.
+    """
+    pool = torch.randn(_POOL, generator=generator).to(device=device, dtype=dtype)
+    for name, fused in fused_layout(model).items():
+        count = math.prod(fused.shape)
+        flat = pool.repeat(-(-count // _POOL))[:count] if count > _POOL else pool[:count].clone()
+        if name.endswith("norm.weight"):
+            flat.mul_(0.1).add_(0.0 if model.family.offset_norms else 1.0)
+        elif name.endswith("bias"):
+            flat.mul_(0.1)
+        else:
+            flat.mul_(fused.shape[-1] ** -0.5)
+        yield name, flat.view(fused.shape)
+
+
+class SampleSteps:
+    """A sample of a model with everything that its steps read and write."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        kernels: Kernels,
+        cases: Sequence[SampleCase],
+        seed: int,
+    ) -> None:
+        """Make a model as `sample_config` returns it; `seed` decides all that is random."""
+        device, size = config.device, config.user.block_size
+        self._block_size, self._storage = size, config.storage
+        self._seed = seed
+        specs = attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes)
+        self.groups = group_layers(specs)
+        self.model = Decoder(model, kernels, config.dtype, device, self.groups, config.storage)
+        generator = torch.Generator().manual_seed(seed)
+        self.model.store(sample_weights(model, config.dtype, device, generator))
+        blocks = max(sum(-(-sum(chunk) // size) for chunk in case.chunks) for case in cases)
+        count = 2 + blocks * len(self.groups)  # the null block first, a block of NaN last
+        arena = Arena(self.groups, count, size, config.dtype, device, config.storage)
+        self.arena = arena.tensor
+        rows = max(config.user.max_num_seqs, max(len(case.chunks) for case in cases))
+        columns = max(case.key.read_blocks for case in cases)
+        self.state = RowState.allocate(rows, len(self.groups), columns, model.vocab_size, device)
+        layout = StepInputs.layout(
+            max_num_seqs=rows,
+            prefill_tokens=max(case.key.size for case in cases if case.key.phase == "prefill"),
+            prefill_rows=max_prefill_rows(config.user.max_num_seqs),
+            table_updates=1,
+        )
+        self.inputs = StepInputs(
+            **{
+                name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
+                for name, spec in layout.items()
+            }
+        )
+        self.functions = StepFunctions(
+            self.model, self.arena, size, self.state, self.inputs, None, compiled=False
+        )
+
+    def prepare(self, case: SampleCase) -> None:
+        """Set state, inputs and cache to those that the step begins with, the same at each call."""
+        generator = torch.Generator().manual_seed(self._seed + 1)
+        vocabulary = self.model.config.vocab_size
+        token_ids = torch.randint(vocabulary, self.state.token_ids.shape, generator=generator)
+        starts = torch.zeros_like(self.state.positions, device="cpu")
+        starts[: len(case.chunks)] = torch.tensor([start for start, _ in case.chunks])
+        self.state.token_ids.copy_(token_ids)
+        self.state.positions.copy_(starts)
+        self._fill_cache(case, generator)
+        null_row, lanes = self.state.null_row, len(case.chunks)
+        if case.key.phase == "decode":
+            rows = torch.full(self.inputs.decode_rows.shape, null_row)
+            rows[:lanes] = torch.arange(lanes)
+            self.inputs.decode_rows.copy_(rows)
+            return
+        counts = torch.tensor([count for _, count in case.chunks])
+        used = int(counts.sum())
+        row_of = torch.full(self.inputs.token_rows.shape, null_row)
+        row_of[:used] = torch.arange(lanes).repeat_interleave(counts)
+        positions = torch.zeros_like(row_of)
+        positions[:used] = torch.cat([torch.arange(at, at + n) for at, n in case.chunks])
+        rows = torch.full(self.inputs.prefill_rows.shape, null_row)
+        rows[:lanes] = torch.arange(lanes)
+        last = torch.zeros_like(rows)
+        last[:lanes] = counts.cumsum(0) - 1
+        drawn = torch.randint(vocabulary, row_of.shape, generator=generator)
+        drawn[used:] = 0
+        for target, source in (
+            (self.inputs.token_ids, drawn),
+            (self.inputs.token_rows, row_of),
+            (self.inputs.positions, positions),
+            (self.inputs.prefill_rows, rows),
+            (self.inputs.sample_rows, rows),
+            (self.inputs.sample_index, last),
+        ):
+            target.copy_(source)
+
+    def _fill_cache(self, case: SampleCase, generator: torch.Generator) -> None:
+        """Give blocks to the rows, and write random keys and values before their chunks."""
+        size, device = self._block_size, self.arena.device
+        numbers = torch.Generator(device).manual_seed(self._seed)
+        if self._storage == "model":
+            self.arena.fill_(float("nan"))
+        else:
+            self.arena.fill_(255)  # numbers of any value, whose scales are NaN
+        self.arena[:, :, 0].zero_()
+        nowhere = self.arena.shape[2] - 1
+        tables = torch.full(self.state.block_tables.shape, nowhere, dtype=torch.int32)
+        tables[:, self.state.null_row] = 0
+        free = iter((torch.randperm(nowhere - 1, generator=generator) + 1).tolist())
+        for group in self.groups:
+            window = group.spec.window if isinstance(group.spec, SlidingWindowSpec) else None
+            slots = []
+            for row, (start, count) in enumerate(case.chunks):
+                first = 0 if window is None else max(0, start + 1 - window)
+                for column in range(first // size, -(-(start + count) // size)):
+                    tables[group.index, row, column] = next(free)
+                positions = torch.arange(first, start)
+                blocks = tables[group.index, row, positions // size].to(torch.int64)
+                slots.append(blocks * size + positions % size)
+            slots_S = torch.cat(slots).to(device)
+            shape = (len(slots_S), group.spec.num_kv_heads, group.spec.head_dim)
+            for position in range(len(group.layers)):
+                for side in self.arena[position]:
+                    x = torch.randn(shape, generator=numbers, device=device)
+                    write_blocks(side, slots_S, x.to(self.model.dtype), size, self._storage)
+        self.state.block_tables.copy_(tables)
+
+    def stored(self) -> torch.Tensor:
+        """Return all vectors of the cache but those of padding; NaN where nothing was written."""
+        blocks = torch.arange(1, self.arena.shape[2], device=self.arena.device)
+        sides = self.arena.flatten(0, 1)
+        return torch.stack([read_blocks(s, blocks, self._block_size, self._storage) for s in sides])
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        if self.model.stack is not None:
+            self.model.stack.close()

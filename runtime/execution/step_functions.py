@@ -1,0 +1,336 @@
+"""What a step computes, as callables over tensors whose addresses never change.
+
+The decode step takes nothing from the host but the list of its rows: newest tokens, positions and
+block tables are state on the device, the write index is derived from them, and the sampled tokens
+go back into the state.
+
+    decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
+    prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
+
+Steps whose layers run natively are not compiled: there is nothing to fuse, and compiled code costs
+the check of its guards. The exception is a sampler in plain PyTorch, which is compiled by itself.
+Other steps are compiled whole: forward pass, head, sampling and feedback of the tokens. All buckets
+share the code of a phase and a sampler, compiled once for any number of tokens, and once more for a
+single one, which torch specialises. For that, inputs must differ only in their length, so they are
+small copies: torch recompiles for a view at another offset, and for two arguments that are the same
+tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Literal, cast
+
+import torch
+
+from ..kernels import DecodeStep
+from ..kernels.ops.feedback import Feedback
+from ..kernels.triton.dependent import dependent_launch
+from ..models.decoder import AttentionInputs, Decoder
+from ..operation_scopes import operation
+from ..sampling.sampler import SAMPLERS, SampleOutput
+from .inputs import EmbedInputs, StepInputs
+from .row_state import RowState
+
+_serial = itertools.count()
+
+__all__ = ["StepFunctions", "StepKey", "StepOutput", "on_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Every host scalar that a captured step froze."""
+
+    phase: Literal["decode", "prefill"]
+    size: int
+    """The bucket: rows of a decode step, tokens of a prefill step."""
+    read_blocks: int
+    """Columns of the block tables that attention may read."""
+    full_sampler: bool
+    """Whether more than the greedy token is asked for by anybody in the step."""
+    steps: int = 1
+    """Decode steps that are run one after the other; 1 for a prefill step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step.
+
+    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`.
+    """
+
+    tokens: torch.Tensor
+    """int64 `[B]`: sampled tokens; those of padded lanes mean nothing."""
+    logits: torch.Tensor
+    """`[B, vocab_size]` in the model's dtype: what they were sampled from, in the last step."""
+    details: SampleOutput | None
+    """Log-probabilities, from the full sampler only."""
+
+
+class StepFunctions:
+    """The steps of one model over one arena and one set of buffers."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        arena: torch.Tensor,
+        block_size: int,
+        state: RowState,
+        inputs: StepInputs[torch.Tensor],
+        embeds: EmbedInputs[torch.Tensor] | None,
+        compiled: bool,
+    ) -> None:
+        """Bind the tensors; with `compiled`, see the top of this file, at the first call.
+
+        `embeds` are read by prefill steps, where prompts may have embeddings.
+        """
+        self.model = model
+        self.arena = arena
+        self.block_size = block_size
+        self.state = state
+        self.inputs = inputs
+        self.embeds = embeds
+        self._sampler = SAMPLERS[model.kernels.sampler]
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        if compiled and model.stack is None:
+            if model.kernels.sampler == "triton":  # whose launches torch.compile cannot trace
+                self._sampler = SAMPLERS["torch"]
+            self._compile(self._decode_parts)
+            self._compile(self._prefill_parts)
+        elif compiled and model.kernels.sampler == "torch":
+            self._compile(self._sampled)
+
+    def _compile(self, part: Callable[..., Any]) -> None:
+        for tensor in (self.arena, *self.state.tensors().values()):
+            torch._dynamo.mark_static_address(tensor)
+        code = torch.compile(_own_code(part), fullgraph=True, dynamic=True)
+        self._compiled[part.__name__] = code
+
+    def bind(self, key: StepKey) -> Callable[[], StepOutput]:
+        """Return the step of a key as a callable without arguments."""
+        step = self.decode if key.phase == "decode" else self.prefill
+
+        def run() -> StepOutput:
+            with (
+                on_device(self.arena.device),
+                dependent_launch(self.model.kernels.dependent_launch),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                return step(key)
+
+        return run
+
+    def decode(self, key: StepKey) -> StepOutput:
+        """One token for each of `decode_rows`, or `key.steps`, each from the one before it.
+
+        A step takes nothing from the host but the rows, so several are the same as one after the
+        other by several launches.
+        """
+        if key.steps == 1:
+            return self._decode_step(key)
+        tokens: list[torch.Tensor] = []
+        details: list[SampleOutput] = []
+        for _ in range(key.steps):
+            output = self._decode_step(key)
+            tokens.append(output.tokens)
+            if output.details is not None:
+                details.append(output.details)
+        with operation("outputs"):
+            stacked = SampleOutput.stack(details) if details else None
+            if stacked is None:
+                return StepOutput(torch.stack(tokens), output.logits, None)
+            return StepOutput(stacked.tokens, output.logits, stacked)
+
+    def _decode_step(self, key: StepKey) -> StepOutput:
+        if self.model.decode_step is not None:
+            return self._decode_fused(self.model.decode_step, key)
+        rows_B = self.inputs.decode_rows[: key.size]
+        tensors = self._copied(self._decode_parts, rows_B, rows_B)
+        return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
+
+    def _decode_parts(
+        self,
+        rows_B: torch.Tensor,
+        table_rows_B: torch.Tensor,
+        read_blocks: int,
+        full_sampler: bool,
+    ) -> StepOutput:
+        """A decode step of the rows `[B]`, int64: rows of the tokens, and rows of the block tables.
+
+        Both are the same; compiled code needs two tensors.
+        """
+        with operation("inputs"):
+            positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
+        hidden_BD = self._forward_pass(token_ids_B, positions_B, rows_B, table_rows_B, read_blocks)
+        logits_BV = self.model.logits(hidden_BD)
+        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
+
+    def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
+        """As `_decode_step`, by kernels that begin with the state and, if greedy, end with it."""
+        state, rows_B = self.state, self.inputs.decode_rows[: key.size]
+        result = decode_step.run(
+            rows_B,
+            state.token_ids,
+            state.positions,
+            state.block_tables,
+            self.arena,
+            key.read_blocks,
+            self.block_size,
+        )
+        if key.full_sampler:
+            rows_B = rows_B if self._sampler.full_step else rows_B.clone()
+            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+        tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
+        return StepOutput(tokens, result.logits, None)
+
+    def prefill(self, key: StepKey) -> StepOutput:
+        """The keys and values of the chunks, and a token for each chunk that samples."""
+        inputs, size = self.inputs, key.size
+        tensors = self._copied(
+            self._prefill_parts,
+            inputs.token_ids[:size],
+            inputs.positions[:size],
+            inputs.token_rows[:size],
+            inputs.prefill_rows,
+            inputs.sample_index,
+            inputs.sample_rows,
+        )
+        embeds = self._copied(self._prefill_parts, *self._embeds(size))
+        sizes = key.read_blocks, key.full_sampler
+        return self._call(self._prefill_parts, *tensors, *sizes, *embeds)
+
+    def _prefill_parts(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_rows_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        last_R: torch.Tensor,
+        sample_rows_R: torch.Tensor,
+        read_blocks: int,
+        full_sampler: bool,
+        *embeds: torch.Tensor,
+    ) -> StepOutput:
+        """A prefill step; `last_R` are the indices of the last token of each chunk."""
+        hidden_TD = self._forward_pass(
+            token_ids_T, positions_T, token_rows_T, rows_R, read_blocks, *embeds
+        )
+        with operation("last_tokens"):
+            hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
+        logits_RV = self.model.logits(hidden_RD)
+        return self._sampled(logits_RV, sample_rows_R, positions_R, full_sampler)
+
+    def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Return embeddings and mask of a prefill step, or nothing where there are never any."""
+        if self.embeds is None:
+            return ()
+        return self.embeds.embeds[:size], self.embeds.mask[:size]
+
+    def _copied(
+        self, part: Callable[..., StepOutput], *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the inputs of a part: copies if it is compiled, see the top of this file."""
+        if part.__name__ not in self._compiled:
+            return tensors
+        with operation("inputs"):
+            return [tensor.clone() for tensor in tensors]
+
+    def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
+        """Run a part of a step, or its compiled code, which has one scope for all operations."""
+        compiled = self._compiled.get(part.__name__)
+        if compiled is None:
+            output = part(*arguments)
+        else:
+            with operation("compiled"):
+                output = compiled(*arguments)
+        if output.details is None or not output.logits.is_cuda:
+            return output
+        details = output.details.pack()  # which one copy brings to the host
+        return StepOutput(details.tokens, output.logits, details)
+
+    def _forward_pass(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        token_rows_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        read_blocks: int,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the final hidden states `[T, hidden_size]`.
+
+        Token at position 37 of row 2, blocks of 16: it is written to slot
+        `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
+        """
+        block_tables = self.state.block_tables
+        with operation("begin"):
+            blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
+            slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
+            x_TD = self.model.embed(token_ids_T)
+            if embeds_TD is not None and embed_mask_T is not None:
+                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        inputs = AttentionInputs(
+            positions=positions_T,
+            slots=slots_GT,
+            token_rows=token_rows_T,
+            rows=rows_R,
+            block_tables=block_tables,
+            read_blocks=read_blocks,
+            block_size=self.block_size,
+        )
+        return self.model.decode(x_TD, self.arena, inputs)
+
+    def _sampled(
+        self,
+        logits_BV: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        full_sampler: bool,
+    ) -> StepOutput:
+        """Sample the token that follows each position, and make it the row's newest."""
+        sampler, state = self._sampler, self.state
+        feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
+        if not full_sampler:
+            with operation("greedy"):
+                if sampler.greedy_step is not None:
+                    return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
+                tokens_B = sampler.greedy(logits_BV)
+                feedback.store(tokens_B)
+                return StepOutput(tokens_B, logits_BV, None)
+        with operation("sample"):
+            if sampler.full_step is not None:
+                details = sampler.full_step(logits_BV, state.sampling, feedback)
+            else:
+                details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
+                feedback.store(details.tokens)
+            return StepOutput(details.tokens, logits_BV, details)
+
+    def close(self) -> None:
+        """Let go of compiled code, which refers back to this object."""
+        self._compiled = {}
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one, which is where Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _own_code(bound: Callable[..., Any]) -> MethodType:
+    """Return the method with a code object of its own.
+
+    torch keeps compiled code with the code object, and limits how often it compiles one: engines of
+    a process would share the limit, and keep each other's code alive.
+    """
+    method = cast(MethodType, bound)
+    function = method.__func__
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    own = FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
+    )
+    return MethodType(own, method.__self__)

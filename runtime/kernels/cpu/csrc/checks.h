@@ -1,0 +1,76 @@
+// Checks of tensors that several operations share; part of `cpu_ops.cpp`. Each raises RuntimeError,
+// or IndexError for an index out of range, in the name of the operation.
+#pragma once
+
+#include <string_view>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace stepgraph {
+
+// That an operator may use.
+inline int threads() {
+  if (at::in_parallel_region()) return 1;
+  const int limit = thread_limit();
+  return limit > 0 ? limit : at::get_num_threads();
+}
+
+inline void check_index(const char* op, const at::Tensor& index, at::ScalarType dtype,
+                        int64_t count, int64_t end, const char* name) {
+  TORCH_CHECK(index.scalar_type() == dtype && index.is_contiguous() && index.dim() == 1 &&
+                  index.size(0) == count,
+              op, ": ", name, " is a contiguous [", count, "] of ", dtype);
+  const int64_t* value = index.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < count; ++t) {
+    TORCH_CHECK_INDEX(0 <= value[t] && value[t] < end, op, ": ", name, "[", t, "] is ", value[t],
+                      ", outside 0 ... ", end - 1);
+  }
+}
+
+inline Storage storage_named(const char* op, std::string_view name) {
+  if (name == "model") return Storage::kModel;
+  if (name == "int8") return Storage::kInt8;
+  TORCH_CHECK(name == "fp8", op, ": storage is model, int8 or fp8, got '", name, "'");
+  return Storage::kFp8;
+}
+
+// The arena is [layers, sides, num_blocks, kv_heads, block_size, head_dim] of the dtype of q, or
+// bytes [.., block_size * (head_dim + 2)]; one side without v.
+inline void check_arena(const char* op, const at::Tensor& arena, at::ScalarType dtype,
+                        int64_t sides, int64_t kv_heads, int64_t block_size, int64_t head_dim,
+                        Storage storage) {
+  TORCH_CHECK(block_size > 0, op, ": block_size is ", block_size, ", 1 or more expected");
+  if (storage == Storage::kModel) {
+    TORCH_CHECK(arena.scalar_type() == dtype, op, ": q, k, v and arena share one dtype; got ",
+                dtype, " and an arena of ", arena.scalar_type());
+    TORCH_CHECK(arena.dim() == 6 && arena.is_contiguous() && arena.size(1) == sides &&
+                    arena.size(3) == kv_heads && arena.size(4) == block_size &&
+                    arena.size(5) == head_dim,
+                op, ": arena is a contiguous [layers, ", sides, ", num_blocks, ", kv_heads, ", ",
+                block_size, ", ", head_dim, "], got ", arena.sizes());
+    return;
+  }
+  TORCH_CHECK(head_dim % 2 == 0, op, ": quantised storage asks for an even head_dim, got ",
+              head_dim);
+  const int64_t bytes = block_size * (head_dim + 2);
+  TORCH_CHECK(arena.scalar_type() == at::kByte && arena.dim() == 5 && arena.is_contiguous() &&
+                  arena.size(1) == sides && arena.size(3) == kv_heads && arena.size(4) == bytes,
+              op, ": a quantised arena is a contiguous uint8 [layers, ", sides, ", num_blocks, ",
+              kv_heads, ", ", bytes, "], got ", arena.sizes(), " of ", arena.scalar_type());
+}
+
+inline void check_tables(const char* op, const at::Tensor& block_tables, int64_t dims,
+                         int64_t read_blocks) {
+  TORCH_CHECK(block_tables.dim() == dims && block_tables.scalar_type() == at::kInt &&
+                  block_tables.is_contiguous() && 0 < read_blocks &&
+                  read_blocks <= block_tables.size(dims - 1),
+              op, ": block_tables is a contiguous int32 [", dims == 3 ? "groups, " : "",
+              "rows, max_blocks] with read_blocks in 1 ... max_blocks; got ",
+              block_tables.sizes(), " of ", block_tables.scalar_type(), " and ", read_blocks);
+}
+
+}  // namespace stepgraph

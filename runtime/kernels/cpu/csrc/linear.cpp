@@ -1,0 +1,138 @@
+// The tiles of `cpu_linear.h` for each kind of weight, and linear layers on their own.
+#include "linear.h"
+
+#include <utility>
+
+#include "int8.h"
+
+namespace stepgraph {
+namespace {
+
+// Below this a second thread costs more than it brings.
+constexpr int64_t kBytesPerThread = 32 * 1024;
+
+// How a packed weight is stored: what a step of a block takes, and its dot tile.
+template <class T>
+struct ModelCodec {
+  using Word = typename Element<T>::Word;
+  static constexpr int kStepLines = kStepBytes / 64;
+  static constexpr int64_t kRowsWithoutPrefetch = 2;  // measured on Zen 5
+
+  template <int M, int Lines>
+  static void dot(const Word* x, int64_t x_stride, const char* w, int64_t steps,
+                  const char* prefetch, F32x16 (&acc)[M][2]) {
+    dot_tile<M, Lines>(x, x_stride, reinterpret_cast<const Word*>(w), steps, prefetch, acc);
+  }
+};
+
+// Of half the bytes a step, which the hardware does not ask for early enough.
+template <class T>
+struct Int8Codec {
+  using Word = typename Element<T>::Word;
+  static constexpr int kStepLines = kInt8StepBytes / 64;
+  static constexpr int64_t kRowsWithoutPrefetch = 0;  // measured on Zen 5
+
+  template <int M, int Lines>
+  static void dot(const Word* x, int64_t x_stride, const char* w, int64_t steps,
+                  const char* prefetch, F32x16 (&acc)[M][2]) {
+    dot_tile_int8<M, Lines>(x, x_stride, reinterpret_cast<const int8_t*>(w), steps, prefetch, acc);
+  }
+};
+
+template <class Codec, int M, int Lines>
+void run_tile(const LinearTile& tile) {
+  F32x16 acc[M][2];
+  Codec::template dot<M, Lines>(static_cast<const typename Codec::Word*>(tile.x), tile.x_stride,
+                                tile.w, tile.steps, tile.prefetch, acc);
+  for (int m = 0; m < M; ++m) {
+    store(tile.sums + m * kBlock, acc[m][0]);
+    store(tile.sums + m * kBlock + 16, acc[m][1]);
+  }
+}
+
+template <class Codec, size_t... Index>
+constexpr TileSet make_tile_set(std::index_sequence<Index...>) {
+  return {{{run_tile<Codec, Index + 1, 0>...},
+           {run_tile<Codec, Index + 1, 1>...},
+           {run_tile<Codec, Index + 1, Codec::kStepLines>...}},
+          Codec::kStepLines,
+          Codec::kRowsWithoutPrefetch};
+}
+
+template <class Codec>
+constexpr TileSet kTileSet = make_tile_set<Codec>(std::make_index_sequence<kTileRows>());
+
+}  // namespace
+
+template <class T>
+const TileSet& tile_set(WeightKind kind) {
+  return kind == WeightKind::kInt8 ? kTileSet<Int8Codec<T>> : kTileSet<ModelCodec<T>>;
+}
+
+namespace {
+
+template <class T>
+class LinearJob : public Job {
+ public:
+  void prepare(const LinearArgs<T>& args, std::shared_ptr<const void> keep, int threads) {
+    args_ = args;
+    keep_ = std::move(keep);
+    phases_.prepare(1, args.weights.blocks() * row_groups(args.rows), threads);
+  }
+
+ protected:
+  void work(int64_t) override {
+    alignas(64) float sums[kGroupRows * kBlock];
+    const LinearArgs<T> args = args_;
+    const auto publish = [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
+      const int64_t columns = std::min<int64_t>(args.weights.columns - block * kBlock, kBlock);
+      T* out = args.out + row * args.weights.columns + block * kBlock;
+      for (int64_t m = 0; m < rows; ++m, out += args.weights.columns, sum += kBlock) {
+        T padded[kBlock];
+        T* place = columns == kBlock ? out : padded;
+        Element<T>::store32_in_order(place, load<F32x16>(sum), load<F32x16>(sum + 16));
+        if (place == padded) std::copy_n(padded, columns, out);
+      }
+    };
+    linear_phase(phases_, 0, args.weights, args.x, args.x_stride, args.rows, nullptr, sums, publish);
+  }
+
+  void clear() override { keep_.reset(); }
+
+ private:
+  LinearArgs<T> args_;
+  std::shared_ptr<const void> keep_;
+  Phases phases_;
+};
+
+template <class T>
+JobList<LinearJob<T>>& linear_jobs() {
+  static auto* jobs = new JobList<LinearJob<T>>;
+  return *jobs;
+}
+
+}  // namespace
+
+template <class T>
+void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep) {
+  const int64_t tiles = (args.rows + kTileRows - 1) / kTileRows;
+  const int64_t bytes = args.weights.blocks() * block_bytes<T>(args.weights);
+  const int64_t units = args.weights.blocks() * row_groups(args.rows);
+  const int64_t useful = std::min(bytes * tiles / kBytesPerThread, units);
+  const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, args.threads));
+  LinearJob<T>& job = linear_jobs<T>().acquire();
+  job.prepare(args, std::move(keep), threads);
+  job.run(threads, false);
+}
+
+void sweep_linear_jobs() {
+  linear_jobs<c10::BFloat16>().sweep();
+  linear_jobs<float>().sweep();
+}
+
+template const TileSet& tile_set<c10::BFloat16>(WeightKind);
+template const TileSet& tile_set<float>(WeightKind);
+template void packed_linear(const LinearArgs<c10::BFloat16>&, std::shared_ptr<const void>);
+template void packed_linear(const LinearArgs<float>&, std::shared_ptr<const void>);
+
+}  // namespace stepgraph

@@ -1,0 +1,186 @@
+// The CPU kernels as implementations of `torch.ops.stepgraph.*`, of which those of the stack, the
+// sampler and embeddings are in headers of their own. Schemas are declared in Python; here
+// arguments are checked and tensors become pointers.
+#if __has_include(<sys/mman.h>)
+#include <sys/mman.h>
+#endif
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "elementwise_ops.h"
+#include "embedding_ops.h"
+#include "kernels.h"
+#include "sampling_ops.h"
+#include "stack_ops.h"
+
+namespace stepgraph {
+namespace {
+
+template <class T>
+void run_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor* scales,
+                const at::Tensor* bias, at::Tensor& out) {
+  auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{x, packed});
+  for (const at::Tensor* tensor : {scales, bias}) {
+    if (tensor != nullptr) keep->push_back(*tensor);
+  }
+  Weights weights;
+  weights.packed = static_cast<const char*>(packed.const_data_ptr());
+  weights.scales = scales == nullptr ? nullptr : scales->const_data_ptr<float>();
+  weights.bias = bias == nullptr ? nullptr : bias->const_data_ptr();
+  weights.columns = out.size(1);
+  weights.steps = packed.size(1);
+  weights.kind = scales == nullptr ? WeightKind::kModel : WeightKind::kInt8;
+  packed_linear(LinearArgs<T>{weights, x.const_data_ptr<T>(), x.stride(0),
+                              out.mutable_data_ptr<T>(), x.size(0), threads()},
+                std::move(keep));
+}
+
+at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
+                             const std::optional<at::Tensor>& bias, int64_t out_features,
+                             const std::optional<at::Tensor>& scales) {
+  TORCH_CHECK(x.dim() == 2, "packed_linear: x is [tokens, in_features], got ", x.dim(),
+              " dimensions");
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
+              "packed_linear: bfloat16 or float32 expected, x is ", x.scalar_type());
+  const at::ScalarType stored = scales ? at::kChar : x.scalar_type();
+  const int64_t per_step = stored == at::kFloat ? 1 : 2;
+  const int64_t steps = (x.size(1) + per_step - 1) / per_step;
+  TORCH_CHECK(packed.scalar_type() == stored && packed.is_contiguous() &&
+                  packed.dim() == 4 && packed.size(1) == steps && packed.size(2) == kBlock &&
+                  packed.size(3) == per_step && out_features > (packed.size(0) - 1) * kBlock &&
+                  out_features <= packed.size(0) * kBlock,
+              "packed_linear: packed weight ", packed.sizes(), " of ", packed.scalar_type(),
+              " does not fit x ", x.sizes(), " of ", x.scalar_type(), " and out_features ",
+              out_features, scales ? " with scales; pack an int8 weight with pack_linear"
+                                   : "; pack the weight with pack_linear in the dtype of x");
+  const auto fits = [&](const std::optional<at::Tensor>& given, at::ScalarType dtype) {
+    return !given || (given->dim() == 1 && given->size(0) == out_features &&
+                      given->scalar_type() == dtype && given->is_contiguous());
+  };
+  TORCH_CHECK(fits(bias, x.scalar_type()), "packed_linear: bias is a contiguous [", out_features,
+              "] of ", x.scalar_type());
+  TORCH_CHECK(fits(scales, at::kFloat), "packed_linear: scales are a contiguous [", out_features,
+              "] of float32");
+  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
+  // The kernel reads whole words, and of int8 two at a time: an odd last element gets a zero beside
+  // it. Rows of bf16 begin at whole words.
+  const int64_t per_word = x.scalar_type() == at::kBFloat16 ? 2 : 1;
+  at::Tensor padded;
+  const at::Tensor* input = &x;
+  if (x.size(1) % per_step != 0) {
+    padded = at::constant_pad_nd(x, {0, 1}).contiguous();
+    input = &padded;
+  } else if (x.stride(1) != 1 || x.stride(0) % per_word != 0) {
+    padded = x.contiguous();
+    input = &padded;
+  }
+  const at::Tensor* scaled = scales ? &*scales : nullptr;
+  const at::Tensor* added = bias ? &*bias : nullptr;
+  if (x.scalar_type() == at::kBFloat16) {
+    run_linear<at::BFloat16>(*input, packed, scaled, added, out);
+  } else {
+    run_linear<float>(*input, packed, scaled, added, out);
+  }
+  return out;
+}
+
+at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
+                               const std::optional<at::Tensor>& v, at::Tensor& arena, int64_t layer,
+                               const at::Tensor& slots, const at::Tensor& block_tables,
+                               const at::Tensor& token_rows, const at::Tensor& /*rows*/,
+                               const at::Tensor& positions, int64_t read_blocks, int64_t block_size,
+                               double scale, int64_t window, double softcap,
+                               std::string_view storage_name, int64_t value_dim) {
+  const Storage storage = storage_named("paged_attention", storage_name);
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && (!v || v->dim() == 3),
+              "paged_attention: q, k, v are [tokens, heads, head_dim]; got ", q.sizes(), ", ",
+              k.sizes(), v ? ", " : "", v ? v->sizes() : at::IntArrayRef());
+  const int64_t tokens = q.size(0), kv_heads = k.size(1), head_dim = q.size(2);
+  TORCH_CHECK((!v || k.sizes() == v->sizes()) && k.size(0) == tokens && k.size(2) == head_dim &&
+                  kv_heads > 0 && q.size(1) % kv_heads == 0,
+              "paged_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ",
+              v ? v->sizes() : at::IntArrayRef(), " do not fit together");
+  TORCH_CHECK(q.scalar_type() == k.scalar_type() && (!v || q.scalar_type() == v->scalar_type()),
+              "paged_attention: q, k, v and arena share one dtype; got ", q.scalar_type(), ", ",
+              k.scalar_type(), ", ", v ? v->scalar_type() : q.scalar_type());
+  TORCH_CHECK(v ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
+              "paged_attention: value_dim is ", value_dim, v ? ", that of v is " : ", keys have ",
+              head_dim);
+  TORCH_CHECK(window >= 0 && softcap >= 0, "paged_attention: window ", window, " and softcap ",
+              softcap, " are 0 (none) or more");
+  check_arena("paged_attention", arena, q.scalar_type(), v ? 2 : 1, kv_heads, block_size, head_dim,
+              storage);
+  const int64_t num_blocks = arena.size(2);
+  check_tables("paged_attention", block_tables, 2, read_blocks);
+  TORCH_CHECK_INDEX(0 <= layer && layer < arena.size(0), "paged_attention: layer ", layer,
+                    " of an arena of ", arena.size(0), " layers");
+  check_index("paged_attention", slots, at::kLong, tokens, num_blocks * block_size, "slots");
+  check_index("paged_attention", token_rows, at::kLong, tokens, block_tables.size(0), "token_rows");
+  check_index("paged_attention", positions, at::kLong, tokens, read_blocks * block_size,
+              "positions");
+  at::Tensor out = at::empty({tokens, q.size(1), value_dim}, q.options());
+
+  const auto dense = [](const at::Tensor& x) { return x.stride(2) == 1 ? x : x.contiguous(); };
+  const at::Tensor queries = dense(q), new_keys = dense(k), new_values = v ? dense(*v) : new_keys;
+  uint8_t* keys = static_cast<uint8_t*>(arena.mutable_data_ptr()) +
+                  layer * arena.stride(0) * arena.element_size();
+  const AttentionStep step{
+      slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
+      block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
+      positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
+      value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()};
+  const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
+      queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions});
+  const auto run = [&]<class T>(T) {
+    paged_attention(AttentionArgs<T>{
+        queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
+        v ? new_values.const_data_ptr<T>() : nullptr,
+        {queries.stride(0), queries.stride(1)}, {new_keys.stride(0), new_keys.stride(1)},
+        {new_values.stride(0), new_values.stride(1)},
+        keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
+        static_cast<float>(scale), static_cast<float>(softcap)}, step, keep);
+  };
+  switch (q.scalar_type()) {
+    case at::kBFloat16: run(at::BFloat16()); break;
+    case at::kHalf: run(at::Half()); break;
+    case at::kFloat: run(float()); break;
+    default:
+      TORCH_CHECK(false, "paged_attention: bfloat16, float16 or float32 expected, got ",
+                  q.scalar_type());
+  }
+  return out;
+}
+
+// A hint, which systems without huge pages do without.
+void advise_huge_pages(const at::Tensor& memory) {
+#if __has_include(<sys/mman.h>) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (address + memory.nbytes()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace
+}  // namespace stepgraph
+
+TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
+  library.impl("packed_linear", &stepgraph::packed_linear_cpu);
+  library.impl("paged_attention", &stepgraph::paged_attention_cpu);
+  library.impl("advise_huge_pages", &stepgraph::advise_huge_pages);
+  library.impl("decoder_stack", &stepgraph::decoder_stack_cpu);
+  library.impl("stack_create", &stepgraph::stack_create);
+}
+
+TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
+  library.impl("stack_destroy", &stepgraph::stack_destroy);
+  library.impl("stack_workspace", &stepgraph::stack_workspace);
+  library.impl("set_thread_limit", [](int64_t threads) {
+    stepgraph::set_thread_limit(static_cast<int>(threads));
+  });
+}

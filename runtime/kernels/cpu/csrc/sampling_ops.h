@@ -1,0 +1,103 @@
+// The sampler as implementations of `torch.ops.stepgraph.*`; `cpu_sampling.py` has the schemas.
+// Part of `cpu_ops.cpp`: torch's headers take longer to compile than the kernels.
+#pragma once
+
+#include <limits>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "sampling.h"
+
+namespace stepgraph {
+namespace {
+
+void check_logits(const at::Tensor& logits, const char* name) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1, name,
+              ": logits are [lanes, vocab_size] with a dense last dimension, got ", logits.sizes());
+}
+
+template <class Run>
+void for_logits(const at::Tensor& logits, const char* name, const Run& run) {
+  switch (logits.scalar_type()) {
+    case at::kBFloat16: return run(logits.const_data_ptr<at::BFloat16>());
+    case at::kHalf: return run(logits.const_data_ptr<at::Half>());
+    case at::kFloat: return run(logits.const_data_ptr<float>());
+    default:
+      TORCH_CHECK(false, name, ": logits in bfloat16, float16 or float32 expected, got ",
+                  logits.scalar_type());
+  }
+}
+
+at::Tensor sample_greedy_cpu(const at::Tensor& logits) {
+  check_logits(logits, "sample_greedy");
+  at::Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  for_logits(logits, "sample_greedy", [&](const auto* data) {
+    sample_greedy(data, logits.stride(0), logits.size(0), logits.size(1),
+                  tokens.mutable_data_ptr<int64_t>(), threads());
+  });
+  return tokens;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_full_cpu(
+    const at::Tensor& logits, const at::Tensor& reals, const at::Tensor& integers,
+    at::Tensor& counts, const at::Tensor& rows, const at::Tensor& positions, int64_t tops) {
+  check_logits(logits, "sample_full");
+  const int64_t lanes = logits.size(0), vocab_size = logits.size(1), num_rows = counts.size(0);
+  const int64_t biases = reals.size(1) - kReals;
+  const int64_t stops = integers.size(1) - kIntegers - biases;
+  TORCH_CHECK(reals.scalar_type() == at::kFloat && reals.is_contiguous() && reals.dim() == 2 &&
+                  reals.size(0) == num_rows && biases >= 0,
+              "sample_full: reals are a contiguous float32 [rows, 6 + biases], got ",
+              reals.sizes());
+  TORCH_CHECK(integers.scalar_type() == at::kLong && integers.is_contiguous() &&
+                  integers.dim() == 2 && integers.size(0) == num_rows && stops >= 0,
+              "sample_full: integers are a contiguous int64 [rows, 3 + biases + stops], got ",
+              integers.sizes());
+  TORCH_CHECK(counts.scalar_type() == at::kInt && counts.is_contiguous() && counts.dim() == 2 &&
+                  counts.size(1) == vocab_size,
+              "sample_full: token_counts are a contiguous int32 [rows, ", vocab_size, "], got ",
+              counts.sizes());
+  TORCH_CHECK(0 <= tops && tops <= vocab_size, "sample_full: ", tops,
+              " log-probabilities of a vocabulary of ", vocab_size);
+  check_index("sample_full", rows, at::kLong, lanes, num_rows, "rows");
+  check_index("sample_full", positions, at::kLong, lanes,
+              std::numeric_limits<int64_t>::max(), "positions");
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t* ids = integers.const_data_ptr<int64_t>() + row[lane] * integers.size(1);
+    for (int64_t i = kIntegers; i < integers.size(1); ++i) {
+      TORCH_CHECK_INDEX(0 <= ids[i] && ids[i] < vocab_size, "sample_full: row ", row[lane],
+                        " names token ", ids[i], " of a vocabulary of ", vocab_size);
+    }
+    TORCH_CHECK_INDEX(ids[kTopK] >= 1, "sample_full: top_k of row ", row[lane], " is ", ids[kTopK]);
+  }
+  const auto floats = logits.options().dtype(at::kFloat);
+  const auto longs = logits.options().dtype(at::kLong);
+  at::Tensor tokens = at::empty({lanes}, longs), logprob = at::empty({lanes}, floats);
+  at::Tensor top_logprobs = at::empty({lanes, tops}, floats);
+  at::Tensor top_ids = at::empty({lanes, tops}, longs);
+  const int used = static_cast<int>(std::clamp<int64_t>(lanes, 1, threads()));
+  at::Tensor scratch = at::empty({used * sample_scratch_bytes(vocab_size)},
+                                 logits.options().dtype(at::kByte));
+  for_logits(logits, "sample_full", [&]<class T>(const T* data) {
+    sample_full(SampleArgs<T>{
+        data, logits.stride(0), reals.const_data_ptr<float>(), integers.const_data_ptr<int64_t>(),
+        counts.mutable_data_ptr<int32_t>(), row, positions.const_data_ptr<int64_t>(), lanes,
+        vocab_size, biases, stops, tops, tokens.mutable_data_ptr<int64_t>(),
+        logprob.mutable_data_ptr<float>(), top_logprobs.mutable_data_ptr<float>(),
+        top_ids.mutable_data_ptr<int64_t>(),
+        reinterpret_cast<std::byte*>(scratch.mutable_data_ptr<uint8_t>()), used});
+  });
+  return {tokens, logprob, top_logprobs, top_ids};
+}
+
+}  // namespace
+}  // namespace stepgraph
+
+TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
+  library.impl("sample_greedy", &stepgraph::sample_greedy_cpu);
+  library.impl("sample_full", &stepgraph::sample_full_cpu);
+}

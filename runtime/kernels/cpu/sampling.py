@@ -1,0 +1,72 @@
+"""The samplers as operators that a CPU runs in one call each; `cpu_sampling.cpp` computes them.
+
+`runtime/sampling/sampler.py` has the reference of both, in plain torch, and says what they mean.
+Shapes: B lanes, R rows of the state, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+torch.library.define("stepgraph::sample_greedy", "(Tensor logits) -> Tensor")
+torch.library.define(
+    "stepgraph::sample_full",
+    "(Tensor logits, Tensor reals, Tensor integers, Tensor(a!) token_counts, Tensor rows, "
+    "Tensor positions, int num_top) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _fake_greedy(logits_BV: Tensor) -> Tensor:
+    return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.int64)
+
+
+def _fake_full(
+    logits_BV: Tensor,
+    reals: Tensor,
+    integers: Tensor,
+    token_counts_RV: Tensor,
+    rows_B: Tensor,
+    positions_B: Tensor,
+    num_top: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lanes = logits_BV.shape[0]
+    return (
+        logits_BV.new_empty(lanes, dtype=torch.int64),
+        logits_BV.new_empty(lanes, dtype=torch.float32),
+        logits_BV.new_empty(lanes, num_top, dtype=torch.float32),
+        logits_BV.new_empty(lanes, num_top, dtype=torch.int64),
+    )
+
+
+torch.library.register_fake("stepgraph::sample_greedy", _fake_greedy)
+torch.library.register_fake("stepgraph::sample_full", _fake_full)
+
+
+def fused_greedy(logits_BV: Tensor) -> Tensor:
+    """Return the largest logit's token for each lane, int64 `[B]`; of equal ones the lowest id.
+
+    `NON_FINITE` where the logits hold NaN or +inf, or nothing but -inf. Runs on CPU after
+    `load_cpu_ops`. Raises RuntimeError for a dtype other than bfloat16, float16 and float32.
+    """
+    tokens: Tensor = torch.ops.stepgraph.sample_greedy.default(logits_BV)
+    return tokens
+
+
+def fused_full(
+    logits_BV: Tensor,
+    reals: Tensor,
+    integers: Tensor,
+    token_counts_RV: Tensor,
+    rows_B: Tensor,
+    positions_B: Tensor,
+    num_top: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens or `NON_FINITE`, log-probabilities, the `num_top` highest ones, their tokens.
+
+    `reals`, `integers` and `token_counts_RV` are those of a `SamplingState`; the counts are updated
+    in place. Runs on CPU after `load_cpu_ops`. Raises RuntimeError or IndexError for arguments that
+    do not fit together.
+    """
+    tokens, logprob, top_logprobs, top_ids = torch.ops.stepgraph.sample_full.default(
+        logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, num_top
+    )
+    return tokens, logprob, top_logprobs, top_ids

@@ -1,0 +1,1 @@
+"""The contract and the torch reference of each operation."""

@@ -1,0 +1,89 @@
+"""The kernels of this package as one choice of `select_kernels`.
+
+Triton is imported when a model is made, not before: a plan of memory needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..choice import Kernels
+from ..ops.attention import paged_attention
+from ..ops.linear import reference_linear
+from ..ops.stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
+from ..ops.weight_storage import WeightStorage
+
+if TYPE_CHECKING:
+    from .operations import Operations
+
+__all__ = ["gpu_kernels"]
+
+
+def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) -> Kernels:
+    """What runs on a CUDA device with Triton.
+
+    Latent attention has no stack: its layers are compiled around the attention of this package.
+
+    Args:
+        weights: how those of linear layers are stored.
+        operations: what steps launch; None: the kernels of this package.
+    """
+
+    def chosen() -> Operations:
+        if operations is not None:
+            return operations
+        from .operations import Operations
+
+        return Operations.native()
+
+    def make_stack(shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> Stack:
+        from .stack import GpuStack
+
+        return GpuStack(shape, layers, norm, chosen())
+
+    def make_decode_step(stack: Stack, ends: DecodeEnds) -> DecodeStep:
+        from .decode_step import GpuDecodeStep
+
+        return GpuDecodeStep(stack, ends, chosen())
+
+    def linear(
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        out_features: int,
+        scales_N: Tensor | None = None,
+    ) -> Tensor:
+        """As `reference_linear`, by `Operations.linear` where torch does not compile it."""
+        if torch.compiler.is_compiling():
+            return reference_linear(x_TK, weight_NK, bias_N, out_features, scales_N)
+        from .linear import GpuLinear
+
+        out_TN = x_TK.new_empty(x_TK.shape[0], out_features)
+        chosen().linear(x_TK, GpuLinear(weight_NK, scales_N, bias_N), out_TN)
+        return out_TN
+
+    return Kernels(
+        name="triton",
+        attention=_attention(),
+        linear=linear,
+        pack=None,
+        bounded_by_length=True,
+        masks=0,
+        weights=weights,
+        sampler="triton",
+        make_stack=make_stack,
+        make_decode_step=make_decode_step,
+    )
+
+
+def _attention() -> Callable[..., Tensor]:
+    """The attention kernels; without a device nothing calls them, and Triton need not be there."""
+    if not torch.cuda.is_available():
+        return paged_attention
+    from .paged_attention import paged_attention_on_gpu
+
+    return paged_attention_on_gpu

@@ -1,0 +1,319 @@
+"""Attention of decode steps: norms, rotation, write to the cache and split attention as one kernel.
+
+Shapes: T rows of the step, H query heads, G kv heads, E head_dim, S splits.
+
+The positions that a row sees are shared out among splits, see `split_attention.py`; the last
+program of a row's kv head to be done puts them together, or the next kernel does. The new token's
+key and value do not go through memory: the first split without tiles, or the last one, computes
+them, writes them to the slot, and starts its softmax from them (as they would be read back, where
+the cache is quantised). The others read what earlier steps wrote.
+
+With programmatic dependent launch a program has time before its inputs are there. It asks for two
+things to be brought to the L2 cache meanwhile: its share of the weight that the next kernel reads,
+and the first tile of its own run. Where that is, it reads from inputs that may still be those of
+the step before, in which case it asks in vain; nothing is computed from them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.attention import AttentionForm, reference_paged_attention
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import Norm, reference_norm
+from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
+from .rotated_heads import normed_and_turned, reference_turned
+from .split_attention import (
+    NO_WINDOW,
+    Partials,
+    Tile,
+    attend_run,
+    choose_tile,
+    combine_as_last,
+    in_log2,
+    padded,
+    split_tiles,
+    store_partials,
+    table_entries,
+)
+
+__all__ = ["decode_attention", "reference_decode_attention"]
+
+LINE_BYTES = 128
+"""Of a line of the L2 cache."""
+
+MOST_NEAR_BYTES = 16 << 20
+"""Of the next weight that are brought near: a part of the cache (50 MiB) that is not yet read from
+when the next kernel needs it."""
+
+
+@triton.jit
+def _bring_line(ptr, offset):  # type: ignore[no-untyped-def]
+    """Ask for the lines at these byte offsets to be brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+        [ptr.to(tl.uint64, bitcast=True) + offset.to(tl.uint64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _bring_weight(  # type: ignore[no-untyped-def]
+    weight_ptr, lines, lines_each, program, LANES: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Of the lines of a weight this program's share."""
+    for start in range(0, lines_each, LANES):
+        line = tl.minimum(program * lines_each + start + tl.arange(0, LANES), lines - 1)
+        _bring_line(weight_ptr, line.to(tl.int64) * LINE)
+
+
+@triton.jit
+def _bring_tile(  # type: ignore[no-untyped-def]
+    keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
+    table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
+    G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
+    TILE: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """The first tile of the run, as inputs that may be outdated, or not yet written, have it: all
+    indices are forced into their ranges, and no line of them stays in L1 (`.cg`)."""
+    position = tl.load(positions_ptr + t, cache_modifier=".cg").to(tl.int32)
+    position = tl.minimum(tl.maximum(position, 0), table_stride * BLOCK_SIZE - 1)
+    row = tl.load(token_rows_ptr + t, cache_modifier=".cg").to(tl.int32)
+    row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
+    first = tl.maximum(position - window + 1, 0)
+    begin, _, _ = split_tiles(first, position, split, splits, TILE)
+    n = begin * TILE + tl.arange(0, TILE)
+    entry = tables_ptr + row * table_stride + n // BLOCK_SIZE
+    seen = (n >= first) & (n < position)
+    block = tl.load(entry, mask=seen, other=0, cache_modifier=".cg")
+    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
+    width: tl.constexpr = keys_ptr.dtype.element_ty.primitive_bitwidth // 8
+    at = vector_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE, STORAGE) * width
+    for line in tl.static_range(0, E * width, LINE):
+        _bring_line(keys_ptr, at + line)
+        _bring_line(values_ptr, at + line)
+    if STORAGE != "model":
+        scale_at = scale_offset(block, g, n % BLOCK_SIZE, G, E, BLOCK_SIZE) * 2
+        _bring_line(key_scales_ptr, scale_at)
+        _bring_line(value_scales_ptr, scale_at)
+
+
+@triton.jit(do_not_specialize=["lines", "lines_each"])
+def _decode_attention(  # type: ignore[no-untyped-def]
+    qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
+    cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
+    acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_rows, table_stride,
+    num_blocks, window, eps, scale, lines, lines_each,
+    GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    LANES: tl.constexpr, LINE: tl.constexpr, BRING_TILE: tl.constexpr, COMBINED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (g, s, t): kv head g of row t, split s."""
+    g, split, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    q_weights, q_weights_opposite, k_weights, k_weights_opposite = None, None, None, None
+    if q_norm_ptr is not None:
+        q_weights = tl.load(q_norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
+        q_weights_opposite = tl.load(q_norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+        k_weights = tl.load(k_norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
+        k_weights_opposite = tl.load(k_norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+    if PDL:
+        if weight_ptr is not None:
+            program = (t * splits + split) * G + g
+            _bring_weight(weight_ptr, lines, lines_each, program, LANES, LINE)
+        if BRING_TILE:
+            _bring_tile(
+                keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
+                splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
+                value_scales_ptr, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
+            )  # fmt: skip
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    position = tl.load(positions_ptr + t).to(tl.int32)
+    first = tl.maximum(position - window + 1, 0)
+    begin, behind, owner = split_tiles(first, position, split, splits, TILE)
+    h = tl.arange(0, HEADS)
+    inside = h < GROUP
+    head = t.to(tl.int64) * (G * GROUP) + g * GROUP
+    at = (head + h) * splits + split
+    if split > owner:
+        if counters_ptr is None:  # whoever combines the splits does not know how many are empty
+            tl.store(m_ptr + at, tl.full([HEADS], float("-inf"), tl.float32), mask=inside)
+            tl.store(l_ptr + at, tl.zeros([HEADS], tl.float32), mask=inside)
+    else:
+        table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
+        block = table_entries(table_ptr, first, position, begin, BLOCK_SIZE, TILE)
+        pair = tl.where(i < E // 2, i, opposite)
+        cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
+        sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
+        row = t.to(tl.int64) * ((GROUP + 2) * G * E)
+        q = normed_and_turned(
+            qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite, cos, sin,
+            eps, E, BLOCK_E, OFFSET_NORMS,
+        )  # fmt: skip
+        m = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, BLOCK_E], tl.float32)
+        if split == owner:
+            one = tl.full([1], 1, tl.int1)
+            k_start = row + (GROUP * G + g) * E + tl.zeros([1], tl.int64)
+            key = normed_and_turned(
+                qkv_ptr, k_start, one, k_weights, k_weights_opposite, cos, sin, eps, E, BLOCK_E,
+                OFFSET_NORMS,
+            ).to(tl.float32)  # fmt: skip
+            v_at = (k_start + G * E)[:, None] + i[None, :]
+            value = tl.load(qkv_ptr + v_at, mask=(i < E)[None, :], other=0.0).to(tl.float32)
+            slot = tl.load(slots_ptr + t) + tl.zeros([1], tl.int64)
+            key = store_vectors(
+                keys_ptr, key_scales_ptr, key, slot, g, one, G, E, BLOCK_SIZE, STORAGE
+            )
+            value = store_vectors(
+                values_ptr, value_scales_ptr, value, slot, g, one, G, E, BLOCK_SIZE, STORAGE
+            )
+            m = in_log2(tl.sum(q.to(tl.float32) * key, axis=1), scale, SOFTCAP)
+            total += 1.0
+            acc += value
+        m, total, acc = attend_run(
+            q, None, m, total, acc, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
+            table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
+            STORAGE, NATIVE_FP8, SOFTCAP, BLOCK_E, 1, TILE,
+        )  # fmt: skip
+        if counters_ptr is None:
+            store_partials(acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, at, inside, E, BLOCK_E)
+        elif owner == 0:
+            store_partials(
+                acc_ptr, m_ptr, l_ptr, out_ptr, m, total, acc, head + h, inside, E, BLOCK_E
+            )
+        else:
+            store_partials(acc_ptr, m_ptr, l_ptr, None, m, total, acc, at, inside, E, BLOCK_E)
+            combine_as_last(
+                acc_ptr, m_ptr, l_ptr, counters_ptr + t * G + g, out_ptr, head, splits, owner + 1,
+                GROUP, E, BLOCK_E, COMBINED,
+            )  # fmt: skip
+
+
+def decode_attention(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    layer: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset_norms: bool,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    slots_T: Tensor,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    form: AttentionForm,
+    partials: Partials,
+    *,
+    attended_TN: Tensor | None = None,
+    counters: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Write the step's keys and values and find the partials of its attention.
+
+    The tokens of the step are of different rows (but for padding): none sees another's key.
+    Arguments as in `reference_decode_attention`; besides:
+        partials: workspace of T rows, whose number of splits is that of the launch.
+        attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
+            None: the kernel that comes next combines the partials.
+        counters: `new_counters`, which are zeros before and after; to combine more than one split
+            in `attended_TN`. No two launches that share them may run at the same time.
+        next_weight: what the next kernel reads, contiguous: programs ask for its first 16 MiB to be
+            brought to the L2 cache while they wait for what earlier kernels write.
+        tile: sizes, where those of `choose_tile` are not wanted.
+    """
+    kv = arena[layer]
+    tokens, features = qkv_TN.shape
+    kv_heads, head_dim = kv.shape[2], form.value_dim
+    assert block_tables.is_contiguous()
+    group = features // head_dim // kv_heads - 2
+    views = cache_views(kv, head_dim, form.block_size, form.storage)
+    tile = tile or choose_tile(group, head_dim, head_dim, views.keys.element_size())
+    splits = partials.m.shape[2]
+    lines = lines_each = 0
+    if next_weight is not None:
+        next_weight = next_weight.view(torch.uint8)  # not every device knows float8
+        lines = min(next_weight.nbytes, MOST_NEAR_BYTES) // LINE_BYTES
+        lines_each = triton.cdiv(lines, tokens * splits * kv_heads)
+    threads, combined = 32 * tile.num_warps, 0
+    if attended_TN is None or splits == 1:
+        counters = None
+    else:
+        assert counters is not None
+        assert counters.numel() >= tokens * kv_heads
+        # Eight numbers a thread of each of the four splits that are in flight.
+        combined = min(triton.next_power_of_2(group), max(1, 8 * threads // padded(head_dim)))
+    launch(
+        _decode_attention, (kv_heads, splits, tokens),
+        qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
+        positions_T, *partials, counters, attended_TN, next_weight, *block_tables.shape,
+        kv.shape[1], form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
+        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, OFFSET_NORMS=offset_norms,
+        BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
+        TILE=tile.positions, LANES=threads, LINE=LINE_BYTES, BRING_TILE=splits > 1,
+        COMBINED=combined,
+    )  # fmt: skip
+
+
+def reference_decode_attention(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    layer: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset_norms: bool,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    slots_T: Tensor,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    read_blocks: int,
+    form: AttentionForm,
+) -> Tensor:
+    """What `decode_attention` computes, in plain torch: `[T, H * E]`.
+
+    Args:
+        qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.
+        arena: all layers' cache.
+        layer: the first coordinate of this one's.
+        q_norm: weights `[E]` of the norm of queries, or None.
+        k_norm: of keys, or None.
+        eps: of these norms.
+        offset_norms: they multiply by one plus their weight, see `models/modules.py`.
+        cos_TE: float32 `[T, E / 2]`, of the angles of the rows' positions.
+        sin_TE: likewise.
+        slots_T: where each row writes; this and the rest as for `reference_paged_attention`.
+        block_tables: of the layer's group.
+        token_rows_T: the row of the block table of each row of the step.
+        positions_T: of the new tokens.
+        read_blocks: columns of the block tables to read; kernels need no such bound.
+        form: what attention this is.
+    """
+    kv_heads, head_dim = arena.shape[3], form.value_dim
+    qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
+        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
+    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
+    out = reference_paged_attention(
+        q, k, v, arena, layer, slots_T, block_tables, token_rows_T, token_rows_T, positions_T,
+        read_blocks, form,
+    )  # fmt: skip
+    return out.flatten(1)

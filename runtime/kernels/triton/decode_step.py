@@ -1,0 +1,82 @@
+"""A whole decode step on a GPU, from the device's state to logits and back to the state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....profiling.attribution import operation
+from ..ops.attention import AttentionInputs
+from ..ops.feedback import Feedback
+from ..ops.stack import DecodeEnds, DecodeResult, Stack
+from .begin import Embedding, Rotations
+from .operations import Operations
+from .stack import GpuStack, gpu_linear
+
+__all__ = ["GpuDecodeStep"]
+
+
+class GpuDecodeStep:
+    """See `DecodeStep`; three kernels around those of the layers."""
+
+    def __init__(self, stack: Stack, ends: DecodeEnds, operations: Operations) -> None:
+        assert isinstance(stack, GpuStack)
+        self.operations = operations
+        self._stack = stack
+        self._embedding = Embedding(
+            ends.embedding.weight.detach(),
+            None if ends.embedding.scales is None else ends.embedding.scales.detach(),
+            ends.norm.dtype,
+            ends.embedding_factor,
+        )
+        self._rotations = Rotations(ends.frequencies, ends.amplitudes)
+        self._norm = stack.norm(ends.norm)
+        self._head = gpu_linear(ends.head)
+        self._logit_softcap = ends.logit_softcap
+
+    @torch.no_grad()
+    def run(
+        self,
+        rows_T: Tensor,
+        token_ids_R: Tensor,
+        positions_R: Tensor,
+        block_tables: Tensor,
+        arena: Tensor,
+        read_blocks: int,
+        block_size: int,
+    ) -> DecodeResult:
+        """See `DecodeStep.run`."""
+        with operation("begin"):
+            start = self.operations.begin_decode(
+                rows_T,
+                token_ids_R,
+                positions_R,
+                block_tables,
+                block_size,
+                self._embedding,
+                self._rotations,
+            )
+        inputs = AttentionInputs(
+            positions=start.positions,
+            slots=start.slots,
+            token_rows=rows_T,
+            rows=rows_T,
+            block_tables=block_tables,
+            read_blocks=read_blocks,
+            block_size=block_size,
+        )
+        hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
+        with operation("head"):
+            logits, maxima, ids = self.operations.head(
+                hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
+            )
+        return DecodeResult(logits, start.positions, maxima, ids)
+
+    @torch.no_grad()
+    def pick(
+        self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
+    ) -> Tensor:
+        """See `DecodeStep.pick`."""
+        with operation("greedy"):
+            feed = Feedback(rows_T, result.positions, token_ids_R, positions_R)
+            return self.operations.pick_greedy(result.maxima, result.ids, feed)

@@ -1,0 +1,256 @@
+"""Attention of many tokens a row over the paged cache: the chunks of a prefill step.
+
+What is computed is told in `kernels/attention.py`; keys and values of the step's own tokens are in
+the cache already. Shapes: T tokens, R rows, H query heads, G kv heads (G divides H), D head_dim, E
+value_dim.
+
+A program takes BLOCK_M queries, the heads of one group of some neighbouring tokens of one row (see
+`prefill_tiles.py`), over BLOCK_N positions at a time, from the first of the window to the last that
+one of them sees (FlashAttention-2, Dao 2023, with scores in units of log2).
+
+Contract: the tokens of a row are neighbours, and their positions follow one another. Memory that no
+token of a tile sees is not read; scores that a token does not see are selected away.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.attention import AttentionForm
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .prefill_tiles import PrefillTiling
+from .quantised_cache import (
+    cache_views,
+    fp8_is_native,
+    load_numbers,
+    load_scales,
+    scale_offset,
+    vector_offset,
+)
+from .split_attention import in_log2, padded
+
+__all__ = ["prefill_attention"]
+
+
+def prefill_attention(
+    q_THD: Tensor,
+    arena: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    tiles: Tensor,
+    form: AttentionForm,
+    tiling: PrefillTiling,
+) -> Tensor:
+    """Attend to what `arena[layer]` holds: `[T, H, E]`, finite for padded tokens too.
+
+    Args:
+        q_THD: queries, rotated, in the model's dtype.
+        arena: the cache, where the step's own keys and values are written already.
+        layer: the first coordinate of this layer's part.
+        block_tables: int32 `[max_rows + 1, max_blocks]` of the layer's group.
+        token_rows_T: int64, row of each token (see the contract above).
+        positions_T: int64, position of each.
+        tiles: of these token rows, as `prefill_tiles` makes them for `tiling.tokens(H // G)`.
+        form: what the attention is; its scale is above 0.
+        tiling: as `prefill_tiling` chooses it.
+    """
+    t, h, d = q_THD.shape
+    g, e = arena.shape[3], form.value_dim
+    group = h // g
+    if q_THD.stride(-1) != 1:
+        q_THD = q_THD.contiguous()
+    out = q_THD.new_empty(t, h, e)
+    assert form.scale > 0
+    views = cache_views(arena[layer], d, form.block_size, form.storage)
+    latent = views.values is None
+    block_d, block_rest = _pieces(d)
+    heads = tiling.heads(group)
+    launch(
+        _attention_kernel,
+        (tiles.shape[0] - 1, g * triton.cdiv(group, heads)),
+        q_THD,
+        *views,
+        block_tables,
+        token_rows_T,
+        positions_T,
+        tiles,
+        out,
+        form.scale,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        block_tables.stride(0),
+        G=g,
+        GROUP=group,
+        HEADS=heads,
+        D=d,
+        E=e,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_D=block_d,
+        BLOCK_REST=block_rest,
+        BLOCK_E=padded(e),
+        BLOCK_SIZE=form.block_size,
+        WINDOW=form.window,
+        SOFTCAP=form.softcap,
+        STORAGE=form.storage,
+        NATIVE_FP8=fp8_is_native(q_THD.device),
+        LATENT=latent,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out
+
+
+def _pieces(width: int) -> tuple[int, int]:
+    """Powers of two, at least 16, that hold a vector: one (and 0), or two where they are fewer.
+
+    576 are 512 + 64, 80 are 64 + 16, 64 are 64 + 0, 120 are 128 + 0.
+    """
+    whole, rest = padded(width), padded(width - padded(width) // 2)
+    return (whole // 2, rest) if 32 <= whole // 2 < width and rest < whole // 2 else (whole, 0)
+
+
+@triton.jit
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
+    block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
+    scale, q_token_stride, q_head_stride, table_stride,
+    G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv head and tile of its query heads); later tiles, which see more, first."""
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_token = tl.load(tiles_ptr + tile)
+    end_token = tl.load(tiles_ptr + tile + 1)
+    if first_token >= end_token:
+        return
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+
+    # What is beyond the tile repeats its last token and head: it loads what exists.
+    m = tl.arange(0, BLOCK_M)
+    token = first_token + m // HEADS
+    in_group = first_head + m % HEADS
+    inside = (token < end_token) & (in_group < GROUP)
+    token = tl.minimum(token, end_token - 1).to(tl.int64)
+    head = kv_head * GROUP + tl.minimum(in_group, GROUP - 1)
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    earliest, latest = tl.min(position, axis=0), tl.max(position, axis=0)
+    table_ptr = block_tables_ptr + tl.load(token_rows_ptr + first_token) * table_stride
+
+    d = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + token * q_token_stride + head * q_head_stride
+    q = tl.load(q_at[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+    if BLOCK_REST:
+        rest = BLOCK_D + tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(q_at[:, None] + rest[None, :], mask=rest[None, :] < D, other=0.0)
+    e = tl.arange(0, BLOCK_E)
+
+    # Scores are in units of log2 once they are multiplied by `unit`. The running maximum begins at
+    # a number far below all scores: what is subtracted is finite while nothing is seen.
+    # A value's scale goes to its weight, for which bfloat16 has room and float16 has not.
+    QUANTISED: tl.constexpr = STORAGE != "model"
+    WIDE: tl.constexpr = QUANTISED and dtype == tl.float16
+    weight_dtype: tl.constexpr = tl.bfloat16 if WIDE else dtype
+    PLAIN: tl.constexpr = SOFTCAP == 0.0 and not QUANTISED
+    unit = scale * 1.4426950408889634 if PLAIN else 1.0
+    largest = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+
+    # Positions that all queries see lie between two spans that only some of them do.
+    end = latest + 1
+    if WINDOW:
+        begin = tl.maximum(earliest - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
+        shared = tl.maximum(latest - (WINDOW - 1) + (BLOCK_N - 1), 0) // BLOCK_N * BLOCK_N
+    else:
+        begin = 0
+        shared = 0
+    shared_end = tl.maximum((earliest + 1) // BLOCK_N * BLOCK_N, shared)
+    FIRST_SPAN: tl.constexpr = 2 if LATENT else (0 if WINDOW else 1)
+    if LATENT:
+        shared_end = begin
+    for SPAN in tl.static_range(FIRST_SPAN, 3):
+        MASKED = SPAN != 1
+        if SPAN == 0:
+            low, high = begin, tl.minimum(shared, end)
+        elif SPAN == 1:
+            low, high = shared, shared_end
+        else:
+            low, high = shared_end, end
+        for start in range(low, high, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            stored = n < end if MASKED else tl.full([BLOCK_N], True, tl.int1)
+            if WINDOW and MASKED:
+                stored &= n > earliest - WINDOW
+            if BLOCK_SIZE % BLOCK_N == 0:
+                block = tl.load(table_ptr + start // BLOCK_SIZE)
+            else:
+                block = tl.load(table_ptr + n // BLOCK_SIZE, mask=stored, other=0)
+            place = n % BLOCK_SIZE
+            at = vector_offset(block, kv_head, place, G, D, BLOCK_SIZE, STORAGE)
+
+            k = load_numbers(
+                keys_ptr, at[:, None] + d[None, :], stored[:, None] & (d < D)[None, :],
+                dtype, STORAGE, NATIVE_FP8,
+            )  # fmt: skip
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if BLOCK_REST:
+                k_rest = load_numbers(
+                    keys_ptr, at[:, None] + rest[None, :], stored[:, None] & (rest < D)[None, :],
+                    dtype, STORAGE, NATIVE_FP8,
+                )  # fmt: skip
+                scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+            if QUANTISED:
+                scales_at = scale_offset(block, kv_head, place, G, D, BLOCK_SIZE)
+                key_scale = load_scales(key_scales_ptr, scales_at, stored)
+                scores *= key_scale[None, :]
+            if not PLAIN:
+                scores = in_log2(scores, scale, SOFTCAP)
+            if MASKED:
+                seen = n[None, :] <= position[:, None]
+                if WINDOW:
+                    seen &= n[None, :] > position[:, None] - WINDOW
+                scores = tl.where(seen, scores, float("-inf"))
+
+            larger = tl.maximum(largest, tl.max(scores, axis=1))
+            weights = tl.exp2(scores * unit - (larger * unit)[:, None])
+            shrink = tl.exp2((largest - larger) * unit)
+            total = total * shrink + tl.sum(weights, axis=1)
+            largest = larger
+
+            if LATENT and E == BLOCK_D:
+                v = k.to(weight_dtype)
+            elif LATENT:
+                v = load_numbers(
+                    keys_ptr, at[:, None] + e[None, :], stored[:, None] & (e < E)[None, :],
+                    weight_dtype, STORAGE, NATIVE_FP8,
+                )  # fmt: skip
+            else:
+                v = load_numbers(
+                    values_ptr, at[:, None] + e[None, :], stored[:, None] & (e < E)[None, :],
+                    weight_dtype, STORAGE, NATIVE_FP8,
+                )  # fmt: skip
+            if QUANTISED:
+                if LATENT:
+                    weights *= key_scale[None, :]
+                else:
+                    weights *= load_scales(value_scales_ptr, scales_at, stored)[None, :]
+            acc = tl.dot(weights.to(weight_dtype), v, acc * shrink[:, None], input_precision="ieee")
+
+    out_at = out_ptr + token * (GROUP * G * E) + head * E
+    tl.store(
+        out_at[:, None] + e[None, :],
+        (acc / total[:, None]).to(dtype),
+        mask=inside[:, None] & (e < E)[None, :],
+    )

@@ -1,0 +1,247 @@
+"""The operations of a GPU in plain torch, with the signatures of `Operations`.
+
+They write where the kernels write, have static shapes and wait for nothing, so a step made of them
+can be captured. The arithmetic is that of the `reference_*` functions next to each kernel. Large
+weights and long rows are processed in parts, to bound the memory of intermediate results.
+
+Shapes are those of the kernels: T tokens or rows, K and N features, H heads, E head_dim, S splits,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import AttentionForm, reference_attend, reference_paged_attention
+from .activation import reference_activate_rows
+from .begin import reference_begin_decode
+from .decode_attention import reference_decode_attention
+from .greedy import reference_pick_greedy
+from .head import reference_softcap
+from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
+from .norm import reference_norm_rows
+from .prefill_tiles import PrefillTiling, num_prefill_tiles
+from .split_attention import Partials, reference_combine_splits
+from .store import reference_rotate_and_store
+
+__all__ = [
+    "activate_rows",
+    "begin_decode",
+    "combine_output",
+    "decode_attention",
+    "fused_pair",
+    "gate_up",
+    "head",
+    "linear",
+    "norm_linear",
+    "norm_rows",
+    "paged_attention",
+    "pick_greedy",
+    "prefill_attention",
+    "prefill_tiles",
+    "residual_linear",
+    "rotate_and_store",
+]
+
+_WIDENED = 1 << 24
+"""Elements of an 8-bit weight that are float32 at a time."""
+_GATHERED_BYTES = 256 << 20
+"""Keys and values of a decode step that are gathered at a time."""
+
+begin_decode = reference_begin_decode
+pick_greedy = reference_pick_greedy
+paged_attention = reference_paged_attention
+rotate_and_store = reference_rotate_and_store
+
+
+def linear(x_TK: Tensor, linear_: GpuLinear, out_TN: Tensor) -> None:
+    """`out = linear(x)`, accumulated in float32."""
+    weight, scales, bias = linear_
+    if scales is None:
+        if bias is None:
+            torch.mm(x_TK, weight.T, out=out_TN)
+        else:
+            torch.addmm(bias, x_TK, weight.T, out=out_TN)
+        return
+    n, k = weight.shape
+    rows = max(1, _WIDENED // k)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        some = GpuLinear(weight[part], scales[part], None if bias is None else bias[part])
+        out_TN[:, part] = reference_linear(x_TK, some)
+
+
+def norm_rows(x_TD: Tensor, norm: Norm, out_TD: Tensor, pending: Pending | None = None) -> None:
+    """See `norm.norm_rows`."""
+    out_TD.copy_(reference_norm_rows(x_TD, norm, pending))
+
+
+def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> None:
+    """See `activation.activate_rows`."""
+    out_TF.copy_(reference_activate_rows(gate_up_TF, gelu=gelu))
+
+
+def norm_linear(
+    x_TK: Tensor, norm: Norm, linear_: GpuLinear, out_TN: Tensor, pending: Pending | None = None
+) -> None:
+    """See `norm_linear.norm_linear`."""
+    linear(reference_norm_rows(x_TK, norm, pending), linear_, out_TN)
+
+
+def gate_up(
+    x_TK: Tensor,
+    norm: Norm,
+    linear_: GpuLinear,
+    out_TF: Tensor,
+    *,
+    gelu: bool,
+    pending: Pending | None = None,
+) -> None:
+    """See `gate_up.gate_up`."""
+    product_TF = out_TF.new_empty(x_TK.shape[0], 2 * out_TF.shape[1])
+    norm_linear(x_TK, norm, linear_, product_TF, pending)
+    activate_rows(product_TF, out_TF, gelu=gelu)
+
+
+def residual_linear(
+    a_TK: Tensor, linear_: GpuLinear, residual_TN: Tensor | None, out_TN: Tensor
+) -> None:
+    """See `residual_linear.residual_linear`."""
+    if residual_TN is None:
+        linear(a_TK, linear_, out_TN)
+        return
+    product_TN = torch.empty_like(residual_TN)
+    linear(a_TK, linear_, product_TN)
+    torch.add(residual_TN, product_TN, out=out_TN)
+
+
+def fused_pair(
+    a_TK: Tensor,
+    first: GpuLinear,
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    norm: Norm,
+    second: GpuLinear,
+    out_TN: Tensor,
+    barrier: Tensor,
+    config: LinearConfig | None = None,
+    *,
+    gated: bool,
+    gelu: bool = False,
+) -> None:
+    """See `fused_pair.fused_pair`; no barrier, and no sizes."""
+    residual_linear(a_TK, first, residual_TD, x_TD)
+    if gated:
+        gate_up(x_TD, norm, second, out_TN, gelu=gelu)
+    else:
+        norm_linear(x_TD, norm, second, out_TN)
+
+
+def combine_output(
+    acc_THSE: Tensor,
+    max_THS: Tensor,
+    sum_THS: Tensor,
+    linear_: GpuLinear,
+    residual_TN: Tensor | None,
+    out_TN: Tensor,
+) -> None:
+    """See `combine_output.combine_output`."""
+    combined_TK = reference_combine_splits(Partials(acc_THSE, max_THS, sum_THS))
+    residual_linear(combined_TK.to(out_TN.dtype), linear_, residual_TN, out_TN)
+
+
+def decode_attention(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    layer: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset_norms: bool,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    slots_T: Tensor,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    form: AttentionForm,
+    partials: Partials,
+    *,
+    read_blocks: int,
+    attended_TN: Tensor | None = None,
+    counters: Tensor | None = None,
+    next_weight: Tensor | None = None,
+) -> None:
+    """See `decode_attention.decode_attention`.
+
+    Without `attended_TN` the first split holds the result, and the others have no positions.
+    """
+    tokens, kv_heads = qkv_TN.shape[0], arena.shape[3]
+    row_bytes = 2 * read_blocks * form.block_size * kv_heads * form.value_dim * qkv_TN.itemsize
+    rows = max(1, _GATHERED_BYTES // row_bytes)
+    for start in range(0, tokens, rows):
+        part = slice(start, min(start + rows, tokens))
+        out_TN = reference_decode_attention(
+            qkv_TN[part], arena, layer, q_norm, k_norm, eps, offset_norms, cos_TE[part],
+            sin_TE[part], slots_T[part], block_tables, token_rows_T[part], positions_T[part],
+            read_blocks, form,
+        )  # fmt: skip
+        if attended_TN is not None:
+            attended_TN[part] = out_TN
+            continue
+        partials.m[part].fill_(float("-inf"))
+        partials.l[part].zero_()
+        partials.m[part, :, 0].zero_()
+        partials.l[part, :, 0].fill_(1.0)
+        partials.acc[part, :, 0] = out_TN.view(out_TN.shape[0], -1, form.value_dim).float()
+
+
+def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tensor:
+    """See `prefill_tiles.prefill_tiles`; as `reference_prefill_tiles`, without waiting."""
+    tokens, device = token_rows_T.shape[0], token_rows_T.device
+    token_T = torch.arange(tokens, device=device)
+    begins_T = token_T % tokens_of_tile == 0
+    begins_T[1:] |= token_rows_T[1:] != token_rows_T[:-1]
+    count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
+    # Tokens that begin no tile are written after the last one.
+    place_T = torch.where(begins_T, begins_T.cumsum(0) - 1, count)
+    tiles = torch.full((count + 1,), tokens, dtype=torch.int32, device=device)
+    tiles.scatter_(0, place_T, token_T.int())
+    return tiles[:count]
+
+
+def prefill_attention(
+    q_THD: Tensor,
+    arena: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    positions_T: Tensor,
+    tiles: Tensor,
+    form: AttentionForm,
+    tiling: PrefillTiling,
+    *,
+    rows_R: Tensor,
+    read_blocks: int,
+) -> Tensor:
+    """See `prefill_attention.prefill_attention`."""
+    return reference_attend(
+        q_THD, arena, layer, block_tables, token_rows_T, rows_R, positions_T, read_blocks, form
+    )
+
+
+def head(
+    x_TD: Tensor,
+    norm: Norm,
+    linear_: GpuLinear,
+    softcap: float = 0.0,
+    pending: Pending | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `head.head`; the whole vocabulary is one chunk."""
+    logits_TV = x_TD.new_empty(x_TD.shape[0], linear_.weight.shape[0])
+    norm_linear(x_TD, norm, linear_, logits_TV, pending)
+    if softcap:
+        logits_TV = reference_softcap(logits_TV, softcap)
+    ids_T1 = logits_TV.argmax(-1, keepdim=True)
+    return logits_TV, logits_TV.gather(1, ids_T1).float(), ids_T1.to(torch.int32)

@@ -1,0 +1,98 @@
+"""The samplers of a GPU: two kernels for all sampling parameters, two for greedy sampling.
+
+Shapes: B rows of the step, R rows of the state, V vocabulary. The references in plain torch are
+`sample_full` and `sample_greedy` in `runtime/sampling/sampler.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..ops.feedback import Feedback
+from .greedy import pick_greedy
+from .head import best_of_chunks
+from .launch import launch
+from .sampler_kernels import chunk_statistics, finish_rows
+
+__all__ = ["full_rows", "greedy_rows"]
+
+_CHUNK = 1024
+"""Tokens of a program that reads logits: 126 programs for one row of a vocabulary of 128k."""
+
+_MOST_RUN = 128
+"""Tokens of a run, the unit that is read or skipped as a whole."""
+
+_LEAST_RUNS = 128
+"""Groups of runs in the search for the top tokens."""
+
+_CAPACITY = 4096
+"""Weights that a program of 8 warps holds while it searches a threshold."""
+
+
+def full_rows(
+    logits_BV: Tensor,
+    reals: Tensor,
+    integers: Tensor,
+    token_counts_RV: Tensor,
+    rows_B: Tensor,
+    positions_B: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    feed: Feedback | None = None,
+) -> None:
+    """Draw a token for each row by its sampling parameters, and count it; as `sample_full`.
+
+    Args:
+        logits_BV: of any floating dtype that Triton knows; the vocabulary is contiguous.
+        reals: of a `SamplingState`, like the next two.
+        integers: likewise.
+        token_counts_RV: updated in place.
+        rows_B: int64, row of each lane. A row with penalties may be named only once.
+        positions_B: int64, position of the drawn token; with `feed` that of the last input.
+        outputs: `tokens`, `logprob`, `top_ids` and `top_logprobs` of a `SampleOutput`, contiguous.
+        feed: where the tokens go, too; its rows and positions are those above.
+    """
+    lanes, vocab_size = logits_BV.shape
+    assert logits_BV.stride(1) == 1 or vocab_size == 1
+    block = min(_CHUNK, max(16, triton.next_power_of_2(vocab_size)))
+    run = max(1, min(_MOST_RUN, triton.next_power_of_2(vocab_size) // _LEAST_RUNS))
+    chunks = triton.cdiv(vocab_size, block)
+    runs = chunks * block // run
+    all_runs = max(_LEAST_RUNS, triton.next_power_of_2(runs))
+    capacity = min(_CAPACITY, all_runs * run)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits_BV.device)
+
+    wanted = empty(lanes, chunks * block)
+    raw_maxima, maxima, sums, masses = (empty(lanes, runs) for _ in range(4))
+    raw_chunks, raw_totals, best_chunks = (empty(lanes, chunks) for _ in range(3))
+    lists = empty(lanes, 2, runs, dtype=torch.int32)
+    found = empty(lanes, capacity, dtype=torch.int32)
+    given = (logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, wanted)
+    statistics = (raw_maxima, maxima, sums, raw_chunks, raw_totals, best_chunks)
+    advance = 0 if feed is None else 1
+    launch(
+        chunk_statistics, (lanes, chunks),
+        *given, *statistics, vocab_size, logits_BV.stride(0), advance,
+        BLOCK=block, SUB=run,
+    )  # fmt: skip
+    launch(
+        finish_rows, (lanes, 2),
+        *given, *statistics, lists, masses, found, *outputs,
+        *((None, None) if feed is None else (feed.token_ids, feed.state_positions)),
+        vocab_size, logits_BV.stride(0), advance, chunks, reals.shape[0] - 1,
+        num_warps=8,
+        NUM_TOP=outputs[2].shape[1], BLOCK=block, SUB=run,
+        CHUNKS=triton.next_power_of_2(chunks), ALL_RUNS=all_runs, CAP=capacity,
+    )  # fmt: skip
+
+
+def greedy_rows(logits_BV: Tensor, feed: Feedback | None = None) -> Tensor:
+    """Return the best token of each row, int64 `[B]`, of equal ones the lowest id; or `NON_FINITE`.
+
+    With `feed` it becomes the row's newest.
+    """
+    maxima_BC, ids_BC = best_of_chunks(logits_BV.contiguous())
+    return pick_greedy(maxima_BC, ids_BC, feed)

@@ -1,0 +1,330 @@
+"""The two Triton kernels of the full sampler; `sampler.py` launches them.
+
+Shapes: B rows of the step, V vocabulary, R rows of the state. A chunk is BLOCK neighbouring tokens,
+a run SUB of them. The last chunk is padded with -inf.
+
+`chunk_statistics` reads every logit once, a program a chunk. `finish_rows` has two programs a row,
+one for the token and one for the highest log-probabilities. They read the statistics of each run
+and the tokens of those runs only that can matter. The threshold of top-k and top-p is searched
+among bit patterns of weights, see `sampler_search.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..ops.feedback import NON_FINITE
+from .launch import let_dependents_start, wait_for_inputs
+from .sampler_search import finite_or_zero, highest_that_holds, keep, lower_bound, mass_from, weigh
+
+__all__ = ["chunk_statistics", "finish_rows"]
+
+_NUM_REALS = tl.constexpr(6)
+_NUM_INTEGERS = tl.constexpr(3)
+_BIASES = tl.constexpr(300)
+_STOPS = tl.constexpr(32)
+_COUNT_MASK = tl.constexpr((1 << 30) - 1)
+_NONE = tl.constexpr(-(1 << 63))  # below every key of `_keys`
+_LOW_BITS = tl.constexpr((1 << 31) - 1)
+_NON_FINITE = tl.constexpr(NON_FINITE)
+
+
+@triton.jit
+def _penalised(reals_ptr):  # type: ignore[no-untyped-def]
+    repetition = tl.load(reals_ptr + 3)
+    presence = tl.load(reals_ptr + 4)
+    frequency = tl.load(reals_ptr + 5)
+    return (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+
+
+@triton.jit
+def chunk_statistics(  # type: ignore[no-untyped-def]
+    logits_ptr, reals_ptr, integers_ptr, counts_ptr, rows_ptr, positions_ptr, wanted_ptr,
+    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, V,
+    logits_stride, advance, BLOCK: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): the processed logits, and the statistics of each run."""
+    b = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    row = tl.load(rows_ptr + b)
+    position = tl.load(positions_ptr + b) + advance
+    reals_ptr += row * (_NUM_REALS + _BIASES)
+    integers_ptr += row * (_NUM_INTEGERS + _BIASES + _STOPS)
+    RUNS: tl.constexpr = BLOCK // SUB
+    run = (b * chunks + chunk) * RUNS + tl.arange(0, RUNS)
+    place = b * chunks + chunk
+    wanted_ptr += b * chunks * BLOCK
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = token < V
+
+    raw = tl.load(logits_ptr + b * logits_stride + token, mask=inside, other=float("-inf"))
+    raw = raw.to(tl.float32)
+    numbers = tl.where(raw == raw, raw, float("-inf"))
+    maxima = tl.max(tl.reshape(numbers, [RUNS, SUB]), 1)
+    most = tl.max(maxima, 0)
+    tl.store(raw_maxima_ptr + run, maxima)
+    tl.store(raw_chunks_ptr + place, most)
+    tl.store(raw_totals_ptr + place, tl.sum(tl.exp(raw - finite_or_zero(most)), 0))
+
+    wanted = raw
+    banned = position < tl.load(integers_ptr + 2)
+    if banned | (tl.load(reals_ptr + _NUM_REALS) != 0.0):  # biases that are 0 come last
+        tl.store(wanted_ptr + token, wanted)
+        tl.debug_barrier()
+        entry = tl.arange(0, 512)
+        ids = tl.load(integers_ptr + _NUM_INTEGERS + entry, mask=entry < _BIASES + _STOPS, other=-1)
+        bias = tl.load(reals_ptr + _NUM_REALS + entry, mask=entry < _BIASES, other=0.0)
+        here = (ids >= chunk * BLOCK) & (ids < chunk * BLOCK + BLOCK)
+        biased = here & (bias != 0.0)
+        before = tl.load(wanted_ptr + ids, mask=biased, other=0.0)
+        tl.store(wanted_ptr + ids, before + bias, mask=biased)
+        tl.debug_barrier()
+        stops = here & (entry >= _BIASES) & banned  # some ids several times: all write the same
+        before = tl.load(wanted_ptr + ids, mask=stops, other=0.0)
+        tl.store(wanted_ptr + ids, before + float("-inf"), mask=stops)
+        tl.debug_barrier()
+        wanted = tl.load(wanted_ptr + token)
+    if _penalised(reals_ptr):
+        counts = tl.load(counts_ptr + row * V + token, mask=inside, other=0)
+        repetition = tl.zeros_like(wanted) + tl.load(reals_ptr + 3)
+        divided = tl.where(wanted > 0, tl.div_rn(wanted, repetition), wanted * repetition)
+        wanted = tl.where(counts != 0, divided, wanted)
+        outputs = counts & _COUNT_MASK
+        wanted -= tl.load(reals_ptr + 4) * (outputs > 0).to(tl.float32)
+        wanted -= tl.load(reals_ptr + 5) * outputs.to(tl.float32)
+    tl.store(wanted_ptr + token, wanted)
+
+    numbers = tl.where(wanted == wanted, wanted, float("-inf"))
+    maxima = tl.max(tl.reshape(numbers, [RUNS, SUB]), 1)
+    most = tl.max(maxima, 0)
+    temperature = tl.load(reals_ptr)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    weights = weigh(wanted, finite_or_zero(most), divisor)
+    tl.store(maxima_ptr + run, maxima)
+    tl.store(sums_ptr + run, tl.sum(tl.reshape(weights, [RUNS, SUB]), 1))
+    tl.store(chunks_ptr + place, most)
+
+
+@triton.jit
+def finish_rows(  # type: ignore[no-untyped-def]
+    logits_ptr, reals_ptr, integers_ptr, counts_ptr, rows_ptr, positions_ptr, wanted_ptr,
+    raw_maxima_ptr, maxima_ptr, sums_ptr, raw_chunks_ptr, raw_totals_ptr, chunks_ptr, lists_ptr,
+    masses_ptr, found_ptr, tokens_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, token_ids_ptr,
+    state_positions_ptr, V, logits_stride, advance, chunks, null_row, NUM_TOP: tl.constexpr,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, ALL_RUNS: tl.constexpr,
+    CAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0): the token, drawn, counted and fed back; (row, 1): the top tokens."""
+    b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    runs = chunks * (BLOCK // SUB)
+    logits_ptr += b * logits_stride
+    raw_maxima_ptr += b * runs
+    list_ptr = lists_ptr + (b * 2 + part) * runs
+
+    chunk = tl.arange(0, CHUNKS)
+    known = chunk < chunks
+    most = tl.load(raw_chunks_ptr + b * chunks + chunk, mask=known, other=float("-inf"))
+    totals = tl.load(raw_totals_ptr + b * chunks + chunk, mask=known, other=0.0)
+    base = finite_or_zero(tl.max(most, 0))
+    log_mass = base + tl.log(tl.sum(totals * tl.exp(most - base), 0))
+
+    if part == 0:
+        row = tl.load(rows_ptr + b)
+        position = tl.load(positions_ptr + b) + advance
+        reals_ptr += row * (_NUM_REALS + _BIASES)
+        integers_ptr += row * (_NUM_INTEGERS + _BIASES + _STOPS)
+        token = _token(
+            reals_ptr, integers_ptr, position, wanted_ptr + b * chunks * BLOCK,
+            maxima_ptr + b * runs, sums_ptr + b * runs, chunks_ptr + b * chunks, list_ptr,
+            masses_ptr + b * runs, found_ptr + b * CAP, V, runs, BLOCK, SUB, ALL_RUNS, CAP,
+        )  # fmt: skip
+        sound = (token >= 0) & (log_mass > float("-inf")) & (log_mass < float("inf"))
+        tl.store(tokens_ptr + b, tl.where(sound, token, _NON_FINITE))
+        token = tl.where(sound, token, 0)
+        tl.store(logprobs_ptr + b, tl.load(logits_ptr + token).to(tl.float32) - log_mass)
+        if sound & _penalised(reals_ptr):
+            count_ptr = counts_ptr + row * V + token
+            tl.store(count_ptr, tl.load(count_ptr) + 1)
+        if token_ids_ptr is not None:
+            tl.store(token_ids_ptr + row, token)
+            tl.store(state_positions_ptr + row, tl.where(row == null_row, 0, position))
+    elif NUM_TOP > 0:
+        _top_tokens(
+            logits_ptr, raw_maxima_ptr, list_ptr, top_ids_ptr + b * NUM_TOP,
+            top_logprobs_ptr + b * NUM_TOP, log_mass, V, runs, NUM_TOP, SUB, ALL_RUNS, CAP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _token(  # type: ignore[no-untyped-def]
+    reals_ptr, integers_ptr, position, wanted_ptr, maxima_ptr, sums_ptr, chunks_ptr, list_ptr,
+    masses_ptr, found_ptr, V, runs, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    ALL_RUNS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The token of a row, int64; `_NON_FINITE` where the largest processed logit is infinite."""
+    s = tl.arange(0, ALL_RUNS)
+    i = tl.arange(0, SUB)
+    maxima = tl.load(maxima_ptr + s, mask=s < runs, other=float("-inf"))
+    best = tl.max(maxima, 0)
+    temperature = tl.load(reals_ptr)
+    if temperature == 0.0:
+        first = tl.min(tl.where(maxima == best, s, runs - 1), 0)
+        wanted = tl.load(wanted_ptr + first * SUB + i)
+        token = first * SUB + tl.min(tl.where(wanted == best, i, SUB - 1), 0)
+    else:
+        base = finite_or_zero(best)
+        highest = tl.where(s < runs, weigh(maxima, base, temperature), 0.0)
+        chunk_best = tl.load(chunks_ptr + s * SUB // BLOCK, mask=s < runs, other=float("-inf"))
+        masses = tl.load(sums_ptr + s, mask=s < runs, other=0.0)
+        masses = masses * weigh(chunk_best, base, temperature)
+        threshold = tl.load(reals_ptr + 2)
+        top_k = tl.load(integers_ptr)
+        top_p = tl.load(reals_ptr + 1)
+        listed = False
+        if (top_k < V) | (top_p < 1.0) | (threshold > 0.0):
+            least = threshold.to(tl.int32, bitcast=True)
+            if (top_k < V) | (top_p < 1.0):
+                least = lower_bound(highest, masses, top_k, top_p, V, SUB)
+            reaches = (highest.to(tl.int32, bitcast=True) >= least) & (s < runs)
+            tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, s, mask=reaches)
+            count = tl.sum(reaches.to(tl.int32), 0)
+            tl.debug_barrier()
+            total = tl.sum(masses.to(tl.float64), 0)
+            if top_k < V:
+                least = highest_that_holds(
+                    least, top_k.to(tl.float64), True, wanted_ptr, list_ptr, found_ptr, count,
+                    base, temperature, SUB, CAP,
+                )  # fmt: skip
+                total = mass_from(least, wanted_ptr, list_ptr, count, base, temperature, SUB, CAP)
+            if top_p < 1.0:
+                least = highest_that_holds(
+                    least, top_p.to(tl.float64) * total, False, wanted_ptr, list_ptr, found_ptr,
+                    count, base, temperature, SUB, CAP,
+                )  # fmt: skip
+            threshold = tl.maximum(threshold, least.to(tl.float32, bitcast=True))
+            keep(threshold, wanted_ptr, list_ptr, masses_ptr, count, base, temperature, SUB, CAP)
+            tl.debug_barrier()
+            masses = tl.load(masses_ptr + s, mask=s < count, other=0.0)
+            listed = count > 0
+        masses = masses.to(tl.float64)
+        all_mass = tl.max(tl.cumsum(masses, 0), 0)
+        target = _uniform(tl.load(integers_ptr + 1), position) * all_mass
+        run, target = _first_above(masses, target, s)
+        if listed:
+            run = tl.load(list_ptr + run)
+        weights = weigh(tl.load(wanted_ptr + run * SUB + i), base, temperature)
+        kept = tl.where(weights >= threshold, weights, 0.0).to(tl.float64)
+        within, _ = _first_above(kept, target, i)
+        token = run * SUB + within
+    finite = (best > float("-inf")) & (best < float("inf"))
+    return tl.where(finite, tl.minimum(token, V - 1), _NON_FINITE).to(tl.int64)
+
+
+@triton.jit
+def _first_above(mass, target, index):  # type: ignore[no-untyped-def]
+    """The first index with mass whose running sum is above the target, else the last one with mass,
+    else 0; and the target less the mass that comes before it."""
+    until = tl.cumsum(mass, 0)
+    possible = mass > 0.0
+    last = tl.max(tl.where(possible, index, 0), 0)
+    found = tl.min(tl.where(possible & (until > target), index, last), 0)
+    return found, target - tl.sum(tl.where(index == found, until - mass, 0.0), 0)
+
+
+@triton.jit
+def _uniform(seed, position):  # type: ignore[no-untyped-def]
+    """`uniform` of `kernels/selection.py` for one seed and position."""
+    gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    start = _mix64(seed.to(tl.uint64, bitcast=True) + gamma)
+    bits = _mix64(start + position.to(tl.uint64, bitcast=True) * gamma)
+    return (bits >> 11).to(tl.float64) * (1.0 / (1 << 53))
+
+
+@triton.jit
+def _mix64(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _top_tokens(  # type: ignore[no-untyped-def]
+    logits_ptr, maxima_ptr, list_ptr, ids_ptr, logprobs_ptr, log_mass, V, runs,
+    NUM_TOP: tl.constexpr, SUB: tl.constexpr, ALL_RUNS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The highest log-probabilities in descending order, of equal ones the lower id first.
+
+    Runs are dealt out to 128 groups. As many elements as are looked for are at least as large as
+    that many of the groups' maxima, so only runs with such an element are entered. Where NaN and
+    -inf leave too few, ids that were not found have -inf.
+    """
+    s = tl.arange(0, ALL_RUNS)
+    maxima = tl.load(maxima_ptr + s, mask=s < runs, other=float("-inf"))
+    groups = tl.max(tl.reshape(maxima, [ALL_RUNS // 128, 128]), 0)
+    g = tl.arange(0, 128)
+    greater = groups[:, None] > groups[None, :]
+    earlier = (groups[:, None] == groups[None, :]) & (g[:, None] < g[None, :])
+    rank = tl.sum((greater | earlier).to(tl.int32), 0)
+    level = tl.max(tl.where(rank == NUM_TOP - 1, groups, float("-inf")), 0)
+    reaches = (maxima >= level) & (maxima > float("-inf"))
+    tl.store(list_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, s, mask=reaches)
+    count = tl.sum(reaches.to(tl.int32), 0)
+    tl.debug_barrier()
+
+    place = tl.arange(0, 32)
+    chosen = tl.full([32], -1, tl.int32)
+    values = tl.full([32], float("-inf"), tl.float32)
+    best = tl.full([], (1 << 63) - 1, tl.int64)
+    for at in range(NUM_TOP):
+        previous = best
+        best = tl.full([], _NONE, tl.int64)
+        for start in range(0, count, CAP // SUB):
+            q = start + tl.arange(0, CAP // SUB)
+            run = tl.load(list_ptr + q, mask=q < count, other=0)
+            token = run[:, None] * SUB + tl.arange(0, SUB)[None, :]
+            known = (q < count)[:, None] & (token < V)
+            logits = tl.load(logits_ptr + token, mask=known, other=float("-inf")).to(tl.float32)
+            keys = _keys(logits, token)
+            best = tl.maximum(best, tl.max(tl.where(keys < previous, keys, _NONE)))
+        if best > _NONE:
+            chosen = tl.where(place == at, (best & _LOW_BITS).to(tl.int32) ^ _LOW_BITS, chosen)
+            values = tl.where(place == at, _ordered((best >> 32).to(tl.int32)), values)
+    if best == _NONE:
+        _fill(ids_ptr, logprobs_ptr, log_mass, chosen, V, NUM_TOP)
+    tl.store(ids_ptr + place, chosen.to(tl.int64), mask=chosen >= 0)
+    tl.store(logprobs_ptr + place, values - log_mass, mask=chosen >= 0)
+
+
+@triton.jit
+def _fill(  # type: ignore[no-untyped-def]
+    ids_ptr, logprobs_ptr, log_mass, chosen, V, NUM_TOP: tl.constexpr
+):  # fmt: skip
+    """Write the lowest ids that were not chosen (-1: none) after those that were."""
+    token = tl.arange(0, 64)
+    taken = tl.max((token[:, None] == chosen[None, :]).to(tl.int32), 1)
+    rank = tl.cumsum(1 - taken, 0) - 1 + tl.sum((chosen >= 0).to(tl.int32), 0)
+    fits = (taken == 0) & (token < V) & (rank < NUM_TOP)
+    tl.store(ids_ptr + rank, token.to(tl.int64), mask=fits)
+    tl.store(logprobs_ptr + rank, token * 0.0 + (float("-inf") - log_mass), mask=fits)
+
+
+@triton.jit
+def _keys(logits, token):  # type: ignore[no-untyped-def]
+    """int64 in the order of the logits, of equal ones the lower token highest; `_NONE` for NaN and
+    -inf. The upper half is the logit's bit pattern, mirrored if it is negative."""
+    bits = logits.to(tl.int32, bitcast=True)
+    upper = tl.where(bits >= 0, bits, bits ^ _LOW_BITS).to(tl.int64) << 32
+    return tl.where(logits > float("-inf"), upper | (token ^ _LOW_BITS).to(tl.int64), _NONE)
+
+
+@triton.jit
+def _ordered(upper):  # type: ignore[no-untyped-def]
+    """The logit of the upper half of a key."""
+    return tl.where(upper >= 0, upper, upper ^ _LOW_BITS).to(tl.float32, bitcast=True)

@@ -1,0 +1,263 @@
+"""Keys and values of a step's tokens into their slots of the cache, plain or on the way there.
+
+Two kernels. `store_keys_and_values` takes keys and values as they are to be cached.
+`rotate_and_store` takes the output of the fused projection, `[T, (H + 2G) * E]`, norms queries and
+keys where the model does, rotates both, writes keys and values to the cache and returns the
+queries: four kernels and four passes over memory in one.
+
+Shapes: T tokens, H query heads, G kv heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.attention import AttentionForm
+from ..ops.kv_storage import write_blocks
+from .launch import launch, let_dependents_start, wait_for_inputs
+from .linear import Norm, reference_norm
+from .quantised_cache import cache_views, store_vectors
+from .rotated_heads import normed_and_turned, reference_turned
+
+__all__ = [
+    "reference_rotate_and_store",
+    "reference_store",
+    "rotate_and_store",
+    "store_keys_and_values",
+]
+
+TILE = 2048
+"""Elements of a program's heads: few enough that one warp, or four, keep them in registers."""
+
+
+def reference_store(
+    k_TGE: Tensor,
+    v_TGE: Tensor | None,
+    arena: Tensor,
+    layer: int,
+    slots_T: Tensor,
+    form: AttentionForm,
+) -> None:
+    """Plain torch; arguments as in `store_keys_and_values`."""
+    for side, x in zip(arena[layer], (k_TGE, v_TGE), strict=False):
+        assert x is not None, "an arena of two sides takes keys and values"
+        write_blocks(side, slots_T, x, form.block_size, form.storage)
+
+
+def store_keys_and_values(
+    k_TGE: Tensor,
+    v_TGE: Tensor | None,
+    arena: Tensor,
+    layer: int,
+    slots_T: Tensor,
+    form: AttentionForm,
+) -> None:
+    """Write keys `[T, G, E]` and values (None where the arena has one side) to `arena[layer]`.
+
+    `slots_T` is int64; padded tokens name slots of the null block, which all of them may write.
+    Raises ValueError where `cache_views` does.
+    """
+    t, g, e = k_TGE.shape
+    k_TGE = _dense_vectors(k_TGE)
+    v_TGE = None if v_TGE is None else _dense_vectors(v_TGE)
+    views = cache_views(arena[layer], e, form.block_size, form.storage)
+    assert (views.values is None) == (v_TGE is None), "as many sides as tensors"
+    heads, warps = _heads_of_program(g, e)
+    launch(
+        _store_kernel,
+        (t, triton.cdiv(g, heads)),
+        k_TGE,
+        v_TGE,
+        slots_T,
+        *views,
+        k_TGE.stride(0),
+        k_TGE.stride(1),
+        0 if v_TGE is None else v_TGE.stride(0),
+        0 if v_TGE is None else v_TGE.stride(1),
+        G=g,
+        E=e,
+        HEADS=heads,
+        BLOCK_E=triton.next_power_of_2(e),
+        BLOCK_SIZE=form.block_size,
+        STORAGE=form.storage,
+        num_warps=warps,
+    )
+
+
+def reference_rotate_and_store(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    layer: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset_norms: bool,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    slots_T: Tensor,
+    form: AttentionForm,
+) -> Tensor:
+    """Plain torch; arguments and result as in `rotate_and_store`."""
+    g = arena.shape[3]
+    heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
+    q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
+        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
+    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
+    reference_store(k, v, arena, layer, slots_T, form)
+    return q
+
+
+def rotate_and_store(
+    qkv_TN: Tensor,
+    arena: Tensor,
+    layer: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset_norms: bool,
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    slots_T: Tensor,
+    form: AttentionForm,
+) -> Tensor:
+    """Norm (if any) and rotate queries and keys, cache keys and values, return the queries
+    `[T, H, E]`.
+
+    Args:
+        qkv_TN: `[T, (H + 2G) * E]`, contiguous: all query heads, then key heads, then value heads.
+        arena: all layers' cache; keys and values go to `arena[layer]`.
+        layer: see there.
+        q_norm: weights `[E]` of the norm of queries, or None.
+        k_norm: of keys, or None; both or none.
+        eps: of these norms.
+        offset_norms: they multiply by one plus their weight, see `models/modules.py`.
+        cos_TE: float32 `[T, E / 2]`, of the angles of the tokens' positions; a pair is
+            (i, i + E / 2).
+        sin_TE: likewise.
+        slots_T: int64, where each token goes.
+        form: block size, storage and E (its value_dim) are what counts.
+    """
+    tokens, g, e = qkv_TN.shape[0], arena.shape[3], form.value_dim
+    h = qkv_TN.shape[1] // e - 2 * g
+    assert qkv_TN.is_contiguous()
+    assert (q_norm is None) == (k_norm is None)
+    out = qkv_TN.new_empty(tokens, h, e)
+    heads, warps = _heads_of_program(max(h, g), e)
+    launch(
+        _rotate_and_store_kernel,
+        (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
+        qkv_TN,
+        cos_TE,
+        sin_TE,
+        slots_T,
+        q_norm,
+        k_norm,
+        out,
+        *cache_views(arena[layer], e, form.block_size, form.storage),
+        eps,
+        H=h,
+        G=g,
+        E=e,
+        HEADS=heads,
+        BLOCK_E=triton.next_power_of_2(e),
+        BLOCK_SIZE=form.block_size,
+        STORAGE=form.storage,
+        OFFSET_NORMS=offset_norms,
+        num_warps=warps,
+    )
+    return out
+
+
+def _dense_vectors(x: Tensor) -> Tensor:
+    """With its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _heads_of_program(heads: int, head_dim: int) -> tuple[int, int]:
+    """Heads that a program takes, a power of two, and its warps (16 elements a thread)."""
+    width = triton.next_power_of_2(head_dim)
+    count = max(1, min(triton.next_power_of_2(heads), TILE // width))
+    return count, 4 if count * width > 1024 else 1
+
+
+@triton.jit
+def _store_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, slots_ptr,
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile of heads)."""
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
+    e = tl.arange(0, BLOCK_E)
+    there = head < G
+    inside = there[:, None] & (e < E)[None, :]
+    k_at = k_ptr + token * k_token_stride + head[:, None] * k_head_stride + e[None, :]
+    k = tl.load(k_at, mask=inside, other=0.0)
+    store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
+    if v_ptr is not None:
+        v_at = v_ptr + token * v_token_stride + head[:, None] * v_head_stride + e[None, :]
+        v = tl.load(v_at, mask=inside, other=0.0)
+        store_vectors(
+            values_ptr, value_scales_ptr, v, slots, head, there, G, E, BLOCK_SIZE, STORAGE
+        )
+
+
+@triton.jit
+def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
+    eps,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile of heads): tiles of queries first, then tiles of keys and values."""
+    Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    i = tl.arange(0, BLOCK_E)
+    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    weights, weights_opposite = None, None
+    if q_norm_ptr is not None:
+        norm_ptr = q_norm_ptr if tile < Q_TILES else k_norm_ptr
+        weights = tl.load(norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
+        weights_opposite = tl.load(norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_dependents_start(PDL)
+    angle = token * (E // 2) + i % (E // 2)
+    cos = tl.load(cos_ptr + angle, mask=i < E, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=i < E, other=0.0)
+    row = token * ((H + 2 * G) * E)
+    if tile < Q_TILES:
+        head = tile * HEADS + tl.arange(0, HEADS)
+        there = head < H
+        q = normed_and_turned(
+            qkv_ptr, row + head * E, there, weights, weights_opposite, cos, sin, eps,
+            E, BLOCK_E, OFFSET_NORMS,
+        )  # fmt: skip
+        out_at = out_ptr + token * (H * E) + head[:, None] * E + i[None, :]
+        tl.store(out_at, q, mask=there[:, None] & (i < E)[None, :])
+    else:
+        head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)
+        there = head < G
+        slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
+        k = normed_and_turned(
+            qkv_ptr, row + (H + head) * E, there, weights, weights_opposite, cos, sin, eps,
+            E, BLOCK_E, OFFSET_NORMS,
+        )  # fmt: skip
+        store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
+        v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]
+        v = tl.load(v_at, mask=there[:, None] & (i < E)[None, :], other=0.0)
+        store_vectors(
+            values_ptr, value_scales_ptr, v, slots, head, there, G, E, BLOCK_SIZE, STORAGE
+        )

@@ -1,0 +1,316 @@
+"""What linear layers were tuned to on this machine's device: a file, read once by a process.
+
+Engines look up and never tune: what is not in the file runs with `default_config`. The file is
+written by `python -m stepgraph.runtime.tools.tune`, beside the CPU kernels in the user's
+cache (`cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
+rows, one pair of dtypes, one device, one version of Triton and one source of the kernels; after any
+of these changed it is found no more, and a newer one is put beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+
+from ..library_store import cache_directory
+from .launch import compute_capability, num_multiprocessors
+from .linear import LinearConfig, row_class
+from .linear_configs import config_error, default_config
+
+__all__ = [
+    "Tuned",
+    "TuningKey",
+    "best_config",
+    "is_tight",
+    "lookup",
+    "reload",
+    "store",
+    "tuning_file",
+    "tuning_key",
+    "without_library",
+]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+VERSION = 2
+"""Of the file's format."""
+
+SOURCES = (
+    "activation.py",
+    "fused_pair_kernel.py",
+    "head.py",
+    "kernel_weights.py",
+    "linear_kernels.py",
+    "linear_tiles.py",
+    "matmul.py",
+    "norm.py",
+    "quantised_cache.py",
+    "row_product.py",
+)
+"""What the machine code of the kernels is made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningKey:
+    """What a choice holds for."""
+
+    kernel: str
+    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of `PAIRS`."""
+    rows: int
+    """One of `ROW_CLASSES`."""
+    n: int
+    """Output features; of gate_up those of the result, of a pair those of its second product."""
+    k: int
+    """Input features; of a pair those of its first product."""
+    dtype: str
+    """Of activations, as torch names it: `bfloat16`."""
+    weight_dtype: str
+    """Of the weight as stored: `bfloat16`, `int8`, `float8_e4m3fn`."""
+    device: str
+    """Its name."""
+    triton: str
+    """Its version."""
+    source: str
+    """Hash of the kernels' source."""
+    hidden: int = 0
+    """Of a pair: output features of the first product, which the second one has as its input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was measured to be best."""
+
+    config: LinearConfig
+    microseconds: float
+    """Of one launch, the edge to the next included; the median."""
+    default_microseconds: float
+    """The same with `default_config`."""
+
+
+def tuning_key(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    hidden: int = 0,
+) -> TuningKey:
+    """Return the key of a kernel as it would run here; arguments as for `default_config`.
+
+    Raises ValueError for more rows than the kernels take.
+    """
+    return TuningKey(
+        kernel=kernel,
+        rows=row_class(rows),
+        n=n,
+        k=k,
+        dtype=str(dtype).removeprefix("torch."),
+        weight_dtype=str(weight_dtype).removeprefix("torch."),
+        device=_device_name(device),
+        triton=triton.__version__,
+        source=_source_hash(),
+        hidden=hidden,
+    )
+
+
+def lookup(key: TuningKey) -> LinearConfig | None:
+    """Return what was tuned for `key`, or None.
+
+    The file is read at the first call and not again: what is tuned later serves later processes.
+    """
+    tuned = _known(tuning_file()).get(key)
+    return None if tuned is None else tuned.config
+
+
+def reload() -> None:
+    """Read the file again at the next `lookup`, for a process that uses what it has just tuned."""
+    _known.cache_clear()
+    _best_config.cache_clear()
+
+
+def best_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pending: bool = False,
+) -> LinearConfig:
+    """Return what was tuned, or the default; arguments and errors as for `tuning_key`.
+
+    `pending`: whether the kernel also adds a pending output of a layer. Cached, because steps that
+    are not captured call this for each launch.
+    """
+    shape = (kernel, rows, n, k, dtype, weight_dtype, device)
+    return _best_config(*shape, num_multiprocessors(device), is_tight(pending), _library.get())
+
+
+_library: ContextVar[bool] = ContextVar("whether products may be the library's", default=True)
+
+
+@contextlib.contextmanager
+def without_library() -> Iterator[None]:
+    """Return sizes of this package's kernels from `best_config`, never `library`, in this block.
+
+    For compiling kernels that engines run only where tuning selected them.
+    """
+    token = _library.set(False)
+    try:
+        yield
+    finally:
+        _library.reset(token)
+
+
+@cache
+def _best_config(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    multiprocessors: int,
+    tight: bool,
+    library: bool,
+) -> LinearConfig:
+    tuned = lookup(tuning_key(kernel, rows, n, k, dtype, weight_dtype, device))
+    if tuned is not None and (library or tuned.kind != "library"):
+        return tuned
+    sizes = (n, k, weight_dtype.itemsize, multiprocessors)
+    return default_config(kernel, rows, *sizes, tight=tight, library=library)
+
+
+def is_tight(pending: bool) -> bool:
+    """Return whether a kernel of the current device needs more registers than its sizes say.
+
+    It does where something `pending` is added and normed, and below compute capability 9: compiled
+    for these devices the same kernel takes up to 50 registers more.
+    """
+    return pending or compute_capability() < 90
+
+
+def store(results: Mapping[TuningKey, Tuned]) -> Path:
+    """Put results into the file, in place of what it has for these keys; return where it is.
+
+    Processes may do so at the same time: they wait for each other, and nobody reads half a file. A
+    file that cannot be read is replaced.
+    """
+    path = tuning_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        entries = {**_read(path), **results}
+        document = {
+            "version": VERSION,
+            "entries": [
+                {**dataclasses.asdict(key), **dataclasses.asdict(tuned)}
+                for key, tuned in entries.items()
+            ],
+        }
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(document, file, indent=1)
+            os.replace(scratch, path)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    return path
+
+
+def tuning_file() -> Path:
+    """Return where the file is, or would be."""
+    return cache_directory() / "tuned_linear.json"
+
+
+@cache
+def _known(path: Path) -> Mapping[TuningKey, Tuned]:
+    return MappingProxyType(_read(path))
+
+
+def _read(path: Path) -> dict[TuningKey, Tuned]:
+    """The entries of the file; none, and a warning, if they cannot be understood."""
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != VERSION:
+            raise ValueError(f"its version is {document['version']!r}, not {VERSION}")
+        return dict(_entry(entry) for entry in document["entries"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:  # JSON's errors are ValueErrors
+        logger.warning(
+            "%s is ignored, kernels run with their defaults: %s: %s (delete it to tune anew)",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return {}
+
+
+def _entry(entry: dict[str, Any]) -> tuple[TuningKey, Tuned]:
+    """One entry of the file. Raises ValueError, KeyError or TypeError if it is none."""
+    key = _checked(TuningKey, entry)
+    config = _checked(LinearConfig, entry["config"])
+    error = config_error(config, key.kernel, key.rows)
+    if error is not None:
+        raise ValueError(f"{key.kernel} cannot run with {config}: {error}")
+    times = [float(entry[name]) for name in ("microseconds", "default_microseconds")]
+    if not all(0 < time < math.inf for time in times):
+        raise ValueError(f"timings must be positive and finite, not {times}")
+    return key, Tuned(config, *times)
+
+
+def _checked(kind: type[Any], values: dict[str, Any]) -> Any:
+    """A `kind` from its fields among `values`, whose types must be those of the fields."""
+    types = {"str": str, "int": int, "bool": bool}
+    found = {}
+    for field in dataclasses.fields(kind):
+        value = values[field.name]
+        if type(value) is not types[str(field.type)]:
+            raise TypeError(f"{field.name} is {value!r}, not of type {field.type}")
+        found[field.name] = value
+    return kind(**found)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes, for as long as the block lasts."""
+    import fcntl  # of POSIX, which kernels for GPUs need anyway
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

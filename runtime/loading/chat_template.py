@@ -1,0 +1,249 @@
+"""Conversations to prompts, by the chat template of the checkpoint.
+
+Templates are written in Jinja and come from the checkpoint only, never from a request. Rendering
+follows transformers' `apply_chat_template`; see `template_sandbox` for its bounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from ..prompt_ids import type_name
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from .template_sandbox import BoundedEnvironment
+
+__all__ = ["ChatPrompt", "ChatTemplates", "Message", "is_batch"]
+
+Message = Mapping[str, Any]
+"""`role` and `content`, a text or a list of parts; and what else the template reads."""
+
+RENDER_SECONDS = 2.0
+COMPILE_SECONDS = 10.0
+MAX_DEPTH = 64
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+_MAX_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatPrompt:
+    """A conversation as a prompt of `Engine.add_request` and `Engine.generate`."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of functions that the model may call."""
+    documents: Sequence[Mapping[str, Any]] | None = None
+    """Texts for retrieval-augmented generation, for templates that know them."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the beginning of an assistant's message."""
+    continue_final_message: bool | str = False
+    """Whether the model goes on with the last message; a string names the field it goes on with."""
+    chat_template: str | None = None
+    """The name of one of the checkpoint's templates; None: `tool_use` with tools if there is one,
+    else `default`."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the template, for example `enable_thinking`."""
+
+
+class ChatTemplates:
+    """The chat templates of a checkpoint, compiled when they are first used. Thread-safe."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Take Jinja sources by name, and the special tokens that they may write."""
+        self.sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, Template] = {}
+        self._environment: BoundedEnvironment | None = None
+        self._lock = threading.Lock()
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            RequestError: there is no such template; jinja2 is missing; messages, tools or
+                variables are not of the right types; the template raises, takes longer than 2 s
+                or makes too much.
+        """
+        name = self._name(prompt)
+        messages = _messages(prompt.messages)
+        tools = _objects(prompt.tools, "tools")
+        documents = _objects(prompt.documents, "documents")
+        more = _plain(dict(prompt.template_kwargs), "template_kwargs")
+        final = ""
+        if prompt.continue_final_message:
+            if prompt.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message goes on with the last message, and"
+                    " add_generation_prompt begins a new one: set one of them"
+                )
+            final = _mark_final(messages, prompt.continue_final_message, self.sources[name])
+        template = self._template(name)
+        variables = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            **more,
+        }
+        text: str = _bounded(name, lambda: template.render(variables), RENDER_SECONDS)
+        return _cut_at_mark(text, final) if prompt.continue_final_message else text
+
+    def _name(self, prompt: ChatPrompt) -> str:
+        if not self.sources:
+            raise RequestError(
+                "the checkpoint has no chat template: give a text or token ids as the prompt"
+            )
+        name = prompt.chat_template
+        if name is None:
+            name = "tool_use" if prompt.tools and "tool_use" in self.sources else "default"
+        if not isinstance(name, str) or name not in self.sources:
+            names = ", ".join(sorted(self.sources))[:_MAX_SHOWN_CHARS]
+            shown = repr(name[:80]) if isinstance(name, str) else type_name(name)
+            raise RequestError(
+                f"chat_template {shown} is none of the checkpoint's: {names}. Templates come from"
+                " the checkpoint only"
+            )
+        return name
+
+    def _template(self, name: str) -> Template:
+        with self._lock:
+            if name not in self._compiled:
+                try:
+                    from .template_sandbox import BoundedEnvironment
+                except ImportError as error:
+                    raise RequestError(
+                        'chat templates need jinja2 3.1.6 or newer: pip install "stepgraph[chat]"'
+                    ) from error
+                if self._environment is None:
+                    self._environment = BoundedEnvironment()
+                environment, source = self._environment, self.sources[name]
+                self._compiled[name] = _bounded(
+                    name, lambda: environment.from_string(source), COMPILE_SECONDS
+                )
+            return self._compiled[name]
+
+
+def is_batch(messages: object) -> bool:
+    """Return whether these are conversations, not the messages of one."""
+    if not issubclass(type(messages), (list, tuple)):
+        return False
+    first = next(iter(messages), None)  # type: ignore[call-overload]
+    return issubclass(type(first), (list, tuple))
+
+
+def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
+    from .template_sandbox import TemplateLimitError, run_bounded
+
+    try:
+        return run_bounded(work, seconds)
+    except TemplateLimitError as error:
+        raise RequestError(f"the chat template {name!r} was ended: {error}") from error
+    except Exception as error:  # whatever a template does wrong, or raises on purpose
+        shown = f"{type_name(error)}: {error}"[:_MAX_SHOWN_CHARS]
+        raise RequestError(f"the chat template {name!r} failed: {shown}") from error
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """Return a copy of JSON values; a template sees no other object."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if issubclass(kind, int):
+        return int.__index__(value)
+    if issubclass(kind, float):
+        return float.__float__(value)
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{where[:80]} is nested more than {MAX_DEPTH} deep")
+    if issubclass(kind, Mapping):
+        return {_key(k, where): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    if issubclass(kind, (list, tuple)):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise RequestError(f"{where[:80]} is a {type_name(value)}: templates are given JSON values")
+
+
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise RequestError(f"{where[:80]} has a key of type {type_name(key)}, not a string")
+    return key
+
+
+def _objects(value: object, where: str) -> list[dict[str, Any]] | None:
+    if value is None:
+        return None
+    if not issubclass(type(value), (list, tuple)):
+        raise RequestError(f"{where} must be a list of JSON objects, not a {type_name(value)}")
+    objects = _plain(value, where)
+    for index, entry in enumerate(objects):
+        if not isinstance(entry, dict):
+            raise RequestError(f"{where}[{index}] must be a JSON object, not a {type_name(entry)}")
+    return list(objects)
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, checked, without the fields that are None."""
+    messages = _objects(value, "messages")
+    if not messages:
+        raise RequestError("messages must be a list of at least one message")
+    checked = []
+    for index, message in enumerate(messages):
+        given = {key: entry for key, entry in message.items() if entry is not None}
+        if not isinstance(given.get("role"), str):
+            raise RequestError(
+                f"messages[{index}].role must be a string, not {type_name(given.get('role'))}"
+            )
+        content = given.get("content", "")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, (str, list)) or not all(isinstance(p, dict) for p in parts):
+            raise RequestError(
+                f"messages[{index}].content must be a string or a list of JSON objects"
+            )
+        # Templates read reasoning under several names.
+        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        checked.append(given)
+    return checked
+
+
+def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: str) -> str:
+    """Put a mark behind the text that the model goes on with; return the text."""
+    name = field_name if isinstance(field_name, str) else "content"
+    message = messages[-1]
+    text = message.get(name)
+    names = [name]
+    if name in _REASONING:
+        names = [other for other in _REASONING if message.get(other) == text]
+    if text is None or not any(other in source for other in names):
+        raise RequestError(
+            f"continue_final_message: the last message has no {name[:80]!r} that the template reads"
+        )
+    if isinstance(text, str):
+        message.update(dict.fromkeys(names, text + _CONTINUE))
+        return text
+    for part in reversed(text if isinstance(text, list) else []):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            final: str = part["text"]
+            part["text"] = final + _CONTINUE
+            return final
+    raise RequestError("continue_final_message: the last message has no text to go on with")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    """Return what precedes the mark; without the space that the template trimmed."""
+    mark = text.rfind(_CONTINUE.strip())
+    if mark < 0 or final.strip() not in text:
+        raise RequestError(
+            "continue_final_message: the chat template leaves out a part of the last message"
+        )
+    kept = text[mark : mark + len(_CONTINUE)] == _CONTINUE
+    return text[:mark] if kept else text[:mark].rstrip()

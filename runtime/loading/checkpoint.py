@@ -1,0 +1,186 @@
+"""A checkpoint directory: its config and the tensors of its safetensors files, nothing else.
+
+Whatever is wrong with the files is a `CheckpointError` that names the file. Nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..bounded_repr import bounded_repr, bounded_text
+from ..errors import CheckpointError, MemoryBudgetError
+from ..models.config import ModelConfig
+from .checkpoint_files import has_file, read_json_object
+
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointReader", "Shape", "TensorHeader", "read_config"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+_LFS_MAGIC = b"version https://git-lfs"
+_CONFIG_BYTES = 4 << 20
+"""Of a `config.json` at most; published ones have some KiB."""
+_INDEX_BYTES = 128 << 20
+_FILES_SHOWN = 5
+
+Shape = tuple[int, ...]
+
+
+class TensorHeader(NamedTuple):
+    """What a checkpoint says about a tensor without its data being read."""
+
+    dtype: str
+    """The safetensors name of the dtype, for example `BF16`."""
+    shape: Shape
+    file: Path
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read `config.json` and, for more end-of-text tokens, `generation_config.json`.
+
+    Raises `CheckpointError`, which names the file.
+    """
+    path = directory / "config.json"
+    if not has_file(path):
+        raise CheckpointError(f"no checkpoint at {directory}: it has no config.json")
+    generation_path = directory / "generation_config.json"
+    generation = None
+    if has_file(generation_path):
+        generation = read_json_object(generation_path, _CONFIG_BYTES)
+    config = read_json_object(path, _CONFIG_BYTES)
+    try:
+        return ModelConfig.from_hf(config, generation)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint directory: one safetensors file, or shards with an index.
+
+    Opening reads the headers of all files and checks them against the index; data is read by
+    `tensor`. Files stay mapped into memory until `close()`, or the end of a `with`. Raises
+    `CheckpointError`, which names the file, for one that is missing, truncated or corrupt, and
+    `MemoryBudgetError` where the process may not map so much (`RLIMIT_AS`).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = ExitStack()
+        self._headers: dict[str, TensorHeader] = {}
+        self._files: dict[Path, Any] = {}
+        index = _weight_files(directory)
+        try:
+            for path in sorted(set(index.values())) or [directory / SINGLE_FILE]:
+                self._open(path, index)
+            for name, path in index.items():
+                if name not in self._headers:
+                    raise CheckpointError(
+                        f"{path} does not hold {bounded_text(name)}, which the index expects"
+                    )
+        except (CheckpointError, MemoryBudgetError):
+            self.close()
+            raise
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files. May be called again."""
+        self._files.clear()
+        self._stack.close()
+
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """Return the dtype, shape and file of every tensor, by its name in the checkpoint."""
+        return self._headers
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor; it may share the mapped file's memory, so copy what is to be kept."""
+        path = self._headers[name].file
+        try:
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: {name} cannot be read: {bounded_text(error)}"
+            ) from error
+        return tensor
+
+    def _open(self, path: Path, index: Mapping[str, Path]) -> None:
+        has_file(path)  # or an error that says what is there: the library would wait for a FIFO
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            self._files[path] = file
+            for name in file.keys():  # noqa: SIM118  a safetensors file cannot be iterated
+                if index.get(name, path) != path:
+                    continue  # the index says that the one in another shard counts
+                view = file.get_slice(name)
+                self._headers[name] = TensorHeader(
+                    str(view.get_dtype()), tuple(view.get_shape()), path
+                )
+        except (OSError, MemoryError, SafetensorError) as error:
+            if isinstance(error, MemoryError) or f"os error {errno.ENOMEM}" in str(error):
+                raise MemoryBudgetError(
+                    f"{path} cannot be mapped into memory: {bounded_text(error)}. Raise the limit "
+                    "of address space (RLIMIT_AS, ulimit -v), which counts mapped files"
+                ) from error
+            raise CheckpointError(
+                f"{path} is truncated or no safetensors file: {bounded_text(error)}"
+                f"{_lfs_hint(path)}"
+            ) from error
+
+
+def _lfs_hint(path: Path) -> str:
+    """Return what to do about a file that a `git clone` without LFS left in place of the data."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
+            return "; it is a Git LFS pointer, fetch the file itself with `git lfs pull`"
+    return ""
+
+
+def _weight_files(directory: Path) -> dict[str, Path]:
+    """Return the index (name → shard) of a sharded checkpoint, nothing for a single file."""
+    if has_file(directory / SINGLE_FILE):
+        return {}
+    index_path = directory / INDEX_FILE
+    if not has_file(index_path):
+        pickles = sorted(file.name for p in _PICKLE_PATTERNS for file in directory.glob(p))
+        if pickles:
+            raise CheckpointError(
+                f"{directory} holds weights as pickle files only ({', '.join(pickles[:3])}), which "
+                "can run code when they are loaded, so they are refused. Convert them to "
+                "safetensors where you trust them: load the model with transformers and call "
+                "model.save_pretrained(DIRECTORY)"
+            )
+        raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    weight_map = read_json_object(index_path, _INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or not _is_file_name(file):
+            raise CheckpointError(
+                f"{index_path} names {bounded_repr(file)}, which is no file beside it"
+            )
+    missing = sorted(file for file in set(weight_map.values()) if not has_file(directory / file))
+    if missing:
+        raise CheckpointError(f"{directory} lacks shards named by the index: {_first_of(missing)}")
+    return {name: directory / file for name, file in weight_map.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name cannot lead out of its directory."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
+def _first_of(names: Iterable[str]) -> str:
+    shown = [bounded_text(name, 100) for name in names]
+    rest = len(shown) - _FILES_SHOWN
+    return ", ".join(shown[:_FILES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

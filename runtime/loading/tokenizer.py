@@ -1,0 +1,246 @@
+"""A checkpoint's tokenizer: text to token ids, token ids to text, conversations to prompts.
+
+`Engine.tokenizer` is one of these. `text_stream` shows how token ids become text one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from ..bounded_repr import bounded_text
+from ..errors import CheckpointError, RequestError
+from ..prompt_ids import type_name
+from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
+from .checkpoint_files import has_file
+from .prompt_length import TokenBound
+from .text_stream import (
+    STREAMS,
+    Pieces,
+    TextStream,
+    component_state,
+    find_difference,
+    stages,
+    stream_kind,
+    tokenizer_errors,
+)
+from .tokenizer_config import TokenizerConfig
+
+__all__ = ["TextTokenizer", "load_tokenizer"]
+
+_POST_PROCESSORS_WITHOUT_TOKENS = frozenset({"ByteLevel"})
+_MAX_SHOWN_CHARS = 200
+
+
+class TextTokenizer:
+    """A checkpoint's tokenizer: text to token ids, token ids to text."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        templates: ChatTemplates | None = None,
+    ) -> None:
+        """Take over a tokenizer of the `tokenizers` library.
+
+        Args:
+            tokenizer: its truncation and padding, if any, are switched off: a prompt is served as
+                it is or refused, never silently cut.
+            eos_token_ids: tokens that end the model's output.
+            templates: the chat templates of the checkpoint.
+
+        Raises:
+            CheckpointError: it has a decoder whose text cannot be shown token by token.
+        """
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        """Tokens that end the model's output, those of the engine's requests."""
+        self._templates = templates or ChatTemplates({}, {})
+        decoder = component_state(tokenizer.decoder)
+        kind = stream_kind(decoder)
+        if kind is None:
+            raise CheckpointError(
+                f"its decoder {_shown(decoder)} may change text that was already shown, so output"
+                " cannot be streamed: without tokenizer.json, requests of token ids are served"
+            )
+        self.pieces = Pieces(tokenizer, decoder)
+        """What each token adds to a text."""
+        self._stream = STREAMS[kind]
+        difference = find_difference(kind, self.pieces)
+        if difference is not None:
+            raise CheckpointError(
+                f"its decoder {_shown(decoder)} gives {_shown(difference[1])} for tokens that"
+                f" give {_shown(difference[0])} one by one, so output cannot be streamed: without"
+                " tokenizer.json, requests of token ids are served"
+            )
+
+        self._bound = TokenBound(tokenizer)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Return a number of tokens that `text` has at least, 0 where that is not known.
+
+        Does not tokenise the text, and stops counting at `enough`: milliseconds for megabytes.
+        """
+        return self._bound.least(text, enough)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included. A model's vocabulary may be padded beyond."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of `text`.
+
+        With `special`, the checkpoint's post-processor adds its tokens (for example the one
+        that begins a text).
+
+        Raises:
+            RequestError: `text` is no valid Unicode, or the tokenizer cannot encode it.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"the text must be a str, not a {type_name(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate cannot be handed to the tokenizer
+            raise RequestError(f"the text is not valid Unicode: {text[:40]!a}") from error
+        with tokenizer_errors("encode the text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`. Ids without a token have none.
+
+        Raises:
+            RequestError: the tokenizer cannot decode them.
+        """
+        return self.pieces.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja sources of the checkpoint's chat templates by name, mostly `default` alone."""
+        return dict(self._templates.sources)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> str | list[int] | list[str] | list[list[int]]:
+        """Return the prompt of a conversation, or the prompts of a list of conversations.
+
+        The arguments are those of transformers' method of this name. Templates write the token
+        that begins a text themselves, so none is added: `encode` a text with `special=False`.
+
+        Args:
+            messages: a conversation, or a list of them.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts for templates that know them.
+            add_generation_prompt: end with the beginning of an assistant's message.
+            continue_final_message: leave the last message open; a string names its field.
+            chat_template: the name of one of `chat_templates`.
+            tokenize: return token ids instead of text.
+            **template_kwargs: more variables of the template.
+
+        Raises:
+            RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
+        """
+
+        def one(conversation: Any) -> str | list[int]:
+            prompt = ChatPrompt(
+                conversation,
+                tools,
+                documents,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                template_kwargs,
+            )
+            text = self.render(prompt)
+            return self.encode(text, special=False) if tokenize else text
+
+        if is_batch(messages):
+            return [one(conversation) for conversation in messages]  # type: ignore[return-value]
+        return one(messages)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
+        return self._templates.render(prompt)
+
+    def spelling(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token, quoted, for messages."""
+        return _shown(self._tokenizer.id_to_token(token_id))
+
+    def text_stream(
+        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """Return the state of a text that goes on after `prompt_ids`.
+
+        Raises:
+            RequestError: the tokenizer cannot decode the prompt.
+        """
+        return self._stream(self.pieces, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
+    """Return the tokenizer of a checkpoint directory, `None` where it has no `tokenizer.json`.
+
+    Without one, prompts must be token ids and outputs have no text. `add_bos_token` and
+    `add_eos_token` of `tokenizer_config.json` count where `tokenizer.json` has no post-processor
+    that adds tokens: it leaves open whether a text begins or ends with one.
+
+    Raises:
+        CheckpointError: a file that is not a tokenizer or contradicts itself, or a decoder whose
+            text cannot be shown token by token.
+    """
+    path = directory / "tokenizer.json"
+    if not has_file(path):
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare `Exception`
+        raise CheckpointError(f"{path} is not a tokenizer: {bounded_text(error)}") from error
+    config = TokenizerConfig.read(directory)
+    _add_begin_and_end(tokenizer, config)
+    templates = ChatTemplates(config.chat_templates, config.special_tokens)
+    try:
+        return TextTokenizer(tokenizer, eos_token_ids=eos_token_ids, templates=templates)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Set the post-processor that `tokenizer_config.json` asks for, if there is no other."""
+    kinds = {
+        part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
+    }
+    begin, end = config.added_tokens
+    if kinds - _POST_PROCESSORS_WITHOUT_TOKENS or not (begin or end):
+        return
+    tokens = [token for token in (begin, end) if token]
+    ids = {token: tokenizer.token_to_id(token) for token in tokens}
+    for token, token_id in ids.items():
+        if token_id is None:
+            raise CheckpointError(
+                f"{config.path} adds {_shown(token)} to every text, which tokenizer.json lacks"
+            )
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*([begin] if begin else []), "$A", *([end] if end else [])],
+        special_tokens=list(ids.items()),
+    )
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return repr(text) if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]!r}..."

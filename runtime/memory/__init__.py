@@ -1,0 +1,1 @@
+"""How much memory a model and its steps take, predicted and measured."""

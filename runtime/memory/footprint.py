@@ -1,0 +1,244 @@
+"""What a model will need, in bytes, before a weight of it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+import torch
+
+from ...cache.memory.model_footprint import BufferBytes, ModelFootprint
+from ...cache.spec import LayerGroup
+from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
+from ..config import ResolvedConfig, max_prefill_rows
+from ..errors import ConfigError
+from ..execution.inputs import EmbedInputs, StepInputs
+from ..execution.outputs import HostOutputs
+from ..execution.row_state import RowState
+from ..execution.step_sizes import StepSizes, most_table_updates
+from ..kernels import Kernels
+from ..loading.loader import fused_layout
+from ..models.config import ModelConfig
+
+__all__ = ["model_footprint", "weight_bytes"]
+
+GRAPH_BYTES_PER_STEP = 4 << 20
+"""What a captured step keeps beside the tensors of the shared pool: its kernel nodes. A first
+guess, which the plan's reconciliation sets against what was measured."""
+
+CPU_HEAP_FACTOR = Fraction(7, 2)
+"""Resident bytes of a step for each byte of its tensors, on a CPU: an upper bound. The C library
+keeps what is freed between operations for the next ones, in pieces that do not always fit. Measured
+were 1.7 to 3.4 times the tensors, and 1.1 times where MALLOC_MMAP_THRESHOLD_ is fixed (glibc; demo
+and preset:smollm2-135m)."""
+
+CPU_STEP_BYTES = 1 << 20
+"""What the resident set of a CPU grows by in any step, however small: pages of the heap and of
+code, and the kernel's way of counting them."""
+
+
+def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> int:
+    """Return the bytes of all parameters as the kernels store them."""
+    total = 0
+    for fused in fused_layout(config).values():
+        if len(fused.shape) == 2:
+            rows, columns = fused.shape
+            total += kernels.stored_bytes(rows, columns, dtype)
+        else:
+            total += math.prod(fused.shape) * dtype.itemsize
+    return total
+
+
+def model_footprint(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    kernels: Kernels,
+    groups: tuple[LayerGroup, ...],
+    *,
+    host_shared: bool,
+) -> ModelFootprint:
+    """Return every term of the memory plan as a function of blocks and batch tokens.
+
+    `host_shared`: the host's memory is the device's, so that the budget covers what lies there.
+
+    Raises:
+        ConfigError: `host_cache_bytes` is not zero and less than a block.
+    """
+    user = config.user
+    on_cpu = config.device.type == "cpu"
+    heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
+    steps = StepSizes.choose(config, kernels, user.prefill_chunk).keys()
+    layer_weight, head_weight = _unpacked_bytes(model, kernels)
+    footprint = ModelFootprint(
+        weight_bytes=weight_bytes(model, kernels, config.dtype),
+        groups=groups,
+        block_size=user.block_size,
+        max_num_seqs=user.max_num_seqs,
+        max_model_len=config.max_model_len,
+        prefill_chunk=user.prefill_chunk,
+        activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + layer_weight,
+        activation_bytes_per_token=math.ceil(heap * _activation_bytes(model, config, len(groups))),
+        read_bytes_per_position=0
+        if kernels.bounded_by_length
+        else math.ceil(heap * _gathered_bytes(model, config, groups[0].spec.sides)),
+        mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(model, config)),
+        logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
+        logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
+        static_bytes=_static_bytes(model, config, len(groups)),
+        graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
+        if config.mode == "graph"
+        else 0,
+        # On a CPU the mirror of a buffer is the buffer, and outputs are where they are read.
+        host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
+        host_shared=host_shared,
+    )
+    return dataclasses.replace(footprint, host_blocks=_host_blocks(config, footprint.block_bytes))
+
+
+def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
+    asked = config.user.host_cache_bytes
+    if 0 < asked < block_bytes:
+        raise ConfigError(
+            f"host_cache_bytes={asked} has no room for a block, which takes {block_bytes} bytes:"
+            " raise it, or set it to 0 for no host cache"
+        )
+    return asked // block_bytes
+
+
+def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> int:
+    """Tensors of one token in the layer, and the place of it, where most of them are alive.
+
+    Compiled code joins what is computed element by element; eager code makes a tensor of each
+    intermediate result, in float32 for norms and rotations.
+    """
+    size, eager = config.dtype.itemsize, not config.compiled
+    hidden, inner = model.hidden_size, model.intermediate_size
+    queries = model.query_size
+    attended = model.num_heads * model.value_dim
+    cached = model.num_kv_heads * model.head_dim * (1 if model.latent else 2)
+    mlp = size * ((4 if eager else 3) * inner + 3 * hidden)
+    attention = size * (2 * hidden + 2 * queries + 2 * cached + attended)
+    if eager:
+        attention += 12 * queries
+    norm = size * 2 * hidden + (12 * hidden if eager else 0)
+    rotation = 2 * 4 * model.rope_dim
+    indices = 8 * (5 + num_groups)
+    return max(mlp, attention, norm) + rotation + indices
+
+
+def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
+    """What the largest linear layer, and the head, make of their weights while they run."""
+    if kernels.make_stack is not None and model.latent is None:
+        return 0, 0  # its linear layers read weights as they are stored
+    layers = [
+        kernels.unpacked_bytes(*fused.shape)
+        for name, fused in fused_layout(model).items()
+        if len(fused.shape) == 2 and name.startswith("layers.")
+    ]
+    return max(layers), kernels.unpacked_bytes(model.vocab_size, model.hidden_size)
+
+
+def _gathered_bytes(model: ModelConfig, config: ResolvedConfig, sides: int) -> int:
+    """Copies of what one position holds in a layer, for kernels that gather what they read."""
+    vector, size = model.num_kv_heads * model.head_dim, config.dtype.itemsize
+    if config.storage == "model":
+        gathered = vector * size * (sides + 1)  # each side, and the last before it was masked
+    else:
+        # As stored, dequantised in float32 without and with its scale, and masked.
+        gathered = vector * ((sides - 1) * size + config.kv_element_bytes + 3 * 4)
+    if model.latent is not None:  # attention over keys wider than the values runs in float32
+        gathered += 4 * (vector + model.num_kv_heads * model.value_dim)
+    return gathered
+
+
+def _mask_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """What the reference attention holds of one token and one position that it may look at.
+
+    A bool; for every query head of a group a bool and a number to be added; and where torch has no
+    fused attention (capped scores, latents) the scores of every head, three times in float32.
+    """
+    per_group = model.num_heads // model.num_kv_heads
+    scores = 0
+    if model.latent is not None or model.attn_logit_softcapping is not None:
+        scores = 3 * 4 * model.num_heads
+    return 1 + per_group * (1 + config.dtype.itemsize) + scores
+
+
+def _logit_bytes(config: ResolvedConfig) -> int:
+    """What the full sampler holds of one logit.
+
+    Compiled: the logit itself, in float32, changed by the request's wishes, and as weight. Eager
+    code has a dozen more such tensors, of those three at a time while it bisects thresholds. They
+    are large pieces, which the heap of a CPU adds less to than to others.
+    """
+    size, eager = config.dtype.itemsize, not config.compiled
+    held = size + (44 if eager else 14)
+    if config.device.type != "cpu":
+        return held
+    return 2 * held if eager else held * 3 // 2
+
+
+def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+    inputs = _input_bytes(model, config, num_groups)
+
+    def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
+        rows = RowState.bytes_for(
+            config.user.max_num_seqs, num_groups, row_blocks, model.vocab_size
+        )
+        return rows + inputs(prefill_tokens, row_blocks)
+
+    return static_bytes
+
+
+def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+    """What the runner allocates for the inputs of its steps, alignment included."""
+    user = config.user
+    alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
+
+    def input_bytes(prefill_tokens: int, row_blocks: int) -> int:
+        longest = dataclasses.replace(config, max_model_len=row_blocks * user.block_size)
+        inputs = StepInputs.layout(
+            max_num_seqs=user.max_num_seqs,
+            prefill_tokens=prefill_tokens,
+            prefill_rows=max_prefill_rows(user.max_num_seqs),
+            table_updates=most_table_updates(longest, num_groups),
+        )
+        total = _allocation_bytes(inputs, alignment)
+        if user.prompt_embeds:
+            embeds = EmbedInputs.layout(
+                prefill_tokens=prefill_tokens, hidden_size=model.hidden_size
+            )
+            total += _allocation_bytes(embeds, alignment)
+        return total
+
+    return input_bytes
+
+
+def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+    """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
+    inputs, user = _input_bytes(model, config, num_groups), config.user
+    outputs = HostOutputs.bytes_for(
+        user.max_num_seqs,
+        max_prefill_rows(user.max_num_seqs),
+        model.vocab_size,
+        user.steps_per_launch,
+    )
+
+    def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
+        return inputs(prefill_tokens, row_blocks) + outputs
+
+    return host_bytes
+
+
+def _nothing(prefill_tokens: int, row_blocks: int) -> int:
+    return 0
+
+
+def _allocation_bytes(specs: Mapping[str, TensorSpec], alignment: int) -> int:
+    """Bytes of `StaticBuffers.allocate`: each field begins on an aligned boundary."""
+    end = 0
+    for spec in specs.values():
+        end = -(-end // alignment) * alignment + spec.nbytes
+    return end

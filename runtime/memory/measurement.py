@@ -1,0 +1,336 @@
+"""Measures what steps hold while they run, and what each phase of a start leaves behind.
+
+What lives as long as the engine can be asked for its size. Activations, logits and masks come and
+go within a step: steps are run on padding, which is harmless once they are prepared, and the peak
+is read.
+
+    prefill step, few and many tokens, narrow      activations grow with the tokens
+    prefill step, narrow and wide                  masks grow with the positions read
+    decode step of all rows, narrow and wide       where keys and values are gathered, the widest
+    decode step of few and all rows, full sampler  logits
+
+A step that takes too long for a start is not run: its peak follows from two smaller ones. Captured
+steps cannot be watched while they are replayed; they are watched while they are warmed up.
+
+On a CPU this concerns the whole process: for each peak the C library gives back what it keeps for
+later (`malloc_trim`), and the peak of the resident set that the kernel keeps (VmHWM, which
+`getrusage` and `/usr/bin/time` show) begins anew (`/proc/self/clear_refs`). Whoever watches that
+peak from outside sees it from the start of an engine on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ...cache.memory.device_memory import peak_bytes, resident_bytes
+from ..execution.runner import Runner
+from ..execution.step_functions import StepKey
+from ..execution.step_sizes import StepSizes
+from ..kernels import Kernels
+
+__all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "measure_steps"]
+
+_SECONDS_PER_SERIES = 0.06
+"""Of this thread, for each of the rows above."""
+
+_SHARE_OF_PREPARATION = 0.02
+"""Of the seconds that preparing took, for each of the rows where that is more: who has waited for
+a compiler does not notice, and the machine may be slow because others use it."""
+
+_LEAST_PART = 8
+"""A peak is continued to steps of so many times the size, no further."""
+
+_SECONDS_WITH_MASKS = 0.12
+"""The same for reference kernels, whose steps take long where they read much."""
+
+_LEAST_DIFFERENCE = 1 << 20
+"""Bytes between two steps below which the resident set of a process tells nothing."""
+
+_UNREADABLE = "not measured: this system does not tell the peak of the resident set"
+
+
+class _UnreadablePeakError(Exception):
+    """The peak of a step cannot be read, or no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes that the process held on the device around a phase of the start."""
+
+    name: str
+    before: int
+    after: int
+    seconds: float
+
+
+class PhaseLog:
+    """The phases of a start, in order. On a CPU bytes are those of the resident set."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Read what `device` holds, from now on."""
+        self._device = device
+        self.phases: list[Phase] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record what the block leaves behind."""
+        before, began = resident_bytes(self._device), time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self.phases.append(Phase(name, before, resident_bytes(self._device), seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Measured bytes of terms of the plan, by their names, and how they came about."""
+
+    measured: Mapping[str, int]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+class CapturePeaks:
+    """CUDA memory while a library is prepared: peaks of warm-ups, and what all captures hold.
+
+    See `PreparationWatcher`. The steps are warmed up before the first of them is captured, so that
+    a peak is that of a step, and what the device loses from then on is held by captures.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin before the first step is prepared."""
+        self._device = device
+        self.peaks: dict[StepKey, int] = {}
+        self.pool_bytes = 0
+        """What the memory pool of the captures has grown to: it holds what steps hold."""
+        self.captured_bytes = 0
+        """What the device has lost to all captures: their pool and the nodes of their graphs."""
+        self._reserved, self._free = 0, 0
+        self._held = self._begin()
+
+    def warmed_up(self, key: StepKey) -> None:
+        """Take the peak since the last call as that of `key`.
+
+        Memory that stays allocated (workspaces of libraries) is not counted for the step.
+        """
+        peak, held = torch.cuda.max_memory_allocated(self._device), self._held
+        self._held = self._begin()
+        self.peaks[key] = max(0, peak - max(held, self._held))
+
+    def begin_captures(self) -> None:
+        """Note what the device has left before the first capture."""
+        self._reserved, self._free = self._settled()
+
+    def end_captures(self) -> None:
+        """Compare with what it has left after the last one."""
+        reserved, free = self._settled()
+        self.pool_bytes = max(0, reserved - self._reserved)
+        self.captured_bytes = max(0, self._free - free)
+
+    def _begin(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def _settled(self) -> tuple[int, int]:
+        """Return bytes that torch reserves and that the device has free, with nothing under way."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(torch.cuda.memory_reserved(self._device)), int(free)
+
+
+def measure_steps(
+    runner: Runner,
+    kernels: Kernels,
+    captured: CapturePeaks | None = None,
+    *,
+    have_run: bool = True,
+) -> StepMemory:
+    """Measure activations, attention masks and logits of a prepared runner that is idle.
+
+    Args:
+        runner: whose steps are run.
+        kernels: what they run.
+        captured: has watched the preparation of steps that are replayed.
+        have_run: whether every step has run when it was prepared. Else each runs once unseen: what
+            libraries keep of a shape from its first run on (code, plans, workspaces) is megabytes,
+            not the step's, and would grow with the steps that its peak is continued to.
+    """
+    if captured is not None:
+        return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
+    try:
+        peaks = _watch_steps(runner, kernels, have_run)
+    except _UnreadablePeakError:
+        remarks = dict.fromkeys(("activations", "logits"), _UNREADABLE)
+        if kernels.masks:
+            return StepMemory({}, {**remarks, "attention_masks": _UNREADABLE})
+        return StepMemory({"attention_masks": 0}, remarks)
+    return _terms(peaks, runner.sizes, kernels)
+
+
+def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepKey, int]:
+    """Run the steps above; return their peaks. Raises `_UnreadablePeakError`."""
+    sizes = runner.sizes
+    peaks: dict[StepKey, int] = {}
+
+    def launch(key: StepKey) -> None:
+        runner.library.launch(key)
+
+    def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
+        measured = _measure_series(keys, launch, runner.device, seconds, have_run)
+        peaks.update({key: peak for key, (peak, _) in measured.items()})
+        return {key: took for key, (_, took) in measured.items()}
+
+    narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
+    for smallest in (
+        sizes.prefill_key(1, narrow, full_sampler=False),
+        sizes.decode_key(1, narrow, full_sampler=True),
+    ):
+        launch(smallest)  # what only the first launch takes, unprepared steps above all
+    preparation = sum(report.seconds for report in runner.library.reports())
+    least = _SECONDS_WITH_MASKS if kernels.masks else _SECONDS_PER_SERIES
+    seconds = max(least, _SHARE_OF_PREPARATION * preparation)
+    prefill = series(
+        [sizes.prefill_key(n, narrow, full_sampler=False) for n in sizes.tokens], seconds
+    )
+    series([sizes.decode_key(n, narrow, full_sampler=True) for n in sizes.rows], seconds)
+    if wide > narrow:
+        widths = list(sizes.read_blocks)
+        rows = sizes.rows.largest
+        series([sizes.decode_key(rows, w, full_sampler=False) for w in widths], seconds)
+    if wide > narrow and kernels.masks:
+        # Enough tokens for masks to stand out, few enough for a wider step to be done in time.
+        quick = [key.size for key, took in prefill.items() if took < seconds / 4]
+        tokens = max(quick, default=sizes.tokens.sizes[0])
+        series([sizes.prefill_key(tokens, w, full_sampler=False) for w in widths], seconds)
+    return peaks
+
+
+def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
+    """Add what captures hold beside the pool in which their activations lie."""
+    held, pool = captured.captured_bytes, captured.pool_bytes
+    note = f"beside a pool of {pool} bytes for activations, logits and masks"
+    each = sum(report.bytes for report in runner.library.reports())
+    if each != held:
+        # The one is measured around all captures at once, the other around each of them.
+        note += f"; the captures one by one took {each} bytes of {held}"
+    return StepMemory(
+        {**memory.measured, "captured_graphs": max(0, held - pool)},
+        {**memory.notes, "captured_graphs": note},
+    )
+
+
+def _measure_series(
+    keys: Sequence[StepKey],
+    launch: Callable[[StepKey], None],
+    device: torch.device,
+    left: float,
+    have_run: bool,
+) -> dict[StepKey, tuple[int, float]]:
+    """Peak and seconds of the first step and of the largest ones that are done in `left` seconds.
+
+    Runs that are not watched come on top of those. `keys` differ in size or in width, ascending,
+    and no step takes longer than in proportion. Raises `_UnreadablePeakError`.
+    """
+    peaks: dict[StepKey, tuple[int, float]] = {}
+    index = 0
+    while True:
+        key = keys[index]
+        if not have_run:
+            launch(key)
+        began = time.thread_time()  # of this thread: other processes do not count
+        peak = peak_bytes(lambda key=key: launch(key), device)  # type: ignore[misc]
+        seconds = time.thread_time() - began
+        if peak is None:
+            raise _UnreadablePeakError
+        peaks[key] = peak, seconds
+        left -= seconds
+        affordable = [
+            later
+            for later in range(index + 1, len(keys))
+            if seconds * _extent(keys[later]) <= left * _extent(key)
+        ]
+        if not affordable:
+            return peaks
+        index = affordable[-1]
+
+
+def _extent(key: StepKey) -> int:
+    return key.size * key.read_blocks
+
+
+def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> StepMemory:
+    """Take apart what the steps have in common."""
+    narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
+    tokens, rows = sizes.tokens.largest, sizes.rows.largest
+
+    def of(phase: str, full_sampler: bool) -> list[tuple[StepKey, int]]:
+        kind = (phase, full_sampler, 1)
+        return [(k, p) for k, p in peaks.items() if (k.phase, k.full_sampler, k.steps) == kind]
+
+    measured: dict[str, int] = {}
+    remarks: dict[str, str] = {}
+    prefill = {k.size: p for k, p in of("prefill", False) if k.read_blocks == narrow}
+    by_tokens = _Line.through(prefill, tokens)
+
+    masks_per_block = 0.0
+    size = max((k.size for k, _ in of("prefill", False) if k.read_blocks > narrow), default=0)
+    widths = {k.read_blocks: p for k, p in of("prefill", False) if k.size == size}
+    decode = {k.read_blocks: p for k, p in of("decode", False) if k.size == rows}
+    if not kernels.masks:
+        measured["attention_masks"] = 0
+    elif narrow == wide:
+        remarks["attention_masks"] = "part of the activations: all steps read the same width"
+    elif size * max(widths, default=0) * _LEAST_PART < tokens * wide:
+        remarks["attention_masks"] = "not measured: a step wide enough takes too long"
+    elif widths[max(widths)] - widths[min(widths)] < _LEAST_DIFFERENCE:
+        remarks["attention_masks"] = "not measured: too little to tell"
+    else:
+        # A prefill step reads one row at a time, a decode step all rows at once: what it gathers.
+        gathered = _Line.through(decode, wide).slope / rows if decode else 0.0
+        slope = max(0.0, _Line.through(widths, wide).slope - gathered)
+        masks_per_block = slope * tokens / size
+        measured["attention_masks"] = round(masks_per_block * wide)
+        if (size, max(widths)) != (tokens, wide):
+            remarks["attention_masks"] = (
+                f"from steps of {size} tokens that read up to {max(widths)} of {wide} blocks"
+            )
+
+    if max(prefill) * _LEAST_PART < tokens or max(decode, default=wide) * _LEAST_PART < wide:
+        remarks["activations"] = "not measured: a step large enough takes too long"
+    else:
+        activations = by_tokens.value - masks_per_block * narrow
+        if decode:
+            activations = max(activations, _Line.through(decode, wide).value)
+        measured["activations"] = max(0, round(activations))
+        if max(prefill) < tokens:
+            remarks["activations"] = f"from steps of up to {max(prefill)} of {tokens} tokens"
+        elif max(decode, default=wide) < wide:
+            remarks["activations"] = f"from steps that read up to {max(decode)} of {wide} blocks"
+
+    sampled = {k.size: p for k, p in of("decode", True) if k.read_blocks == narrow}
+    if max(sampled) * _LEAST_PART < rows:
+        remarks["logits"] = "not measured: a step of enough rows takes too long"
+    else:
+        measured["logits"] = round(_Line.through(sampled, rows).value)
+        if max(sampled) < rows:
+            remarks["logits"] = f"from steps of up to {max(sampled)} of {rows} rows"
+    return StepMemory(measured, remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A straight line through the two largest points, read where the largest step is."""
+
+    value: float
+    slope: float
+
+    @classmethod
+    def through(cls, points: Mapping[int, int], at: int) -> _Line:
+        """`points` are size -> bytes; a single one is continued in proportion."""
+        *_, (x1, y1), (x2, y2) = [(0, 0), *sorted(points.items())]
+        slope = max(0.0, (y2 - y1) / (x2 - x1))
+        return cls(y2 + slope * (at - x2), slope)

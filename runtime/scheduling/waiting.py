@@ -1,0 +1,61 @@
+"""Requests without a row, in the order in which they are served. No torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from ..request import Request, RequestStatus
+
+__all__ = ["WaitingQueue"]
+
+
+def _is_alive(request: Request) -> bool:
+    return request.status is not RequestStatus.FINISHED
+
+
+class WaitingQueue:
+    """A heap by `Request.order`. Requests that ended stay in it until they surface."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._num_alive = 0
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return self._num_alive
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those requests, in any order."""
+        return (request for _, request in self._heap if _is_alive(request))
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        heapq.heappush(self._heap, (request.order, request))
+        self._num_alive += 1
+
+    def head(self) -> Request | None:
+        """Return the request to be served first, or None."""
+        while self._heap:
+            request = self._heap[0][1]
+            if _is_alive(request):
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> None:
+        """Take the head out."""
+        assert self.head() is not None, "the queue is empty"
+        heapq.heappop(self._heap)
+        self._num_alive -= 1
+
+    def drop_ended(self) -> None:
+        """Note that one of the requests has ended."""
+        self._num_alive -= 1
+        if len(self._heap) > 2 * self._num_alive + 64:
+            self._heap = [entry for entry in self._heap if _is_alive(entry[1])]
+            heapq.heapify(self._heap)
+
+    def check_integrity(self) -> None:
+        """Assert that the count is right."""
+        assert sum(1 for _ in self) == self._num_alive

@@ -1,0 +1,1 @@
+"""Command-line tools. Only they and `bench` import this package."""

@@ -1,0 +1,399 @@
+"""Compiles recorded launches for a GPU that need not be there, and says what the kernels take.
+
+`record_launches` writes down what a step would launch; here each launch becomes machine code for a
+compute capability, specialised as Triton's own launcher would: an integer of 1 is a constant, and
+integers and addresses that 16 divides are known to be so. Triton brings the assembler and the
+program that reads registers and memory out of the result, so no CUDA is needed.
+
+    python -m stepgraph.runtime.tools.compile_ahead --model preset:llama-3.2-1b --rows 1 8 32
+
+compiles what the decode and prefill steps of a model launch, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ..kernels.triton.launch import INTERPRETED, KernelLaunch
+from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
+from ..kernels.triton.ptx import PtxSummary, summarize_ptx
+
+__all__ = [
+    "CompileAheadError",
+    "CompiledKernel",
+    "SHARED_MEMORY_LIMIT",
+    "compile_launches",
+    "early_reads",
+]
+
+SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Compute capability -> bytes of shared memory that a program may have. Source: CUDA Programming
+Guide, "Technical Specifications per Compute Capability"."""
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+class CompileAheadError(RuntimeError):
+    """Kernels cannot be compiled here, or not for that device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledKernel:
+    """A kernel as it would run on a device; sizes in bytes, of memory a program or a thread has."""
+
+    name: str
+    capability: int
+    constants: dict[str, Any]
+    """With numbers that became constants because they are 1, and tensors that are None."""
+    num_warps: int
+    num_stages: int
+    registers: int
+    """Of a thread."""
+    shared_bytes: int
+    stack_bytes: int
+    """Of a thread; what does not fit the registers is spilled there."""
+    local_bytes: int
+    seconds: float
+    """That compiling took; near zero where Triton's cache on disk had it."""
+    parameters: tuple[str, ...]
+    """Names of the parameters that are left, as `order` counts them."""
+    order: PtxSummary
+    ptx: str
+    cubin: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the code."""
+        named = {self.parameters[i]: width for i, width in self.order.loads.items()}
+        return {
+            **{k: getattr(self, k) for k in ("name", "capability", "num_warps", "num_stages")},
+            "constants": {k: v if _is_plain(v) else str(v) for k, v in self.constants.items()},
+            **{k: getattr(self, f"{k}_bytes") for k in ("shared", "stack", "local")},
+            "registers": self.registers,
+            "seconds": self.seconds,
+            "load_bytes": named,
+            "early_loads": [self.parameters[i] for i in sorted(self.order.early_loads)],
+            "stores": [self.parameters[i] for i in sorted(self.order.stores)],
+            "waits": self.order.waits,
+            "lets_dependents_start": self.order.lets_dependents_start,
+            "faults": self.faults,
+        }
+
+    @property
+    def title(self) -> str:
+        """Its name, or that of the operation that it is launched as."""
+        return str(self.constants.get("NAME", self.name.strip("_")))
+
+    @property
+    def choices(self) -> str:
+        """The constants that tell this kernel from others of its name, as text."""
+        constants = [
+            f"{name}={value}"
+            for name, value in self.constants.items()
+            if value and not name.islower() and name not in ("NAME", "PDL")
+        ]
+        return " ".join([*constants, f"warps={self.num_warps}", f"stages={self.num_stages}"])
+
+    @property
+    def loads(self) -> str:
+        """Bytes of the widest load of a thread from each tensor, as text; * if before the wait."""
+        return " ".join(
+            f"{self.parameters[index]}:{width}{'*' * (index in self.order.early_loads)}"
+            for index, width in sorted(self.order.loads.items())
+            if width
+        )
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be: spilled registers, too much shared memory, a broken order."""
+        found = list(self.order.faults)
+        if self.stack_bytes or self.local_bytes:
+            found.append(f"spills ({self.stack_bytes} + {self.local_bytes} bytes)")
+        if self.shared_bytes > SHARED_MEMORY_LIMIT[self.capability]:
+            found.append("too much shared memory")
+        if self.constants.get("PDL") and not self.order.waits:
+            found.append("never waits")
+        return found
+
+
+def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Iterator[CompiledKernel]:
+    """Compile each of the launches, equal ones once; yield a kernel for each launch, in order.
+
+    Args:
+        launches: as `record_launches` returns them; tensors may be on any device, "meta" too.
+        capability: compute capability times ten, one of `SHARED_MEMORY_LIMIT`.
+
+    Raises:
+        CompileAheadError: kernels are interpreted in this process, or the capability is unknown.
+        triton.CompilationError: what Triton does not compile.
+    """
+    _check(capability)
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    compiled: dict[str, CompiledKernel] = {}
+    for launch in launches:
+        constants = dict(launch.constants)
+        options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        # What a launch asks the device for.
+        if launch.cooperative:
+            options["launch_cooperative_grid"] = True
+        if "PDL" in constants:
+            constants["PDL"] = capability >= 90
+            options["launch_pdl"] = constants["PDL"]
+        if "NATIVE_FP8" in constants:
+            constants["NATIVE_FP8"] = capability >= 89
+        # These two are what Triton's launcher does between a call and its cache of kernels.
+        bind = create_function_from_signature(
+            launch.kernel.signature, launch.kernel.params, backend
+        )
+        bound, specialization, _ = bind(*launch.args, **constants, **options)
+        parsed, signature, values, attributes = launch.kernel._pack_args(
+            backend, {**constants, **options}, bound, specialization, options
+        )
+        source = ASTSource(launch.kernel, signature, values, attributes)
+        key = f"{source.hash()} {options}"
+        if key not in compiled:
+            started = time.perf_counter()
+            made = triton.compile(source, target=target, options=parsed.__dict__)
+            seconds = time.perf_counter() - started
+            names = list(signature)
+            ptx: str = made.asm["ptx"]
+            cubin: bytes = made.asm["cubin"]
+            registers, stack_bytes, static_bytes, local_bytes = _resources(cubin)
+            compiled[key] = CompiledKernel(
+                name=launch.name,
+                capability=capability,
+                constants={names[path[0]]: value for path, value in values.items()},
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                registers=registers,
+                shared_bytes=max(made.metadata.shared, static_bytes),
+                stack_bytes=stack_bytes,
+                local_bytes=local_bytes,
+                seconds=seconds,
+                parameters=tuple(n for n, kind in signature.items() if kind != "constexpr"),
+                order=summarize_ptx(ptx),
+                ptx=ptx,
+                cubin=cubin,
+            )
+        yield compiled[key]
+
+
+def early_reads(launches: Sequence[KernelLaunch], kernels: Sequence[CompiledKernel]) -> list[str]:
+    """Say which kernels load before their wait what some kernel of the same step writes.
+
+    Args:
+        launches: of a whole step.
+        kernels: what they were compiled to, one each.
+    """
+    written: dict[int, str] = {}
+    for launch, kernel in zip(launches, kernels, strict=True):
+        for index in kernel.order.stores:
+            written[_storage(launch, kernel.parameters[index])] = launch.name
+    found = [
+        f"{launch.name} loads {kernel.parameters[index]}, which {writer} writes, before it waits"
+        for launch, kernel in zip(launches, kernels, strict=True)
+        for index in sorted(kernel.order.early_loads)
+        if (writer := written.get(_storage(launch, kernel.parameters[index]))) is not None
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _check(capability: int) -> None:
+    """Raise CompileAheadError where nothing can be compiled for this capability."""
+    if INTERPRETED:
+        raise CompileAheadError(
+            "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
+        )
+    if capability not in SHARED_MEMORY_LIMIT:
+        known = ", ".join(map(str, SHARED_MEMORY_LIMIT))
+        raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _storage(launch: KernelLaunch, parameter: str) -> int:
+    """Return the identity of the memory behind an argument."""
+    tensor = launch.args[launch.kernel.arg_names.index(parameter)]
+    assert isinstance(tensor, torch.Tensor), parameter
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int, int]:
+    """Return registers and bytes of stack, of static shared and of local memory."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [os.fspath(program), "-res-usage", file.name], capture_output=True, text=True
+        )
+    usage = _USAGE.search(done.stdout)
+    if usage is None:
+        raise CompileAheadError(f"{program} says nothing: {done.stderr.strip() or done.stdout}")
+    registers, stack_bytes, shared_bytes, local_bytes = map(int, usage.groups())
+    return registers, stack_bytes, shared_bytes, local_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile what a model launches and print a table; return 1 where a kernel has faults."""
+    options = _parse(arguments)
+    # Only the command needs models, which are made of kernels.
+    from ..config import EngineConfig
+    from ..errors import StepgraphError
+    from .recorded_steps import record_layers, record_steps
+
+    document: dict[str, Any] = {"model": options.model, "steps": [], "kernels": []}
+    kernels: dict[CompiledKernel, list[str]] = {}
+    faults: list[str] = []
+    try:
+        config = EngineConfig(
+            dtype=options.dtype,
+            weight_dtype=options.weight_dtype,
+            kv_dtype=options.kv_dtype,
+            max_model_len=options.max_model_len,
+        )
+        for capability in options.capability:
+            _check(capability)
+        for capability in options.capability:
+            steps = record_steps(
+                options.model,
+                config,
+                rows=options.rows,
+                tokens=options.tokens,
+                capability=capability,
+            )
+            # Products of more rows are the library's untuned, and these kernels' where tuned so.
+            if many := [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]:
+                steps += record_steps(
+                    options.model,
+                    config,
+                    rows=many,
+                    tokens=(),
+                    capability=capability,
+                    library=False,
+                )
+            if few := [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]:
+                steps += record_steps(
+                    options.model, config, rows=few, tokens=(), capability=capability, pairs=True
+                )
+            steps += record_layers(
+                options.model, config, tokens=options.tokens, capability=capability
+            )
+            if not document["steps"]:  # of any device there are as many
+                for step in steps:
+                    counts = Counter(launch.name for launch in step.launches)
+                    document["steps"].append({"name": step.name, "launches": dict(counts)})
+                    print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
+            launches = itertools.chain.from_iterable(step.launches for step in steps)
+            compiled = compile_launches(launches, capability)
+            for step in steps:
+                made = list(itertools.islice(compiled, len(step.launches)))
+                for kernel in made:
+                    kernels.setdefault(kernel, []).append(step.name)
+                faults += [f"{step.name}: {text}" for text in early_reads(step.launches, made)]
+    except (CompileAheadError, StepgraphError) as error:
+        print(f"compile_ahead: error: {error}", file=sys.stderr)
+        return 1
+    for kernel in kernels:
+        faults += [f"{kernel.title} sm_{kernel.capability}: {text}" for text in kernel.faults]
+    document["kernels"] = [
+        kernel.to_json() | {"steps": list(dict.fromkeys(names))}
+        for kernel, names in kernels.items()
+    ]
+    document["faults"] = list(dict.fromkeys(faults))
+    print(kernel_table(list(kernels)))
+    print("\n".join(document["faults"]) or "no faults")
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if faults else 0
+
+
+def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
+    """Return what kernels take as a table in Markdown, aligned to be read as text."""
+    head = ("kernel", "sm", "constants", "registers", "shared", "stack", "local", "loads", "s")
+    rows = [
+        (
+            kernel.title,
+            str(kernel.capability),
+            kernel.choices,
+            str(kernel.registers),
+            str(kernel.shared_bytes),
+            str(kernel.stack_bytes),
+            str(kernel.local_bytes),
+            kernel.loads,
+            f"{kernel.seconds:.1f}",
+        )
+        for kernel in kernels
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in (head, tuple("-" * w for w in widths), *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stepgraph.runtime.tools.compile_ahead",
+        description="Compile the kernels of a model's steps for a GPU that need not be there.",
+    )
+    parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
+    parser.add_argument(
+        "--rows", nargs="+", type=_positive, default=[1, 8, 32], help="decode steps"
+    )
+    parser.add_argument("--tokens", nargs="*", type=_positive, default=[512], help="prefill steps")
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="compile decode steps of up to 4 rows with pairs of products as one kernel too",
+    )
+    parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="as of bench.py, so the next ones",
+    )
+    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""docs/configuration.md, written from the docstrings of the classes that configure an engine.
+
+python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...profiling.whole_files import WriteError, write_file
+from ..config import EngineConfig
+from ..sampling_params import SamplingParams
+
+__all__ = ["described_fields", "reference"]
+
+CONFIGURED: tuple[type, ...] = (EngineConfig, SamplingParams)
+_WIDTH = 110
+_PREAMBLE = """\
+<!-- python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md -->
+
+# Configuration
+
+The fields of `EngineConfig`, which `Engine.from_pretrained` takes, and of `SamplingParams`, which a
+request takes. Both are frozen dataclasses with keyword arguments; `help(EngineConfig)` and
+`help(SamplingParams)` print the same text. A value of another type or out of its range is refused
+when the object is made.
+"""
+
+
+def described_fields(configured: type) -> dict[str, str]:
+    """Return what the section Attributes of a dataclass's docstring says of each field.
+
+    Raises:
+        ValueError: the section does not have each field once, in the order of the class.
+    """
+    _, _, rest = inspect.getdoc(configured).partition("\nAttributes:\n")  # type: ignore[union-attr]
+    section = textwrap.dedent(re.split(r"^(?=\S)", rest, maxsplit=1, flags=re.MULTILINE)[0])
+    entries = re.findall(r"^(\w+): (.*(?:\n[ \n].*)*)", section, flags=re.MULTILINE)
+    names = [field.name for field in dataclasses.fields(configured)]
+    described = [name for name, _ in entries]
+    if described != names:
+        wrong = sorted({*names} ^ {*described}) or ["the order"]
+        raise ValueError(
+            f"the section Attributes of {configured.__name__}'s docstring and its fields differ in"
+            f" {', '.join(wrong)}: describe each field there, in the order of the class"
+        )
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def reference() -> str:
+    """Return the page: every field with its type, default and description."""
+    return "\n".join([_PREAMBLE, *(_section(configured) for configured in CONFIGURED)])
+
+
+def _section(configured: type) -> str:
+    texts = described_fields(configured)
+    entries = [f"## {configured.__name__}\n"]
+    for field in dataclasses.fields(configured):
+        entry = (
+            f"- `{field.name}` (`{field.type}`, default `{field.default!r}`): {texts[field.name]}"
+        )
+        entries.append(textwrap.fill(entry, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(entries) + "\n"
+
+
+def _main(arguments: Sequence[str]) -> int:
+    """Write the page to the one path that is given; return the exit status."""
+    try:
+        (path,) = map(Path, arguments)
+        write_file(path, reference())
+    except (ValueError, WriteError) as error:
+        print(f"stepgraph.runtime.tools.configuration_reference: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,393 @@
+"""The kernels of a decoder layer, one by one, each over tensors of a model's shapes.
+
+For compiling them ahead of time, where the tensors have no memory (device "meta"), for checking
+them against their references (`tools/verify_kernels.py`), and for timing them: then there are
+several copies of weights and cache, so that each launch reads what no cache holds any more. The
+tensors are shared as a step shares them: what one kernel writes the next reads. Needs triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...cache.arena import Arena
+from ..config import ResolvedConfig
+from ..engine.startup import layer_groups
+from ..kernels import AttentionForm, quantise_weight
+from ..kernels.ops.kv_storage import read_blocks
+from ..kernels.triton.activation import activate_rows
+from ..kernels.triton.combine_output import (
+    combine_output,
+    product_combines,
+    reference_combine_output,
+)
+from ..kernels.triton.decode_attention import decode_attention, reference_decode_attention
+from ..kernels.triton.gate_up import gate_up, reference_gate_up
+from ..kernels.triton.head import head, reference_head
+from ..kernels.triton.launch import num_multiprocessors
+from ..kernels.triton.linear import GpuLinear, Norm, Pending
+from ..kernels.triton.matmul import library_linear
+from ..kernels.triton.norm import norm_rows
+from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
+from ..kernels.triton.paged_attention import triton_paged_attention
+from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
+from ..kernels.triton.split_attention import (
+    choose_tile,
+    new_counters,
+    new_partials,
+    reference_combine_splits,
+)
+from ..kernels.triton.splits import choose_splits
+from ..kernels.triton.store import rotate_and_store, store_keys_and_values
+from ..models.config import ModelConfig
+
+__all__ = ["KernelCase", "decode_cases", "launch_prefill"]
+
+_STANDARD_DEVIATION = 0.02
+"""Of weights; what they multiply has one of about 1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel, as often as a layer has it: once."""
+
+    name: str
+    """As in `profiling/kernel_costs.py`."""
+    run: Callable[[int], None]
+    """Launches it over copy number `i` (modulo their number) of what it reads."""
+    outputs: Callable[[], Sequence[Tensor]]
+    """Tensors that the last launch wrote and does not read: workspace and results."""
+    results: Callable[[], Sequence[Tensor]]
+    """Results of the last launch over copy 0, as `reference` returns them."""
+    reference: Callable[[], Sequence[Tensor]]
+    """The same in plain torch, from the current inputs, which it does not change."""
+    updates: tuple[Tensor, ...] = ()
+    """Tensors that it overwrites with a result, and that it or an earlier kernel reads."""
+    library: Callable[[int], object] | None = None
+    """The library's product of the same shape, without norm, activation and residual."""
+
+
+def decode_cases(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    context: int,
+    copies: int = 1,
+) -> list[KernelCase]:
+    """Return the five operations of a layer that decodes, and the projection to the vocabulary.
+
+    Args:
+        model: shapes; without latent attention.
+        config: dtype, storage of weights and cache, block size.
+        device: where the tensors are; "meta" for none.
+        rows: that decode, at most `linear.ROW_CLASSES[-1]`.
+        context: tokens of each row, the newest included.
+        copies: of weights and cache.
+    """
+    assert model.latent is None
+    shapes = _Tensors(model, config, device)
+    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
+    kv_heads, size = model.num_kv_heads, model.head_dim
+    family = model.family
+    form = _form(model, config)
+    width = (heads + 2 * kv_heads) * size
+    biased, mlp_biased = model.attention_bias, model.mlp_bias
+    norms = [shapes.norm() for _ in range(copies)]
+    qkv = [shapes.linear(width, hidden, biased) for _ in range(copies)]
+    output = [shapes.linear(hidden, heads * size, biased) for _ in range(copies)]
+    gates = [shapes.linear(2 * inner, hidden, mlp_biased) for _ in range(copies)]
+    down = [shapes.linear(hidden, inner, mlp_biased) for _ in range(copies)]
+    vocabulary = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
+    q_norm, k_norm = (shapes.ones(size) if family.qk_norm else None for _ in range(2))
+
+    cache = _Cache(model, config, device, form, rows, context, copies)
+    tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
+    splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
+    partials, counters = new_partials(rows, heads, splits, size, device), new_counters(device)
+    partials.acc.normal_()
+    partials.m.normal_()
+    partials.l.uniform_(0.5, 1.5)
+    combining = product_combines(partials.acc, output[0], config.dtype)
+    x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
+    qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
+    attended_TK = shapes.activations(rows, heads * size)
+    angles = torch.rand(rows, size // 2, device=device)
+    cos_TE, sin_TE = angles.cos(), angles.sin()
+
+    # Families that norm what attention and MLP return leave it to the next kernel to add that.
+    def pending(out: Tensor = x_next) -> Pending | None:
+        return Pending(delta, norms[0], out) if family.output_norms else None
+
+    residual, target = (None, delta) if family.output_norms else (x, x)
+    added = [x_next] if family.output_norms else []
+    softcap, gelu = model.final_logit_softcapping or 0.0, model.hidden_act != "silu"
+    scores: list[Tensor] = []
+
+    def attend(i: int) -> None:
+        decode_attention(
+            *(qkv_TN, cache.arena, i % copies, q_norm, k_norm, model.rms_norm_eps),
+            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
+            *(cache.token_rows_T, cache.positions_T, form, partials),
+            attended_TN=None if combining else attended_TK,
+            counters=counters,
+            next_weight=output[i % copies].weight,
+        )
+
+    def attended() -> list[Tensor]:
+        if combining:
+            return [reference_combine_splits(partials).to(config.dtype), *cache.newest(cache.arena)]
+        return [attended_TK, *cache.newest(cache.arena)]
+
+    def reference_attend() -> list[Tensor]:
+        arena = cache.arena.clone()
+        out_TK = reference_decode_attention(
+            *(qkv_TN, arena, 0, q_norm, k_norm, model.rms_norm_eps),
+            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
+            *(cache.token_rows_T, cache.positions_T, cache.block_tables.shape[1], form),
+        )
+        return [out_TK, *cache.newest(arena)]
+
+    def combine(i: int) -> None:
+        if combining:
+            combine_output(*partials, output[i % copies], residual, target)
+        else:
+            residual_linear(attended_TK, output[i % copies], residual, target)
+
+    def reference_combine() -> list[Tensor]:
+        if combining:
+            out = reference_combine_output(*partials, output[0], residual, config.dtype)
+        else:
+            out = reference_residual_linear(attended_TK, output[0], residual)
+        return [out]
+
+    def project(i: int) -> None:
+        linear = vocabulary[i % len(vocabulary)]
+        scores.clear()  # its memory may be taken again
+        scores[:] = head(x, norms[i % copies], linear, softcap, pending())
+
+    def picked() -> list[Tensor]:
+        """The logits, and that of the token which the chunks lead to."""
+        logits_TV, maxima_TC, ids_TC = scores
+        id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
+        return [logits_TV, logits_TV.gather(1, id_T1), *added]
+
+    def with_sum(function: Callable[[Pending | None], Tensor]) -> list[Tensor]:
+        """The result of a kernel that may add a pending output, and the sum."""
+        sums = [torch.empty_like(tensor) for tensor in added]
+        return [function(pending(*sums)), *sums]
+
+    def reference_project() -> list[Tensor]:
+        logits_TV, *sums = with_sum(
+            lambda pending: reference_head(x, norms[0], vocabulary[0], softcap, pending)[0]
+        )
+        return [logits_TV, logits_TV.amax(1, keepdim=True), *sums]
+
+    def product(x_TK: Tensor, linears: list[GpuLinear]) -> Callable[[int], object] | None:
+        if config.weights != "model":
+            return None
+        return lambda i: torch.mm(x_TK, linears[i % len(linears)].weight.T)
+
+    return [
+        KernelCase(
+            "norm_linear",
+            lambda i: norm_linear(x, norms[i % copies], qkv[i % copies], qkv_TN, pending()),
+            lambda: [qkv_TN, *added],
+            lambda: [qkv_TN, *added],
+            lambda: with_sum(lambda p: reference_norm_linear(x, norms[0], qkv[0], p)),
+            library=product(x, qkv),
+        ),
+        KernelCase(
+            "decode_attention",
+            attend,
+            lambda: [*partials, attended_TK],
+            attended,
+            reference_attend,
+        ),
+        KernelCase(
+            "combine_output",
+            combine,
+            lambda: [],
+            lambda: [target],
+            reference_combine,
+            (target,),
+            product(attended_TK, output),
+        ),
+        KernelCase(
+            "gate_up",
+            lambda i: gate_up(
+                x, norms[i % copies], gates[i % copies], gated_TF, gelu=gelu, pending=pending()
+            ),
+            lambda: [gated_TF, *added],
+            lambda: [gated_TF, *added],
+            lambda: with_sum(
+                lambda p: reference_gate_up(x, norms[0], gates[0], gelu=gelu, pending=p)
+            ),
+            library=product(x, gates),
+        ),
+        KernelCase(
+            "down",
+            lambda i: residual_linear(gated_TF, down[i % copies], residual, target),
+            lambda: [],
+            lambda: [target],
+            lambda: [reference_residual_linear(gated_TF, down[0], residual)],
+            (target,),
+            product(gated_TF, down),
+        ),
+        KernelCase(
+            "head",
+            project,
+            lambda: [*scores, *added],
+            picked,
+            reference_project,
+            library=product(x, vocabulary),
+        ),
+    ]
+
+
+def launch_prefill(
+    model: ModelConfig, config: ResolvedConfig, device: torch.device, *, tokens: int
+) -> None:
+    """Launch the kernels of a layer that prefills a chunk of one row, and of one that decodes it.
+
+    Those around the library's matrix products; with weights of 8 bits these products too.
+    """
+    shapes, form = _Tensors(model, config, device), _form(model, config)
+    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
+    kv_heads, size = model.num_kv_heads, model.head_dim
+    cache = _Cache(model, config, device, form, 1, config.max_model_len, 1)
+    x, normed, delta, x_next = (shapes.activations(tokens, hidden) for _ in range(4))
+    norm = shapes.norm()
+    norm_rows(x, norm, normed, Pending(delta, norm, x_next) if model.family.output_norms else None)
+    gate_up_TF, gated_TF = shapes.activations(tokens, 2 * inner), shapes.activations(tokens, inner)
+    library_linear(normed, shapes.linear(2 * inner, hidden, model.mlp_bias), gate_up_TF)
+    activate_rows(gate_up_TF, gated_TF, gelu=model.hidden_act != "silu")
+
+    slots_T, positions_T = (torch.arange(tokens, device=device) for _ in range(2))
+    rows_T = torch.zeros_like(positions_T)
+    keys = shapes.activations(tokens, kv_heads * size).view(tokens, kv_heads, size)
+    queries = shapes.activations(tokens, heads * size).view(tokens, heads, size)
+    if model.latent is None:
+        qkv_TN = shapes.activations(tokens, (heads + 2 * kv_heads) * size)
+        q_norm, k_norm = (shapes.ones(size) if model.family.qk_norm else None for _ in range(2))
+        cos_TE, sin_TE = torch.rand(2, tokens, size // 2, device=device)
+        eps, offset = model.rms_norm_eps, model.family.offset_norms
+        rotate_and_store(
+            qkv_TN, cache.arena, 0, q_norm, k_norm, eps, offset, cos_TE, sin_TE, slots_T, form
+        )
+    values = keys if model.latent is None else None
+    for row_count in (1, tokens):  # a chunk of one row, and rows of one token each
+        triton_paged_attention(
+            queries,
+            keys,
+            values,
+            cache.arena,
+            0,
+            slots_T,
+            cache.block_tables,
+            rows_T,
+            rows_T[:row_count],
+            positions_T,
+            cache.block_tables.shape[1],
+            form,
+        )
+
+
+def _form(model: ModelConfig, config: ResolvedConfig) -> AttentionForm:
+    """The attention of the first layer."""
+    return AttentionForm(
+        config.user.block_size,
+        model.score_scale,
+        model.window(0) or 0,
+        model.attn_logit_softcapping or 0.0,
+        config.storage,
+        model.value_dim,
+    )
+
+
+class _Tensors:
+    """Makes random tensors; on "meta" they only have shapes."""
+
+    def __init__(self, model: ModelConfig, config: ResolvedConfig, device: torch.device) -> None:
+        self.model, self.config, self.device = model, config, device
+
+    def activations(self, rows: int, features: int) -> torch.Tensor:
+        """`[rows, features]` in the model's dtype."""
+        return torch.randn(rows, features, device=self.device, dtype=self.config.dtype)
+
+    def ones(self, size: int) -> torch.Tensor:
+        """The weight of a norm, near 1."""
+        return torch.ones(size, device=self.device, dtype=self.config.dtype)
+
+    def norm(self) -> Norm:
+        """Of hidden states."""
+        model = self.model
+        return Norm(self.ones(model.hidden_size), model.rms_norm_eps, model.family.offset_norms)
+
+    def linear(self, n: int, k: int, bias: bool) -> GpuLinear:
+        """A layer with its weight as stored."""
+        config, device = self.config, self.device
+        weight = torch.randn(n, k, device=device, dtype=config.dtype).mul_(_STANDARD_DEVIATION)
+        bias_N = torch.randn(n, device=device, dtype=config.dtype) if bias else None
+        if config.weights == "model":
+            return GpuLinear(weight, None, bias_N)
+        data, scales = quantise_weight(weight, config.weights)
+        return GpuLinear(data, scales, bias_N)
+
+
+class _Cache:
+    """A cache in which all rows have their context, in blocks in no order."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        device: torch.device,
+        form: AttentionForm,
+        rows: int,
+        context: int,
+        copies: int,
+    ) -> None:
+        blocks = -(-context // form.block_size)
+        (group, *_) = layer_groups(model, config)
+        group = dataclasses.replace(group, layers=tuple(range(copies)))
+        size = form.block_size
+        arena = Arena([group], rows * blocks + 1, size, config.dtype, device, config.storage)
+        self.arena = arena.tensor
+        order = torch.randperm(rows * blocks, device=device).to(torch.int32) + 1
+        self.block_tables = order.view(rows, blocks)
+        self.token_rows_T = torch.arange(rows, device=device)
+        self.positions_T = torch.full((rows,), context - 1, device=device)
+        last = self.block_tables[:, -1].to(torch.int64) * form.block_size
+        self.slots_T = last + (context - 1) % form.block_size
+        self._form = form
+        if device.type != "meta":
+            self._fill(model, config, device, form, copies)
+
+    def newest(self, arena: Tensor) -> list[Tensor]:
+        """The last block of each row in the first layer, keys and values, as they would be read."""
+        last = self.block_tables[:, -1:]
+        size, storage = self._form.block_size, self._form.storage
+        return [read_blocks(side, last, size, storage) for side in arena[0]]
+
+    def _fill(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        device: torch.device,
+        form: AttentionForm,
+        copies: int,
+    ) -> None:
+        """Write random keys and values to all slots, as many at a time as a prompt has."""
+        slots = self.arena.shape[2] * form.block_size
+        for layer in range(copies):
+            for start in range(0, slots, 8192):
+                slots_T = torch.arange(start, min(start + 8192, slots), device=device)
+                shape = (2, len(slots_T), model.num_kv_heads, model.head_dim)
+                k, v = torch.randn(shape, device=device, dtype=config.dtype)
+                store_keys_and_values(k, v, self.arena, layer, slots_T, form)

@@ -1,0 +1,197 @@
+"""What a model would take of a device, without loading it and without the device being there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from ...cache.memory.device_memory import DeviceMemory
+from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
+from ...cache.memory.memory_plan import format_bytes
+from ..config import MAX_ROWS, EngineConfig, Mode, ResolvedConfig, resolve_kernels
+from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine
+from ..kernels import Kernels, native_obstacle, select_kernels
+from ..loading.loader import resolve_source
+from ..memory.footprint import model_footprint
+from ..models.config import ModelConfig
+
+__all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
+
+_UNITS = {
+    unit + suffix: base**power
+    for power, unit in enumerate(("", "k", "m", "g", "t"))
+    for suffix, base in (("b", 1000), ("ib", 1024))
+    if unit or suffix == "b"
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_CONTEXTS = (1024, 8192)
+"""Tokens of context beside the model's own that rows are counted for."""
+
+
+_MOST_BYTES = 2**60
+"""An exbibyte, more than any address space."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of `80GB` (decimal), `40GiB` (binary), `512 MB` or a plain number.
+
+    Raises:
+        ValueError: it is none of these, less than a byte, or more than an exbibyte.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get((match[2] or "b").lower()) if match else None
+    size = float(match[1]) * unit if match is not None and unit is not None else 0.0
+    if not 1 <= size <= _MOST_BYTES:
+        raise ValueError(f"{text!r:.40} is no amount of memory: write 80GB, 512MB, 40GiB or bytes")
+    return int(size)
+
+
+def explain_memory(
+    source: str | Path, config: EngineConfig, device_memory: int | None = None
+) -> str:
+    """Return the memory plan of a model as text: its terms, and what fits.
+
+    Args:
+        source: as `Engine.from_pretrained`; only the configuration is read.
+        config: how the engine would run; `device` and `mode` are those of a CUDA device in its
+            fastest mode where `device_memory` is given and they are `auto`.
+        device_memory: bytes of a device that need not be there; None: the device of `config`, with
+            what it has free now.
+
+    Raises:
+        CheckpointError: as `Engine.from_pretrained`.
+        ConfigError: the configuration cannot work with this model.
+        MemoryBudgetError: the device has no room for the model and the smallest cache.
+    """
+    model = resolve_source(source, config_only=True).config
+    if device_memory is None:
+        resolved = ResolvedConfig.resolve(config, model)
+        memory = DeviceMemory.of(resolved.device)
+        place = f"{resolved.device}, {format_bytes(memory.available)} free"
+    else:
+        resolved = resolve_absent(config, model)
+        host = DeviceMemory.of(torch.device("cpu")).host_available
+        shared = resolved.device.type == "cpu"
+        memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
+        place = f"{resolved.device.type} with {format_bytes(device_memory)}"
+    kernels = select_kernels(
+        resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+    )
+    groups = layer_groups(model, resolved)
+    plan = plan_engine(model, resolved, kernels, groups, memory)
+    question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
+    dtype = str(resolved.dtype).removeprefix("torch.")
+    stored = dtype if resolved.storage == "model" else resolved.storage
+    weights = "" if resolved.weights == "model" else f", weights in {resolved.weights}"
+    kv = sum(group.spec.slot_bytes * len(group.layers) for group in groups)
+    return "\n".join(
+        [
+            f"{source} in {dtype}{weights}, cache in {stored}, on {place}, {resolved.mode}, "
+            f"{config.max_num_seqs} {_rows(config.max_num_seqs)}",
+            f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
+            "",
+            plan.format(),
+            "",
+            *question.answers(),
+        ]
+    )
+
+
+def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+    """Make the choices of `ResolvedConfig.resolve` without asking for the device."""
+    if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
+        return ResolvedConfig.resolve(config, model)
+    on_cpu = dataclasses.replace(config, device="cpu", mode="eager", kernels="torch")
+    resolved = ResolvedConfig.resolve(on_cpu, model)
+    mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
+    obstacle = native_obstacle(
+        "cuda", resolved.dtype, resolved.weights, latent=model.latent is not None
+    )
+    return dataclasses.replace(
+        resolved,
+        user=config,
+        device=torch.device("cuda"),
+        kernels=resolve_kernels(config.kernels, mode, obstacle),
+        native_obstacle=obstacle,
+        mode=mode,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """Which contexts and numbers of rows fit a device."""
+
+    model: ModelConfig
+    config: ResolvedConfig
+    kernels: Kernels
+    memory: DeviceMemory
+    budget_bytes: int
+
+    def answers(self) -> list[str]:
+        """Return a line for each answer."""
+        own = self.config.max_model_len
+        rows = self.config.user.max_num_seqs
+        lines = [
+            f"longest context of {n:,} {_rows(n)}: {self._context(n)}"
+            for n in dict.fromkeys((1, rows))
+        ]
+        contexts = dict.fromkeys([*(c for c in _CONTEXTS if c < own), own])
+        return lines + [f"most rows of {c:,} tokens: {self._rows(c)}" for c in contexts]
+
+    def _context(self, rows: int) -> str:
+        own = self.config.max_model_len
+        tokens = _most(own, lambda tokens: self._fits(rows, tokens))
+        if not tokens:
+            return "none fits"
+        return f"{tokens:,} tokens" + (", all that the model has" if tokens == own else "")
+
+    def _rows(self, tokens: int) -> str:
+        rows = _most(MAX_ROWS, lambda rows: self._fits(rows, tokens))
+        if not rows:
+            return "none fits"
+        return f"{rows:,}" + (", as many as an engine takes" if rows == MAX_ROWS else "")
+
+    def _fits(self, rows: int, tokens: int) -> bool:
+        """Whether `rows` requests of `tokens` tokens fit at once, beside whole prefill chunks."""
+        user = dataclasses.replace(
+            self.config.user,
+            max_num_seqs=rows,
+            max_model_len=None,
+            max_batch_tokens=None,
+            buckets=None,
+        )
+        config = dataclasses.replace(self.config, user=user, max_model_len=tokens)
+        footprint = model_footprint(
+            self.model,
+            config,
+            self.kernels,
+            layer_groups(self.model, config),
+            host_shared=self.memory.shared_with_os,
+        )
+        try:
+            plan_memory(
+                footprint,
+                MemoryBudget(bytes=self.budget_bytes),
+                available_bytes=self.memory.available,
+                num_blocks=footprint.most_blocks,
+                max_batch_tokens=footprint.most_batch_tokens,
+                reserve_bytes=RESERVE_BYTES[config.device.type],
+            )
+        except MemoryBudgetError:
+            return False
+        return True
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 if none does."""
+    return bisect_right(range(1, limit + 1), False, key=lambda n: not fits(n))
+
+
+def _rows(count: int) -> str:
+    return "row" if count == 1 else "rows"

@@ -1,0 +1,152 @@
+"""Tune the linear layers of models for the CUDA device of this machine, once.
+
+python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
+
+What is found lies in the user's cache, where engines that start later look it up (`tuning.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import EngineConfig, ResolvedConfig
+from ..errors import ConfigError, StepgraphError
+from ..loading.loader import resolve_source
+from ..models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ..kernels.triton.tuning import Tuned
+    from .linear_problems import Problem
+    from .linear_timing import Timer
+
+__all__ = ["main"]
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    timer: Timer | None = None,
+    device: torch.device | None = None,
+) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        arguments: None: those of the process.
+        timer: times kernels in the place of the device.
+        device: what `timer` times; None: the current CUDA device.
+    """
+    options = _parser().parse_args(arguments)
+    if timer is None:
+        if not torch.cuda.is_available():
+            return _error("tuning times kernels on a CUDA device, and torch sees none")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return _error("TRITON_INTERPRET=1 keeps kernels from the device: unset it")
+        device = torch.device("cuda", torch.cuda.current_device())
+    assert device is not None
+    # After the checks: where there is no device there need not be a Triton.
+    from ..kernels.triton.launch import num_multiprocessors
+    from ..kernels.triton.linear import ROW_CLASSES
+    from ..kernels.triton.tuning import reload, store, tuning_file
+    from .linear_problems import problems_of
+    from .linear_timing import time_on_device, tune
+    from .pair_problems import pair_problems
+
+    if max(options.rows) > ROW_CLASSES[-1]:
+        return _error(
+            f"--rows {max(options.rows)}: these kernels take at most {ROW_CLASSES[-1]} rows"
+        )
+    timer = timer or partial(time_on_device, device=device)
+    multiprocessors = num_multiprocessors(device)
+    done = set()
+    for source in options.model:
+        for weight_dtype in options.weight_dtype:
+            try:
+                model, config = _resolve(source, options.dtype, weight_dtype)
+            except StepgraphError as error:
+                return _error(f"{source}: {error}")
+            of_model = (model, config.dtype, config.weights, options.rows)
+            problems: Iterator[Problem] = itertools.chain(
+                problems_of(*of_model, multiprocessors), pair_problems(*of_model)
+            )
+            for problem in problems:
+                key = problem.key(device)
+                if key in done:  # models share shapes
+                    continue
+                done.add(key)
+                tuned = tune(problem, timer, multiprocessors)
+                if tuned is None:
+                    return _error(f"{problem.title} runs with none of its configurations")
+                store({key: tuned})  # at once: an interrupted run keeps what it found
+                reload()  # pairs are timed against what their products were tuned to
+                print(_line(problem, tuned), flush=True)
+    print(f"{len(done)} choices are in {tuning_file()}")
+    return 0
+
+
+def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, ResolvedConfig]:
+    """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
+    model = resolve_source(source, config_only=True).config
+    config = EngineConfig(device="cpu", mode="eager", dtype=dtype, weight_dtype=weight_dtype)
+    if model.latent is not None:
+        raise ConfigError("layers with latent attention are not made of the kernels tuned here")
+    return model, ResolvedConfig.resolve(config, model)
+
+
+def _line(problem: Problem, tuned: Tuned) -> str:
+    return (
+        f"{problem.title}: {tuned.microseconds:.2f} µs,"
+        f" {problem.weight_bytes / tuned.microseconds / 1e3:,.0f} GB/s"
+        f" (default {tuned.default_microseconds:.2f} µs): {tuned.config}"
+    )
+
+
+def _error(message: str) -> int:
+    print(f"tune: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m stepgraph.runtime.tools.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", nargs="+", required=True, help="checkpoint directory, hub id or preset:NAME"
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=_positive,
+        default=[1, 2, 4, 8, 16, 32],
+        help="of decode steps (default: 1 2 4 8 16 32)",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    parser.add_argument(
+        "--weight-dtype", nargs="+", default=["auto"], choices=("auto", "int8", "fp8")
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
