@@ -107,7 +107,7 @@ def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, name, mes
 def test_a_second_trace_at_once_is_refused_and_the_first_goes_on(tmp_path):
     with torch_trace(tmp_path / "a.json.gz"):
         with (
-            pytest.raises(TraceError, match="profiler is at work already"),
+            pytest.raises(TraceError, match="profiler is already running"),
             torch_trace(tmp_path / "b.json.gz"),
         ):
             pass

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ..atomic_write import WriteError, write_files
 from ..command_line import CommandParser
 from ..kernel_names import NamesFileError
 from ..markdown import aligned
 from ..stats import Summary
-from ..whole_files import WriteError, write_files
 from .export import ExportError
 from .report import Change, Part, Report, compare, read_report
 from .steps import STEP_COLUMNS

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..atomic_write import WriteError, check_writable, write_file
 from ..timeline import StepRecord
-from ..whole_files import WriteError, check_writable, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...profiling.whole_files import write_file
+from ...profiling.atomic_write import write_file
 from ..kernels import cpu_kernels_obstacle
 from .compared import SCHEMA_VERSION
 from .environment import describe_environment

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
-from ...profiling.whole_files import WriteError, check_writable
+from ...profiling.atomic_write import WriteError, check_writable
 
 __all__ = [
     "PROFILE_DEFAULTS",

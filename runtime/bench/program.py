@@ -9,7 +9,7 @@ from ...profiling.kernel_names import NamesFileError
 from ...profiling.nvtx_tool import NvtxMissingError
 from ...profiling.plot import PlotError
 from ...profiling.trace import TraceError
-from ...profiling.whole_files import WriteError
+from ...profiling.atomic_write import WriteError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 
 __all__ = ["REPORTED_ERRORS", "program_name", "shown_command_line", "status_of", "to_run_again"]
