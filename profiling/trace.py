@@ -120,7 +120,7 @@ class _Recorder:
         fields: dict[str, int | str] = {"operation": name}
         self._begin(Recorded(label, fields if layer is None else fields | {"layer": layer}))
 
-    def leave(self, mark: object) -> None:
+    def leave(self) -> None:
         """The innermost scope of the calling thread ended."""
         self._open.layers.pop()
         self.pop()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling import attribution
 from stepgraph.profiling.attribution import (
-    Annotation,
     CapturedNode,
     KernelNames,
     NamesFileError,
@@ -26,8 +23,8 @@ from stepgraph.profiling.attribution import (
     StepNodes,
     operation,
 )
-from stepgraph.profiling.emitters import NOTHING
 from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, operation_costs
+from stepgraph.profiling.listeners import NOTHING
 
 from .test_kernel_costs import shapes
 
@@ -215,8 +212,7 @@ class Nodes:
         self.fails_in = fails_in
         self.launched: list[str] = []
         self.total = 0
-        self.marks: list[Any] = []
-        self.noted: list[Annotation | None] | None = None
+        self.ids: list[int] | None = None
 
     def _fail_in(self, name: str) -> None:
         if self.fails_in == name:
@@ -231,20 +227,9 @@ class Nodes:
         new, self.launched = self.launched, []
         return [CapturedNode("kernel", name) for name in new]
 
-    @contextlib.contextmanager
-    def mark(self, name: str, layer: int | None) -> Iterator[None]:
-        self._fail_in("mark")
-        self.marks.append(("in", name, layer))
-        yield
-        self._fail_in("unmark")
-        self.marks.append(("out", name, layer))
-
-    def end(self) -> None:
-        self._fail_in("end")
-
-    def annotations(self, graph: object) -> list[Annotation | None]:
-        self._fail_in("annotations")
-        return [None] * self.total if self.noted is None else self.noted
+    def tools_ids(self, graph: object) -> list[int] | None:
+        self._fail_in("tools_ids")
+        return self.ids
 
 
 def capture(source: Nodes, fn: Any) -> KernelNames:
@@ -291,7 +276,6 @@ def test_the_innermost_scope_names_a_node() -> None:
     assert names.unattributed == 2
     assert names.reason is None
     assert [node.kernel for node in names.steps[0].nodes[:4]] == ["before", "a", "b", "c"]
-    assert source.marks[:3] == [("in", "begin", None), ("out", "begin", None), ("in", "layer", 0)]
 
 
 def test_without_a_recording_scopes_are_one_shared_nothing() -> None:
@@ -312,7 +296,7 @@ def test_a_listener_hears_every_thread_until_it_ends() -> None:
         def enter(self, name: str, layer: int | None) -> None:
             heard.append((name, layer))
 
-        def leave(self, mark: object) -> None:
+        def leave(self) -> None:
             heard.append(("end", None))
 
         abandon = leave
@@ -360,9 +344,8 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     assert names == KernelNames()
 
 
-@pytest.mark.parametrize("place", ["take", "mark", "unmark", "end"])
 def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
-    place: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     ran = []
 
@@ -372,14 +355,14 @@ def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
 
     with attribution.recording() as names, attribution.step(Key()):
         for _ in range(2):
-            with attribution.capturing(lambda: Nodes(fails_in=place)) as tape:
+            with attribution.capturing(lambda: Nodes(fails_in="take")) as tape:
                 fn(Nodes())
             assert tape is not None
             tape.finish(None)
     assert ran == [True, True]
     assert [step.nodes for step in names.steps] == [(), ()]
     assert names.reason is not None
-    assert f"TypeError: {place} has another signature" in names.reason
+    assert "TypeError: take has another signature" in names.reason
     assert len(caplog.records) == 1  # told once
 
 
@@ -410,27 +393,17 @@ def test_a_source_that_cannot_be_opened_is_told() -> None:
     assert names.steps[0].nodes == ()
 
 
-def test_what_a_framework_noted_of_a_node_counts() -> None:
+def test_ids_belong_to_the_nodes_in_order() -> None:
     source = Nodes()
-    source.noted = [None, Annotation(5, 1, "down"), Annotation(6, None, None)]
-
-    def fn(source: Nodes) -> None:
-        with operation("mlp", 0):
-            for name in "abc":
-                source.launch(name)
-
-    (step,) = capture(source, fn).steps
-    assert [(n.label, n.tools_id) for n in step.nodes] == [
-        ("0/mlp", None),
-        ("1/down", 5),
-        ("0/mlp", 6),
-    ]
+    source.ids = list(range(50, 60))
+    (step,) = capture(source, nested).steps
+    assert [node.tools_id for node in step.nodes] == source.ids
 
 
-@pytest.mark.parametrize("noted", [None, []])
-def test_notes_that_cannot_be_had_leave_the_names(noted: list[Any] | None) -> None:
-    source = Nodes(fails_in="annotations" if noted is None else "")
-    source.noted = noted
+@pytest.mark.parametrize("ids", [None, []])
+def test_without_ids_the_names_stay(ids: list[int] | None) -> None:
+    source = Nodes(fails_in="tools_ids" if ids is None else "")
+    source.ids = ids
     names = capture(source, nested)
     assert labels(names) == NESTED
     assert names.reason is not None

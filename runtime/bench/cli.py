@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ...profiling import bandwidth
+from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
-from ...profiling.atomic_write import write_file
 from .cache_bookkeeping import OperationCost, measure_cache
 from .caveats import failed_checks, warnings
 from .compared import read_results

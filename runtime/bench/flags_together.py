@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...profiling.plot import PlotError, check_plot
 from ...profiling.atomic_write import WriteError, check_writable
+from ...profiling.plot import PlotError, check_plot
 from .outputs import same_file
 from .profile_options import PROFILE_DEFAULTS, PROFILE_FLAGS
 

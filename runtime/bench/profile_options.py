@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...profiling.atomic_write import WriteError, check_writable
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
-from ...profiling.atomic_write import WriteError, check_writable
 
 __all__ = [
     "PROFILE_DEFAULTS",

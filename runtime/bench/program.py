@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ...profiling.atomic_write import WriteError
 from ...profiling.kernel_names import NamesFileError
 from ...profiling.nvtx_tool import NvtxMissingError
 from ...profiling.plot import PlotError
 from ...profiling.trace import TraceError
-from ...profiling.atomic_write import WriteError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 
 __all__ = ["REPORTED_ERRORS", "program_name", "shown_command_line", "status_of", "to_run_again"]
