@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +93,14 @@ def test_interference_draws_the_run_with_the_budget(
     assert len(call["records"]) == 30 + 30
 
 
-@needs_matplotlib
-def test_churn_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (
-        "--scenario churn --mode eager --batch-size 2 --input-len 16 --output-len 6"
-        f" --num-steps 30 --plot {tmp_path}/a.png"
-    )
-    assert run_bench(monkeypatch, arguments) == 0
-    contents = (tmp_path / "a.png").read_bytes()
-    assert struct.unpack(">II", contents[16:24]) == (1600, 1000)
-    assert os.listdir(tmp_path) == ["a.png"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--plot {tmp}/a.jpg", "its suffix must be one of .png, .svg, .pdf"),
-        ("--plot {tmp}/a", "its suffix must be one of .png, .svg, .pdf"),
         ("--plot {tmp}/none/a.png", "none is not a directory"),
         ("--plot {tmp}/a.png --output-md {tmp}/a.png", "--output-md and --plot are one file"),
         ("--plot {tmp}/a.png --scenario cache", "--plot: no effect together with --scenario cache"),
         ("--plot {tmp}/a.png --explain-memory", "--plot: no effect together with --explain-memory"),
-        ("--plot", "--plot: expected one argument"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_at_once(
@@ -128,21 +113,6 @@ def test_what_cannot_be_drawn_is_refused_at_once(
     assert line.startswith("stepgraph bench: error: ")
     assert message in line
     assert os.listdir(tmp_path) == []
-
-
-def test_without_matplotlib_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, package=None: None if name == "matplotlib" else real(name, package),
-    )
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--plot", f"{tmp_path}/a.png"])
-    assert ended.value.code == 2
-    assert 'pip install "stepgraph[plot]"' in capsys.readouterr().err.splitlines()[-1]
 
 
 @needs_matplotlib

@@ -108,13 +108,10 @@ def test_a_file_cut_short_is_told(file: Path, share: float) -> None:
     ("content", "message"),
     [
         (b"\xff\xfe\x00", "no text in UTF-8"),
-        (b"SQLite format 3\x00", "no complete JSON"),
         (b"[" * 100_000, "no complete JSON"),
         (b'{"schema_version": 1, "bandwidth_gb_s": NaN}', "NaN is no number"),
-        (b"[]", "has no schema_version"),
         (b'{"traceEvents": []}', "has no schema_version"),
         (b'{"schema_version": 2}', "of schema_version 2, this reads 1"),
-        (b'{"schema_version": true}', "of schema_version True"),
         (b'{"schema_version": 1, "environment": {}, "cases": []}', "model is None"),
     ],
 )
@@ -131,22 +128,13 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes, message: str)
     [
         (("model",), 3, "model is 3; it must be text"),
         (("bandwidth_gb_s",), 0, "bandwidth_gb_s is 0; it must be a positive number or null"),
-        (("bandwidth_gb_s",), True, "bandwidth_gb_s is True"),
-        (("reason",), [], "reason is "),
         (("steps",), {}, "steps is {}; it must be a list"),
         (("steps", 0), "x" * 100, r"steps\[0\] is 'xxx.*\.\.\.; it must be an object"),
         (("steps", 0, "phase"), "train", "must be one of decode, prefill"),
-        (("steps", 0, "size"), 0, "at least 1"),
         (("steps", 0, "size"), True, "a whole number"),
-        (("steps", 0, "size"), 1.0, "a whole number"),
         (("steps", 0, "full_sampler"), 1, "true or false"),
-        (("steps", 0, "nodes"), None, r"steps\[0\]\.nodes is None; it must be a list"),
         (("steps", 0, "nodes", 0, "layer"), -1, r"steps\[0\]\.nodes\[0\]\.layer is -1"),
-        (("steps", 0, "nodes", 0, "kind"), ["kernel"], "must be one of kernel, memcpy"),
-        (("steps", 0, "nodes", 0, "operation"), None, "operation is None; it must be text"),
-        (("steps", 0, "nodes", 0, "tools_id"), "7", "tools_id is '7'"),
         (("costs", 0, "bytes"), -1, r"costs\[0\]\.bytes is -1"),
-        (("costs", 0, "launches"), 0, "at least 1"),
     ],
 )
 def test_a_field_of_another_kind_is_named(
@@ -160,13 +148,6 @@ def test_a_field_of_another_kind_is_named(
     path.write_text(json.dumps(document))
     with pytest.raises(NamesFileError, match=message):
         attribution.load(path)
-
-
-def test_others_may_read_it_as_any_file_of_the_user(tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.write_text("")
-    path, _ = saved(tmp_path)
-    assert path.stat().st_mode == plain.stat().st_mode
 
 
 def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
-import torch
 from stepgraph.__main__ import main
-from stepgraph.profiling import attribution, nsys, ranges
+from stepgraph.profiling import attribution, ranges
 from stepgraph.profiling.trace import read_trace, trace_operations
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench import profile, run_steady
-from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.engine.engine import Engine
 
 from .bench_rig import ROOT, run_bench
@@ -78,10 +76,6 @@ def no_nsys(tmp_path, monkeypatch):
             "--device cuda:1 --graph-trace node",
             "-t cuda,nvtx -c cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=node",
         ),
-        (
-            "--model demo",
-            "-t cuda,nvtx -c cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=graph",
-        ),
         ("--device cpu", "-t nvtx -c nvtx -p window@stepgraph --capture-range-end=stop"),
     ],
 )
@@ -97,22 +91,6 @@ def test_the_one_right_command_is_printed(flags, what, capsys, tmp_path, monkeyp
     )
     assert printed.err == "bench.py: nsys was not found on the PATH: nothing was run\n"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "cuda", "found", "form"),
-    [
-        ("auto", False, None, "cuda"),
-        ("auto", False, "/usr/bin/nsys", "cpu"),
-        ("auto", True, "/usr/bin/nsys", "cuda"),
-        ("cpu", True, None, "cpu"),
-        ("cuda", False, "/usr/bin/nsys", "cuda"),
-    ],
-)
-def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(nsys, "find_nsys", lambda: found)
-    assert profile._form(device) == form
 
 
 @needs_nvtx
@@ -191,14 +169,6 @@ def test_inside_nsys_the_window_is_around_the_steps(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.kernels.json"]
 
 
-@needs_nvtx
-def test_an_nsys_that_cannot_be_run_is_one_line(fake_nsys, monkeypatch, capsys):
-    nothing = fake_nsys.with_name("nsys")
-    nothing.write_text("#!/no/such/shell\n")
-    assert run_bench(monkeypatch, "--profile nsys --device cpu") == profile.CANNOT_RUN
-    assert capsys.readouterr().err.startswith(f"bench.py: error: cannot run {nothing}: ")
-
-
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     """A trace of four steps of the demo model in eager mode, and what was printed."""
@@ -262,17 +232,6 @@ def test_the_table_adds_up(traced):
     assert (step.us, step.launches) == (pytest.approx(found.step_us), 1)
 
 
-def test_tables_are_printed_after_the_benchmark_s(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    short = "--mode eager --device cpu --input-len 8 --output-len 3 --num-warmup 0"
-    assert run_bench(monkeypatch, f"--profile torch {short}") == 0
-    text = capsys.readouterr().out
-    assert "trace of steps 0:2: stepgraph-profile.trace.json.gz" in text
-    for line in ("| operator ", "| range of the host ", "| aten::mm "):
-        assert line in text
-    assert [path.name for path in tmp_path.iterdir()] == ["stepgraph-profile.trace.json.gz"]
-
-
 def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -332,10 +291,3 @@ def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
     assert run_bench(monkeypatch, f"--profile nsys --profile-output a {GRAPHS}") == 0
     names = attribution.load(tmp_path / "a.kernels.json")
     assert {step.phase for step in names.steps} == {"decode", "prefill"}
-
-
-def test_modes_default_to_the_fastest(monkeypatch):
-    monkeypatch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr(profile, "modes_of", lambda device: ("eager", "compile"))
-    run = profile.ProfileRun(parse_arguments(["--profile", "torch", "--device", "cpu"]))
-    assert [way.mode for way in run.ways] == ["compile"]
