@@ -97,7 +97,7 @@ class DeviceMonitor:
         if uuid is not None:
             handle = _query(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
         names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        place = [getattr(properties, name, None) for name in names]
+        place: list[Any] = [getattr(properties, name, None) for name in names]
         if handle is None and None not in place:
             bus_id = "{:08x}:{:02x}:{:02x}.0".format(*place)
             handle = _query(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)

@@ -198,6 +198,7 @@ def _nodes_of(
         # Copies have no names: they are matched by id, else by order where none is missing.
         indices = [index for index, event in enumerate(work) if event["cat"] == category]
         candidates = [node for node in step.nodes if node.kind == kind]
+        by_id: dict[int | None, Node]
         by_id = {node.tools_id: node for node in candidates if node.tools_id is not None}
         for place, index in enumerate(indices):
             if by_id:

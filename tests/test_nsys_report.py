@@ -84,14 +84,13 @@ def assert_rows_are(rows: list[Step], truth: list[Truth], variant: Variant) -> N
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_variant_of_the_schema_tells_the_same(tmp_path, variant: Variant, seed: int) -> None:
+def test_every_variant_of_the_schema_tells_the_same(tmp_path, variant: Variant) -> None:
     play = Profile(variant)
     play.step(5, [prefill()], pause_ns=70_000)
     play.step(6, [decode(), prefill(33)], wait_ns=20_000, commits=5)
     play.step(7, [decode()], wait_ns=3_000, commits=6)
     play.step(8, [decode(2, 2)], commits=7)
-    report = read_report(play.write(tmp_path / "trace.sqlite", seed))
+    report = read_report(play.write(tmp_path / "trace.sqlite"))
     assert_rows_are(report.steps, play.truth, variant)
     assert report.graph_trace == variant.graph_trace
     buckets = {(true.phase, true.bucket if variant.payload else None) for true in play.truth}
@@ -112,7 +111,7 @@ steps_played = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     steps=steps_played,
     variant=st.sampled_from(list(VARIANTS.values())),
@@ -294,14 +293,6 @@ def test_on_a_cpu_the_device_works_in_the_engine_s_thread(tmp_path) -> None:
     assert any("no CUDA in this profile" in note for note in report.notes)
 
 
-def test_percentiles_are_told_where_there_are_steps_for_them(tmp_path) -> None:
-    report = read_report(played(steps=11).write(tmp_path / "trace.sqlite"))
-    (case,) = report.cases
-    assert (case.n, case.device_us.n, case.gap_us.n) == (11, 11, 10)
-    assert case.gap_us.p90 is not None
-    assert case.gap_us.p99 is None
-
-
 def test_two_profiles_compared(tmp_path) -> None:
     def report(folder: str, ns: int, name: str) -> Report:
         (tmp_path / folder).mkdir()
@@ -356,18 +347,6 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys) -> None:
     assert float(rows[1]["gap_us"]) == report.steps[1].gap_us
 
 
-def test_the_command_compares(tmp_path, capsys) -> None:
-    new = played(VARIANTS["nodes"]).write(tmp_path / "new.sqlite")
-    old = played(NEW).write(tmp_path / "old.sqlite")
-    assert cli.main([str(new), "--diff", str(old), "--json", str(tmp_path / "r.json")]) == 0
-    printed = capsys.readouterr().out
-    assert "| step      | decode | device, bucket 4" in printed
-    assert "CUDA graphs were traced differently (graph and node)" in printed
-    assert f"Only in {new}:" in printed
-    changes = json.loads((tmp_path / "r.json").read_text())["diff"]["changes"]
-    assert {change["what"] for change in changes} == {"step", "operation"}
-
-
 def test_a_comparison_says_what_its_numbers_come_from(tmp_path, capsys) -> None:
     (tmp_path / "old").mkdir()
     new = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
@@ -380,12 +359,9 @@ def test_a_comparison_says_what_its_numbers_come_from(tmp_path, capsys) -> None:
     assert "of another model: another, now demo" in printed
     assert "of another device: NVIDIA H100, now NVIDIA H200" in printed
     old = played(dataclasses.replace(OLD, payload=None)).write(tmp_path / "bare.sqlite")
-    assert cli.main([str(new), "--diff", str(old)]) == 0
-    assert "note on the old one: no structured payloads" in capsys.readouterr().out
-
-
-def test_long_tables_are_cut_and_say_so(tmp_path, capsys) -> None:
-    trace = played(steps=150).write(tmp_path / "trace.sqlite")
-    assert cli.main([str(trace)]) == 0
+    assert cli.main([str(new), "--diff", str(old), "--json", str(tmp_path / "r.json")]) == 0
     printed = capsys.readouterr().out
-    assert "50 more: --csv FILE holds them all" in printed
+    assert "note on the old one: no structured payloads" in printed
+    assert f"Only in {new}:" in printed
+    changes = json.loads((tmp_path / "r.json").read_text())["diff"]["changes"]
+    assert {change["what"] for change in changes} == {"step", "operation", "layer"}

@@ -205,8 +205,10 @@ class _Reader:
 
     def ranges(self) -> list[Range]:
         domains = self._domains()
-        columns = ("start", "end", "text", "textId", "globalTid", "domainId", "int64Value")
-        columns += ("jsonText", "jsonTextId", "binaryData")
+        columns = (
+            *("start", "end", "text", "textId", "globalTid", "domainId", "int64Value"),
+            *("jsonText", "jsonTextId", "binaryData"),
+        )
         order = ("start", "-end", "globalTid", "textId", "text")
         kinds = f'"eventType" IN ({_PUSH_POP}, {_START_END})'
         found = []
@@ -282,8 +284,10 @@ class _Reader:
         ]
 
     def activities(self) -> list[Activity]:
-        columns = ("start", "end", "deviceId", "globalPid", "correlationId", "graphNodeId")
-        columns += ("shortName", "demangledName", "copyKind")
+        columns = (
+            *("start", "end", "deviceId", "globalPid", "correlationId", "graphNodeId"),
+            *("shortName", "demangledName", "copyKind"),
+        )
         order = ("start", "end", "deviceId", "correlationId", "graphNodeId")
         tables: dict[str, Literal["kernel", "memcpy", "memset", "graph"]] = {
             "KERNEL": "kernel",

@@ -139,9 +139,8 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
         ExportError: see `export.read_export` and `steps.traced_steps`.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
-    path = names_path if names_path is not None else trace.with_name(trace.stem + SUFFIX)
-    if names_path is None and not path.exists():
-        path = None
+    beside = trace.with_name(trace.stem + SUFFIX)
+    path = beside if names_path is None and beside.exists() else names_path
     known = KernelNames() if path is None else load(path)
     export = read_export(trace)
     steps, notes = traced_steps(export)

@@ -85,11 +85,11 @@ def draw(
         if command is not None:
             text = "\n".join(_wrapped(command, 190, 2))
             figure.supxlabel(text, x=0.01, ha="left", size=9, color="#555555")
-        over_time, below = figure.subfigures(2, 1, height_ratios=(3, 2))
-        gaps, lanes = over_time.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        rows: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
+        gaps, lanes = rows[0].subplots(2, 1, sharex=True, height_ratios=(3, 1))
         _draw_gaps(gaps, series, max_itl_ms)
         _draw_lanes(lanes, series)
-        left, right = below.subfigures(1, 2)
+        left, right = rows[1].subfigures(1, 2)
         _draw_histogram(left.subplots(), series)
         if cases:
             _draw_roofline(right.subplots(), cases)
@@ -209,7 +209,7 @@ def _draw_histogram(axes: Axes, series: Series) -> None:
     fullest = 0.0
     for name, color, gaps in sorted(_kinds_of(series.gaps), key=lambda kind: -len(kind[2])):
         values = np.clip([gap.ms for gap in gaps], low, high)
-        counts, _, _ = axes.hist(values, edges, color=color, alpha=0.85, label=name)
+        counts, _, _ = axes.hist(values, edges.tolist(), color=color, alpha=0.85, label=name)
         fullest = max(fullest, float(np.max(counts)))
     summary = Summary.of(gap.ms for gap in series.gaps)
     for name, ls in (("p50", "-"), ("p90", "-."), ("p99", "--")):
