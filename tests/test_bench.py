@@ -8,7 +8,7 @@ import pytest
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import StepgraphError
 from stepgraph.runtime.bench import run_scenarios, start, steady
-from stepgraph.runtime.bench.cache_bookkeeping import OperationCost
+from stepgraph.runtime.bench.cache_bookkeeping import CacheTiming
 from stepgraph.runtime.bench.host import HostCost
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.scenario_rows import CHURN_COLUMNS, INTERFERENCE_COLUMNS
@@ -243,7 +243,7 @@ def test_defaults_follow_the_scenario():
 def test_cache_scenario(capsys, monkeypatch, tmp_path):
     def measure_cache(seed):
         return [
-            OperationCost(operation, size, nanoseconds, 2 * nanoseconds, 5)
+            CacheTiming(operation, size, nanoseconds, 2 * nanoseconds, 5)
             for operation, slower in (("allocate", 1.0), ("step", 1.25))
             for size, nanoseconds in ((1000, 100.0 + seed), (1_000_000, (100.0 + seed) * slower))
         ]

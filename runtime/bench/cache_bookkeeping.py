@@ -23,7 +23,7 @@ from ...cache.kv_cache import KVCache
 from ...cache.prefix import PrefixHashes
 from ...cache.spec import FullAttentionSpec, LayerGroup
 
-__all__ = ["CacheOperation", "OperationCost", "measure_cache"]
+__all__ = ["CacheOperation", "CacheTiming", "measure_cache"]
 
 CacheOperation = Literal["allocate", "free", "match", "publish", "evict", "step"]
 """Take blocks without contents; give them back; find cached blocks and hold them; make blocks
@@ -36,7 +36,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class OperationCost:
+class CacheTiming:
     """What one operation costs in a pool of one size."""
 
     operation: CacheOperation
@@ -52,7 +52,7 @@ class OperationCost:
 
 def measure_cache(
     pool_sizes: Sequence[int] = (1_000, 1_000_000), *, rounds: int = 200, seed: int = 0
-) -> list[OperationCost]:
+) -> list[CacheTiming]:
     """Measure every operation in a pool of each size; a pool of a million takes some seconds.
 
     Raises:
@@ -72,7 +72,7 @@ def measure_cache(
         for bench in benches if number % 2 else benches[::-1]:
             bench.round()
     return [
-        OperationCost(operation, bench.size, statistics.median(samples), max(samples), len(samples))
+        CacheTiming(operation, bench.size, statistics.median(samples), max(samples), len(samples))
         for operation in get_args(CacheOperation)
         for bench in benches
         for samples in (bench.samples[operation],)

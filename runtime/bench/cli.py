@@ -14,7 +14,7 @@ from ...profiling import bandwidth
 from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
-from .cache_bookkeeping import OperationCost, measure_cache
+from .cache_bookkeeping import CacheTiming, measure_cache
 from .caveats import failed_checks, warnings
 from .compared import read_results
 from .comparison import compare, slower_than
@@ -79,7 +79,7 @@ def run_host_scenario(options: argparse.Namespace) -> int:
 
 
 def _write_costs(
-    options: argparse.Namespace, table: str, name: str, costs: Sequence[OperationCost | HostCost]
+    options: argparse.Namespace, table: str, name: str, costs: Sequence[CacheTiming | HostCost]
 ) -> None:
     """Print the table of what runs on the host alone, and write it where it was asked for."""
     if options.output_json is not None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...profiling.markdown import aligned
-from .cache_bookkeeping import OperationCost
+from .cache_bookkeeping import CacheTiming
 from .cells import percentiles
 from .host import HostCost
 
 __all__ = ["cache_table", "host_table"]
 
 
-def cache_table(costs: Sequence[OperationCost]) -> str:
+def cache_table(costs: Sequence[CacheTiming]) -> str:
     """Return what the bookkeeping of the cache costs for each size of its pool, as Markdown."""
     sizes = sorted({cost.num_blocks for cost in costs})
-    by_operation: dict[str, dict[int, OperationCost]] = {}
+    by_operation: dict[str, dict[int, CacheTiming]] = {}
     for cost in costs:
         by_operation.setdefault(cost.operation, {})[cost.num_blocks] = cost
     head = ["operation", *(f"ns, {size:,} blocks" for size in sizes), "ratio"]
