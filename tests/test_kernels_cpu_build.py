@@ -98,7 +98,7 @@ PORTABLE_STACK = """
 import torch
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.kernels import RaggedBatch
 from stepgraph.runtime.models.decoder import Decoder, attention_specs

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...cache.arena import Arena
-from ..config import ResolvedConfig
 from ..engine.startup import layer_groups
 from ..kernels import AttentionForm, LayerPlace, RaggedBatch, quantise_weight
 from ..kernels.ops.kv_storage import read_blocks
@@ -45,6 +44,7 @@ from ..kernels.triton.split_attention import (
 from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.store import rotate_and_store, store_keys_and_values
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases", "launch_prefill"]
 
@@ -347,7 +347,7 @@ class _Cache:
         context: int,
         copies: int,
     ) -> None:
-        size = config.user.block_size
+        size = config.block_size
         blocks = -(-context // size)
         (group, *_) = layer_groups(model, config)
         group = dataclasses.replace(group, layers=tuple(range(copies)))
@@ -383,7 +383,7 @@ class _Cache:
         copies: int,
     ) -> None:
         """Write random keys and values to all slots, as many at a time as a prompt has."""
-        size = config.user.block_size
+        size = config.block_size
         slots = self.arena.shape[2] * size
         for layer in range(copies):
             for start in range(0, slots, 8192):
