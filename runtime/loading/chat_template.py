@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .template_sandbox import BoundedEnvironment
 
-__all__ = ["ChatPrompt", "ChatTemplates", "Message", "is_batch"]
+__all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
 
 Message = Mapping[str, Any]
 """`role` and `content`, a text or a list of parts; and what else the template reads."""
@@ -129,6 +129,32 @@ class ChatTemplates:
                     name, lambda: environment.from_string(source), COMPILE_SECONDS
                 )
             return self._compiled[name]
+
+
+def chat_prompts(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool | str,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> list[ChatPrompt]:
+    """Return the prompt of a conversation, or those of a list of conversations."""
+    conversations = messages if is_batch(messages) else [messages]
+    return [
+        ChatPrompt(
+            cast("Sequence[Message]", conversation),
+            tools,
+            documents,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template,
+            template_kwargs,
+        )
+        for conversation in conversations
+    ]
 
 
 def is_batch(messages: object) -> bool:

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError, RequestError
 from ..prompt_ids import type_name
-from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
+from .chat_template import ChatPrompt, ChatTemplates, Message, chat_prompts, is_batch
 from .checkpoint_files import has_file
 from .prompt_length import TokenBound
 from .text_stream import (
@@ -156,23 +156,20 @@ class TextTokenizer:
         Raises:
             RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
         """
-
-        def one(conversation: Any) -> str | list[int]:
-            prompt = ChatPrompt(
-                conversation,
-                tools,
-                documents,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template,
-                template_kwargs,
-            )
-            text = self.render(prompt)
-            return self.encode(text, special=False) if tokenize else text
-
-        if is_batch(messages):
-            return [one(conversation) for conversation in messages]  # type: ignore[return-value]
-        return one(messages)
+        prompts = chat_prompts(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+        )
+        texts = [self.render(prompt) for prompt in prompts]
+        if not tokenize:
+            return texts if is_batch(messages) else texts[0]
+        token_ids = [self.encode(text, special=False) for text in texts]
+        return token_ids if is_batch(messages) else token_ids[0]
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
