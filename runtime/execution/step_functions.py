@@ -32,7 +32,8 @@ from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder import Decoder
 from ..operation_scopes import operation
-from ..sampling.sampler import SAMPLERS, SampleOutput
+from ..sampling.sample_output import SampleOutput
+from ..sampling.samplers import SAMPLERS
 from .inputs import EmbedInputs, StepInputs
 from .row_state import RowState
 
