@@ -19,6 +19,7 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
     install()
 
+import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -161,6 +162,10 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+# No deadline: a busy machine is no fault of an example.
+hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
+hypothesis.settings.load_profile("stepgraph")
+
 EOS_TOKEN_IDS = [13, 22]
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""

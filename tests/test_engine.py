@@ -11,7 +11,6 @@ import shutil
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,28 +115,6 @@ def test_generate_does_not_take_the_output_of_another_request_for_its_own(
     assert first.token_ids == expected[1]
     assert second.token_ids == expected[2]
     assert run(engine)["request-2"].token_ids == expected[0][:2]
-
-
-def test_interrupted_generate_leaves_nothing_running(
-    open_engine: Callable[..., Engine], base: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine("base")
-    step, calls = engine.step, 0
-
-    def interrupted() -> list[RequestOutput]:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(base.prompts(5, 6, seed=65), greedy(50))
-    monkeypatch.undo()
-    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-    assert {o.finish_reason for o in run(engine).values()} == {"abort"}
-    engine.check_integrity()
 
 
 def test_smaller_priority_is_served_first(
@@ -307,18 +284,6 @@ def test_text_is_the_tokenizers(
         [text_tokenizer.encode(prompts[0]).ids], greedy(40, logit_bias=ascii_bias)
     )
     assert alone.text == by_ids.text == outputs[0].text
-
-
-def test_text_arrives_piece_by_piece(
-    open_engine: Callable[..., Engine], ascii_bias: dict[int, float]
-) -> None:
-    engine = open_engine("text")
-    stop = ["\x00never"]
-    engine.add_request("the", greedy(30, logit_bias=ascii_bias, stop=stop), "it")
-    texts = [output.text for _ in range(30) for output in engine.step()]
-    assert len(texts) == 30
-    assert all(later.startswith(sooner) for sooner, later in pairwise(texts))
-    assert len(set(texts)) == 30
 
 
 @pytest.mark.parametrize("config", [{}, {"steps_per_launch": 4}, {"num_blocks": 9}], ids=str)
@@ -589,31 +554,6 @@ def test_failed_engine_gives_memory_back(
     engine.close()
     gc.collect()
     assert watch.held() == []
-
-
-def test_interrupt_in_the_middle_of_a_step(
-    open_engine: Callable[..., Engine], base: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C between plan and launch: what goes on afterwards is right, or says that it is not."""
-    engine = open_engine("base", block_size=1)
-    prompts = base.prompts(5, 6, seed=91)
-    for name, prompt in zip("ab", prompts, strict=True):
-        engine.add_request(prompt, greedy(12), name)
-    engine.step()
-    runner = engine._open_parts().runner
-
-    def launch(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", launch)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    try:
-        final = run(engine)
-    except EngineFailedError:
-        return
-    assert [final[name].token_ids for name in "ab"] == base.greedy(prompts, 12)
 
 
 def test_one_request_that_fails_ends_alone(
