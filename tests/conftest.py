@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +257,17 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     corpus = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    counts: Counter[str] = Counter()
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[function] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,7 @@ ROWS = LinearConfig(16, 16, kind="rows", stages=3)
 PARTS = LinearConfig(16, 16, kind="rows", stages=3, splits=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
 def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> None:
     a_TK, linear = rows(count, K, dtype), random_linear(N, K, dtype, bias=True)
@@ -51,6 +52,7 @@ def test_the_residual_may_be_what_is_written(count: int, config: LinearConfig) -
     assert error(x_TN, expected) < 1e-2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("k", [256, 37])
 @pytest.mark.parametrize(

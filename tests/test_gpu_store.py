@@ -41,6 +41,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a[:, :, 1:].view(torch.uint8), b[:, :, 1:].view(torch.uint8))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 16, 4), (3, 10, 5), (1, 34, 1), (9, 128, 16)])
@@ -79,6 +80,7 @@ def stored(arena: Tensor, slots: Tensor, form: AttentionForm) -> Tensor:
     return torch.stack([side[:, slots].transpose(0, 1).float() for side in sides])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "plain", "offset"])
