@@ -138,6 +138,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_slim_container(base: object) -> None:
     """No compiler, home or cache; a user without an entry in the password database."""

@@ -134,6 +134,7 @@ for kind in ("llama", "gemma2"):
 """
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("script", [PORTABLE, PORTABLE_STACK], ids=["operations", "stack"])
 def test_portable_version_computes_the_same(script: str) -> None:
@@ -210,14 +211,6 @@ def test_kernels_know_how_weights_are_stored() -> None:
 
 
 @needs_compiler
-def test_fp8_weights_of_a_cpu_run_in_plain_torch_around_native_attention() -> None:
-    chosen = kernels.select_kernels("cpu", "compile", torch.bfloat16, "fp8")
-    assert chosen.linear is kernels.reference_linear
-    assert (chosen.pack, chosen.make_stack) == (None, None)
-    assert chosen.attention is kernels.paged_attention
-
-
-@needs_compiler
 def test_torch_kernels_are_plain_torch_around_paged_attention() -> None:
     for device in ("cpu", "cuda"):
         chosen = kernels.select_kernels(device, "compile", torch.bfloat16, "model", "torch")
@@ -245,15 +238,6 @@ def test_what_native_kernels_do_not_support(
 ) -> None:
     obstacle = kernels.native_obstacle(device, dtype, weights, latent=latent)
     assert (obstacle is None) if reason is None else (reason in str(obstacle))
-
-
-def test_eager_gets_plain_torch() -> None:
-    for device in ("cpu", "cuda"):
-        eager = kernels.select_kernels(torch.device(device), "eager", torch.bfloat16)
-        assert eager.attention is kernels.reference_paged_attention
-        assert eager.linear is kernels.reference_linear
-        assert eager.pack is None
-        assert (eager.bounded_by_length, eager.masks) == (False, 1)
 
 
 def test_cuda_gets_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
