@@ -198,6 +198,7 @@ def test_where_nothing_was_measured_nothing_is_printed(monkeypatch, tmp_path, ca
     assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_in_one_line(tmp_path):
     """bench.py as a shell runs it, interrupted once it has measured something."""
     path = tmp_path / "a.json"

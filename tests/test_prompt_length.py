@@ -75,7 +75,7 @@ def make(kind: str) -> tuple[Tokenizer, TokenBound]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(text=TEXT, times=st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_text_has_no_fewer_tokens(kind: str, text: str, times: int) -> None:
     tokenizer, bound = make(kind)
     text *= times
