@@ -91,36 +91,6 @@ def test_a_watch_that_is_dropped_leaves_nothing() -> None:
     assert collector._on_collection not in gc.callbacks
 
 
-def test_a_watch_that_is_dropped_in_a_cycle_leaves_nothing() -> None:
-    """It goes in the middle of a collection, which nobody is told the end of."""
-    cycle: list[object] = [CollectorWatch()]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    assert collector._on_collection not in gc.callbacks
-    assert collector._started_ns == 0
-
-
-def test_a_collection_that_began_before_anybody_watched_is_not_counted() -> None:
-    made: list[CollectorWatch] = []
-
-    class Appearing:
-        """Makes a watch when it is found unreachable: between start and stop."""
-
-        def __del__(self) -> None:
-            made.append(CollectorWatch())
-
-    cycle: list[object] = [Appearing()]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    (watch,) = made
-    assert (watch.collections, watch.total_ns) == (0, 0)
-    gc.collect()
-    assert watch.collections == 1
-    watch.close()
-
-
 def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
     first, second = open_engine("base"), open_engine("micro")
     assert len(collector._watches) == 2

@@ -101,7 +101,7 @@ def written_by(attention: Callable[..., Tensor], x: Tensor, storage: str, latent
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     storage=st.sampled_from(STORAGES),

@@ -39,6 +39,7 @@ def test_packing_is_undone_by_unpacking(n: int, k: int, dtype: torch.dtype) -> N
     assert torch.equal(kernels.unpack_linear(packed, n, k), weight)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("t", [1, 3, 700])
@@ -67,6 +68,7 @@ def test_rows_behind_the_last_one_are_zeros() -> None:
     assert not kernels.packed_embedding(torch.arange(33, 64), packed, 8).any()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [1, 2, 3, 8, 12, 13, 25, 97, 200])
 @pytest.mark.parametrize(("n", "k"), SHAPES)

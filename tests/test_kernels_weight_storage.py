@@ -7,10 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.ops import weight_storage
-from stepgraph.runtime.models import modules
-from stepgraph.runtime.models.modules import Projection
 from torch import Tensor
 
 from .thread_rig import kernel_threads
@@ -34,7 +31,7 @@ def weights(draw: st.DrawFn) -> Tensor:
     return weight.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(weights())
 def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
     data, scales = kernels.quantise_weight(weight)
@@ -53,7 +50,7 @@ def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
     torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(weights())
 def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
     n, k = weight.shape
@@ -82,7 +79,7 @@ def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 @given(weights(), st.integers(-8, 8), st.integers(1, 100))
 def test_rows_are_quantised_one_by_one(
     storage: kernels.WeightStorage, weight: Tensor, power: int, at_a_time: int
@@ -203,6 +200,7 @@ def test_fp8_reference_is_the_layer_over_the_dequantised_weight(dtype: torch.dty
     assert torch.equal(data.float(), before)
 
 
+@pytest.mark.sampled(5)
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [*range(1, 31), 97, 200])
@@ -248,23 +246,6 @@ def test_a_row_does_not_see_its_batch(n: int, k: int, dtype: torch.dtype) -> Non
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_input(dtype: torch.dtype) -> None:
-    kernels.load_cpu_ops()
-    for k in (64, 63):
-        x, data, scales, _, _ = make(6, 40, k, dtype)
-        packed = kernels.pack_linear(data)
-        expected = kernels.packed_linear(x, packed, None, 40, scales)
-        for columns in (k + 1, k + 2, k + 6):
-            wide = torch.full((6, columns), torch.nan, dtype=dtype)
-            wide[:, :k] = x
-            out = kernels.packed_linear(wide[:, :k], packed, None, 40, scales)
-            assert torch.equal(out, expected)
-        turned = x.T.contiguous().T
-        assert torch.equal(kernels.packed_linear(turned, packed, None, 40, scales), expected)
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("packed", "scales"),
     [
@@ -281,23 +262,3 @@ def test_arguments_that_do_not_fit_are_refused(packed: Tensor, scales: Tensor | 
     for dtype in DTYPES:
         with pytest.raises(RuntimeError, match="packed_linear"):
             kernels.packed_linear(torch.zeros(3, 8, dtype=dtype), packed, None, 40, scales)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_a_weight_is_quantised_where_it_will_lie(
-    storage: WeightStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = []
-
-    def quantise(weight: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
-        devices.append(weight.device.type)
-        return weight_storage.quantise_weight(weight, storage)
-
-    monkeypatch.setattr(modules, "quantise_weight", quantise)
-    chosen = kernels.select_kernels("cpu", "eager", torch.bfloat16, storage)  # packs nothing
-    projection = Projection(chosen, 5, 300)
-    projection.store(torch.randn(5, 300, dtype=torch.bfloat16), torch.device("meta"))
-    assert devices == ["meta"]
-    for stored in (projection.weight, projection.scales):
-        assert stored is not None
-        assert stored.is_meta

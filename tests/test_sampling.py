@@ -313,36 +313,10 @@ def test_extreme_parameters_leave_the_best_token(fields: dict[str, float]) -> No
     assert sample_many(params, randn(V), 50).unique().tolist() == [BEST]
 
 
-def test_a_tiny_repetition_penalty_stays_finite() -> None:
-    params = SamplingParams(repetition_penalty=1e-300, temperature=1e-300)
-    tokens = sample_many(params, randn(V).abs(), 50).unique()
-    assert set(tokens.tolist()) <= set(PROMPT + OUTPUT)
-
-
 @pytest.mark.parametrize("fields", [{"top_k": V}, {"top_k": 1 << 30}, {"top_k": V, "min_p": 1e-30}])
 def test_parameters_that_keep_all_change_nothing(fields: dict[str, float]) -> None:
     plain = sample_many(SamplingParams(seed=3), randn(V), 500)
     assert torch.equal(sample_many(SamplingParams(seed=3, **fields), randn(V), 500), plain)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_one_token_is_possible(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, frequency_penalty=1.0)
-    assert sample_one(params, torch.tensor([2.5])) == 0
-    logits = torch.full((V,), -math.inf)
-    logits[217] = -4.0
-    assert sample_many(params, logits, 50).unique().tolist() == [217]
-    assert sample_many(params, logits[:218], 50).unique().tolist() == [217]
-
-
-def test_min_tokens_holds_until_its_position() -> None:
-    params = SamplingParams(min_tokens=4, temperature=0.0)
-    logits = torch.zeros(V)
-    logits[STOPS] = 100.0
-    logits[99] = 50.0
-    first = len(PROMPT)
-    tokens = [sample_one(params, logits, first + i) for i in range(6)]
-    assert tokens == [99, 99, 99, 99, 11, 11]
 
 
 def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:

@@ -48,6 +48,7 @@ def chosen(
     return kernels, model, config
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [
