@@ -232,18 +232,6 @@ def test_stop_token_ids_and_max_tokens(open_engine: Callable[..., Engine], base:
         assert (output.token_ids, output.finish_reason) == (expected, reason)
 
 
-def test_longest_sequence_ends_with_length(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine = open_engine("base", max_model_len=30, block_size=4)
-    prompts = base.prompts(20, 29, 1, seed=72)
-    expected = base.greedy(prompts, 29)
-    for output, tokens, count in zip(
-        engine.generate(prompts, greedy(64)), expected, (10, 1, 29), strict=True
-    ):
-        assert (output.token_ids, output.finish_reason) == (tokens[:count], "length")
-
-
 # Text --------------------------------------------------------------------------------------------
 
 
@@ -328,21 +316,6 @@ def test_deltas_join_to_the_output(
         assert engine.stats()["preemptions"] > 0
 
 
-def test_a_stop_string_before_min_tokens_is_ignored(
-    open_engine: Callable[..., Engine], ascii_bias: dict[int, float]
-) -> None:
-    engine = open_engine("text")
-    (whole,) = engine.generate("return", greedy(40, logit_bias=ascii_bias))
-    char = whole.text[0]
-    (output,) = engine.generate(
-        "return", greedy(40, logit_bias=ascii_bias, stop=[char], min_tokens=8)
-    )
-    # Every token is a character or more, and sampling is not changed by stop strings.
-    assert len(output.token_ids) > 8 or output.finish_reason == "length"
-    assert whole.text.startswith(output.text)
-    assert output.text.startswith(char)
-
-
 def test_special_tokens_in_the_text(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine("text")
     special = greedy(3, logit_bias={0: 100.0})  # <s>
@@ -350,36 +323,6 @@ def test_special_tokens_in_the_text(open_engine: Callable[..., Engine]) -> None:
     (shown,) = engine.generate("the", dataclasses.replace(special, skip_special_tokens=False))
     assert hidden.token_ids == shown.token_ids == [0, 0, 0]
     assert (hidden.text, shown.text) == ("", "<s><s><s>")
-
-
-def test_stop_strings_across_token_borders(
-    open_engine: Callable[..., Engine],
-    text_tokenizer: Tokenizer,
-    ascii_bias: dict[int, float],
-) -> None:
-    engine = open_engine("text")
-    prompt = "return"
-    (whole,) = engine.generate(prompt, greedy(40, logit_bias=ascii_bias))
-    pieces = [text_tokenizer.decode([token]) for token in whole.token_ids]
-    assert "".join(pieces) == whole.text
-    tried = 0
-    for first in range(4, 30):
-        # From the last character of one token to the first of the token after the next.
-        stop = pieces[first][-1] + pieces[first + 1] + pieces[first + 2][0]
-        end = len("".join(pieces[: first + 2])) + 1
-        if whole.text.find(stop) != end - len(stop):
-            continue  # it occurs earlier
-        tried += 1
-        params = greedy(40, logit_bias=ascii_bias, stop=["\x00never", stop])
-        (output,) = engine.generate(prompt, params)
-        assert output.finish_reason == "stop"
-        assert output.text == whole.text[: end - len(stop)]
-        assert output.token_ids == whole.token_ids[: first + 3]
-    assert tried > 5
-    # Held back as a possible beginning, then known not to be one: the end gives it out.
-    params = greedy(40, logit_bias=ascii_bias, stop=[whole.text[-3:] + "\x00"])
-    (output,) = engine.generate(prompt, params)
-    assert (output.text, output.finish_reason) == (whole.text, "length")
 
 
 # Open, close, fail -------------------------------------------------------------------------------

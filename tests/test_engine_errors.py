@@ -141,12 +141,6 @@ def test_memory_budget_too_small(base: TinyModel) -> None:
         assert len(output.token_ids) == 6
 
 
-def test_more_memory_than_there_is(base: TinyModel) -> None:
-    refusal(
-        MemoryBudgetError, lambda: start(base.directory, num_blocks=1 << 30), "available memory"
-    )
-
-
 # Requests ----------------------------------------------------------------------------------------
 
 

@@ -61,19 +61,6 @@ def test_what_runs_untuned(weight_bytes: int) -> None:
             assert config == (own if weight_bytes == 1 else LIBRARY)
 
 
-def test_many_rows_occupy_the_device() -> None:
-    """Programs of 64 rows of the weight or more, in parts where these are too few."""
-    shapes = [("norm_linear", 3072, 2048), ("residual_linear", 2048, 8192)]
-    shapes += [("gate_up", 8192, 2048), ("residual_linear", 1024, 2048), ("head", 128256, 2048)]
-    for kernel, n, k in shapes:
-        config = default_config(kernel, 32, n, k, 2, 132, library=False)
-        stored = config.block_n * (2 if kernel == "gate_up" else 1)
-        assert stored >= 64
-        assert -(-n // config.block_n) * config.splits >= 0.7 * 132
-        assert k // config.splits >= 256
-        assert stored * config.block_k * 2 * (config.stages - 1) >= 40 << 10
-
-
 @pytest.mark.parametrize(
     ("config", "kernel", "rows", "error"),
     [

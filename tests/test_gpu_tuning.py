@@ -26,8 +26,7 @@ from stepgraph.runtime.kernels.triton.launch import num_multiprocessors
 from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig
 from stepgraph.runtime.kernels.triton.linear_configs import candidate_configs, default_config
 from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey
-from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.tools import linear_problems, linear_timing, tune
+from stepgraph.runtime.tools import linear_timing, tune
 from stepgraph.runtime.tools.linear_problems import LinearProblem, Operands
 
 CPU = torch.device("cpu")
@@ -222,40 +221,6 @@ def test_the_fastest_that_runs_is_kept() -> None:
     assert linear_timing.tune(problem, table({}), 132).config == configs[0]
     nothing = dict.fromkeys(range(len(configs)))
     assert linear_timing.tune(problem, table(nothing), 132) is None
-
-
-def test_the_kernels_of_a_model() -> None:
-    def problems(name: str, *rows: int) -> list[LinearProblem]:
-        return list(
-            linear_problems.problems_of(
-                preset(name), torch.bfloat16, "fp8", rows, multiprocessors=132
-            )
-        )
-
-    found = problems("llama-3.2-1b", 1, 8, 16, 2)
-    assert [problem.rows for problem in found] == [1] * 6 + [2] * 6 + [16] * 5
-    shapes = [
-        ("norm_linear", 3072, 2048),
-        ("combine_output", 2048, 2048),
-        ("residual_linear", 2048, 2048),
-        ("gate_up", 8192, 2048),
-        ("residual_linear", 2048, 8192),
-        ("head", 128256, 2048),
-    ]
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[:6]] == shapes
-    del shapes[1]  # of more rows no product combines splits
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[12:]] == shapes
-    assert {problem.weight_dtype for problem in found} == {torch.float8_e4m3fn}
-    assert found[3].weight_bytes == 2 * 8192 * 2048
-    assert not any(problem.pending or problem.gelu for problem in found)
-    one, two = (problem for problem in found if problem.kernel == "combine_output")
-    assert one.heads == 32
-    assert one.splits > two.splits > 1
-    assert one.configs(132) == candidate_configs("combine_output", 1, 2048, 2048, 1, 132)
-    gemma = problems("gemma-2-2b", 4)
-    assert [problem.pending for problem in gemma] == [True, False, False, True, False, True]
-    assert all(problem.gelu for problem in gemma)
-    assert [problem.softcap for problem in gemma] == [0.0] * 5 + [30.0]
 
 
 @pytest.mark.sampled(2)

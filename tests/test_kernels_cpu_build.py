@@ -197,19 +197,6 @@ def test_cpu_compile_gets_the_fast_kernels() -> None:
     assert half.pack is None
 
 
-def test_kernels_know_how_weights_are_stored() -> None:
-    for device, mode in (("cpu", "eager"), ("cuda", "graph")):
-        for weights, scales in (("int8", 1), ("fp8", 2)):
-            chosen = kernels.select_kernels(device, mode, torch.bfloat16, weights)
-            assert chosen.weights == weights
-            assert chosen.stored_bytes(33, 165, torch.bfloat16) == 33 * 165 + 33 * scales * 4
-            assert chosen.unpacked_bytes(33, 165) == 33 * 165 * 4
-        plain = kernels.select_kernels(device, mode, torch.bfloat16)
-        assert plain.weights == "model"
-        assert plain.stored_bytes(33, 165, torch.bfloat16) == 33 * 165 * 2
-        assert plain.unpacked_bytes(33, 165) == 0
-
-
 @needs_compiler
 def test_torch_kernels_are_plain_torch_around_paged_attention() -> None:
     for device in ("cpu", "cuda"):

@@ -99,15 +99,6 @@ def test_a_damaged_manifest_is_refused(folder: Path, manifest: str) -> None:
     assert len(refused[0]) < 1000
 
 
-def test_missing_parts_are_refused(folder: Path) -> None:
-    for name in ("manifest.json", "cpu_ops.so"):
-        path = add(folder)
-        (path.parent / name).unlink()
-        assert not found(folder)
-        shutil.rmtree(path.parent)
-    assert store.find_libraries(folder / "nowhere", SOURCE, ())[0] == []
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 @pytest.mark.parametrize("part", [".", "..", "library", "cpu_ops.so", "manifest.json"])
@@ -277,17 +268,3 @@ def test_one_name_for_an_instruction_set() -> None:
         features_of_macros("#define __ARM_FEATURE_SVE 1\n#define __ARM_FEATURE_DOTPROD 1\n") <= arm
     )
     assert "sve2" in features_of_macros("#define __ARM_FEATURE_SVE2 1\n") - arm
-
-
-def test_temporary_folders_of_killed_processes_are_cleared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed, foreign = tmp_path / "stepgraph-kernels-killed", tmp_path / "stepgraph-kernels-other"
-    killed.mkdir()
-    (killed / "lock").touch()
-    foreign.mkdir()
-    os.utime(foreign, (0, 0))
-    store._temporary_folder()
-    assert not killed.exists()
-    assert foreign.exists(), "it may be of another program"

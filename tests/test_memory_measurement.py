@@ -110,14 +110,6 @@ def test_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.measured["activations"] == PER_TOKEN * TOKENS + 8 * (MASK * TOKENS + GATHER)
 
 
-def test_a_system_that_tells_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(0.01)
-    monkeypatch.setattr(machine, "peak_bytes", lambda work, device: None)
-    memory = machine.measure(monkeypatch, masks=0)
-    assert memory.measured == {"attention_masks": 0}
-    assert "does not tell" in memory.notes["activations"]
-
-
 @pytest.mark.parametrize("masks", [0, 1])
 def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
     readable = Machine(0.01)

@@ -155,18 +155,6 @@ def test_outputs_must_not_meet(tmp_path, capsys):
         assert line.endswith("link is what --compare reads: write to another file")
 
 
-def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
-    def write(path: Path, text: str) -> None:
-        raise WriteError(path, "No space left on device")
-
-    monkeypatch.setattr("stepgraph.runtime.bench.document.write_file", write)
-    assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")
-    assert captured.out.count("\n| demo ") == 1
-    assert files(tmp_path) == []
-
-
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     def repeat(run: steady.CaseRun) -> None:
         if run.case.batch_size == 2:

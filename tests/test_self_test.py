@@ -141,12 +141,6 @@ def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.sampler == "torch"
 
 
-def test_plain_kernels_need_no_test() -> None:
-    _, model, config = chosen()
-    plain = select_kernels("cpu", "eager", config.dtype)
-    assert check_kernels(plain, model, config, required=True) is plain
-
-
 def test_plain_attention_on_cuda_needs_neither_test_nor_triton() -> None:
     kernels, model, config = chosen()
     plain = dataclasses.replace(kernels, make_stack=None, sampler="torch")

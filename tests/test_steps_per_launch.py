@@ -122,48 +122,6 @@ def test_blocks_that_leave_a_window_are_given_back(windows: Any) -> None:
 # What the loop makes of it ------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("where", range(1, 9))
-def test_what_comes_after_a_stop_is_discarded(where: int, in_flight: int) -> None:
-    rig = Rig(steps_per_launch=4, in_flight=in_flight)
-    probe = rig.group(3, max_tokens=20).requests[0]
-    rig.arrivals -= 1  # the same prompt and seed again
-    tokens = oracle(probe)[0]
-    request = rig.add(3, max_tokens=20, stop={tokens[where]}, min_tokens=where)
-    other = rig.add(5, max_tokens=20)
-    finals = {output.request_id: output for output in rig.drain() if output.finished}
-    assert finals["request-1"].token_ids == tokens[: where + 1]
-    assert finals["request-1"].finish_reason == "stop"
-    assert finals["request-2"].token_ids == oracle(other)[0]
-    assert rig.loop.counts["output_tokens"] == where + 1 + 20
-    assert request.num_output == where + 1
-
-
-def test_outputs_show_several_new_tokens_at_once() -> None:
-    rig = Rig(steps_per_launch=4)
-    request = rig.add(3, max_tokens=13)
-    lengths = [len(output.token_ids) for output in rig.drain()]
-    assert lengths == [1, 5, 9, 13]
-    assert len(set(request.token_ns)) == 4, "they arrive together"
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_an_abort_with_tokens_under_way(in_flight: int) -> None:
-    rig = Rig(steps_per_launch=4, in_flight=in_flight, max_num_seqs=2)
-    aborted, other = rig.group(3, max_tokens=30), rig.group(3, max_tokens=30)
-    rig.loop.add(aborted)
-    rig.loop.add(other)
-    rig.step(4)
-    shown = aborted.requests[0].num_output
-    rig.loop.abort(aborted)
-    late = rig.add(4, max_tokens=20)  # in the row, and perhaps the blocks, that are free now
-    finals = {output.request_id: output for output in rig.drain() if output.finished}
-    assert (len(finals[aborted.id].token_ids), finals[aborted.id].finish_reason) == (shown, "abort")
-    assert finals[other.id].token_ids == oracle(other.requests[0])[0]
-    assert late.output_ids == oracle(late)[0]
-
-
 # Engines ------------------------------------------------------------------------------------------
 
 
@@ -239,21 +197,6 @@ def test_a_launch_reads_as_wide_as_its_last_step(
     outputs = engine.generate(prompts, params)
     assert [output.token_ids for output in outputs] == base.greedy(prompts, 100)
     assert engine.stats()["multi_step_launches"] > 10
-
-
-def test_stop_strings(open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]) -> None:
-    engine, several = (open_engine("text", steps_per_launch=k) for k in (1, 6))
-    prompts = tiny("text").prompts(5, 9)
-    free = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
-    texts = [output.text for output in engine.generate(prompts, free)]
-    for cut in range(3, 20, 4):
-        stops = [text[cut : cut + 3] for text in texts if text[cut : cut + 3].strip()]
-        params = SamplingParams(
-            max_tokens=40, temperature=0.8, seed=3, ignore_eos=True, stop=tuple(stops)
-        )
-        outputs = several.generate(prompts, params)
-        assert shown(outputs) == shown(engine.generate(prompts, params))
-    assert several.stats()["multi_step_launches"] > 5
 
 
 @pytest.mark.sampled(2)
