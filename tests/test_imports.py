@@ -37,13 +37,6 @@ FILES = sorted(
     for path in (ROOT / package).rglob("*.py")
 )
 HOST_LOGIC = ("profiling/", "cache/", "graphs/", "runtime/scheduling/", FACE)
-    "profiling/",
-    "cache/",
-    "graphs/",
-    "runtime/scheduling/",
-    "runtime/bench/compar",
-    FACE,
-)
 OF_TENSORS = {
     *("cache/arena.py", "cache/encoder_outputs.py", "cache/memory/device_memory.py"),
     *("graphs/buffers.py", "graphs/library.py", "graphs/steps.py"),
