@@ -69,28 +69,6 @@ def test_a_mark_says_what_the_collector_did() -> None:
     assert 0 <= young[1] + old[1] <= watch.total_ns // 1000
 
 
-def test_two_watches_count_the_same_and_tell_once() -> None:
-    heard = Heard(collections=True)
-    first, second = CollectorWatch(), CollectorWatch()
-    assert gc.callbacks.count(collector._on_collection) == 1
-    with ranges.listening(heard):
-        gc.collect()
-        first.close()
-        gc.collect()
-        second.close()
-        gc.collect()
-    assert (first.collections, second.collections) == (1, 2)
-    assert len(heard.events) == 2
-
-
-def test_a_watch_that_is_dropped_leaves_nothing() -> None:
-    watch = CollectorWatch()
-    gone = weakref.ref(watch)
-    del watch
-    assert gone() is None
-    assert collector._on_collection not in gc.callbacks
-
-
 def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
     first, second = open_engine("base"), open_engine("micro")
     assert len(collector._watches) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import warnings
@@ -128,19 +127,6 @@ def test_memory_budget(
     assert config.fixed_blocks == fixed_blocks
 
 
-def test_the_default_budget_leaves_more_of_memory_that_others_need_too() -> None:
-    config = EngineConfig()
-    shares = [config.memory_budget(torch.device(kind)).fraction for kind in ("cpu", "cuda")]
-    assert shares == [0.5, 0.9]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtype(dtype: str, no_cuda: None) -> None:
-    assert resolve(dtype=dtype).dtype == getattr(torch, dtype)
-    stored = dataclasses.replace(MODEL, torch_dtype=dtype)
-    assert ResolvedConfig.resolve(EngineConfig(), stored).dtype == getattr(torch, dtype)
-
-
 @pytest.mark.parametrize(
     ("device", "message"),
     [
@@ -186,12 +172,6 @@ def test_a_library_that_was_found_serves_without_a_compiler(
     for needs_torch_compile in ({"kernels": "torch"}, {"dtype": "float16"}):
         with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
             resolve(mode="compile", **needs_torch_compile)
-
-
-def test_a_gpu_needs_no_compiler(two_cuda_devices: None, no_compiler: None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve().mode == "graph"
 
 
 @pytest.mark.parametrize(

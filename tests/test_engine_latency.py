@@ -130,14 +130,6 @@ def test_calibration_leaves_nothing_behind(open_engine: Callable[..., Engine]) -
     assert stats["padding"] == 0.0
 
 
-def test_chunks_may_be_larger_than_the_longest_sequence(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", prefill_chunk=64, max_itl_ms=50, max_model_len=20)
-    assert engine.stats()["step_budget"]["costs"]["prefill"]["sizes"][-1] == 64
-    prompts = [[1 + i] * 15 for i in range(4)]
-    engine.generate(prompts, greedy(5))
-    assert engine.timeline().records()[0].prefill_tokens == 60
-
-
 @pytest.mark.parametrize("max_itl_ms", [None, 500.0])
 def test_steps_leave_no_cyclic_garbage(
     open_engine: Callable[..., Engine], base: TinyModel, max_itl_ms: float | None

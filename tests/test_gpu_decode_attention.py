@@ -20,10 +20,8 @@ from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton import rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
 from stepgraph.runtime.kernels.triton.launch import INTERPRETED
-from stepgraph.runtime.kernels.triton.linear import Norm, reference_norm
 from stepgraph.runtime.kernels.triton.ready_attention import decode_ready_attention
 from stepgraph.runtime.kernels.triton.splits import MOST_SPLITS, choose_splits
-from stepgraph.runtime.models.modules import RMSNorm
 from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter
 
@@ -255,12 +253,6 @@ def test_quantised_storage(storage: str, dtype: torch.dtype) -> None:
     check([1, 35, 0], (6, 2, 20), 8, dtype, storage=storage, tile=SMALL)
 
 
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_queries_and_keys(offset: bool, dtype: torch.dtype) -> None:
-    check([20, 1], (4, 2, 24), dtype=dtype, norms=True, offset=offset, tile=SMALL)
-
-
 def test_everything_at_once() -> None:
     check(
         [30, 0, 1, 50], (6, 2, 10), 5, norms=True, window=21, softcap=3.0, storage="fp8",
@@ -336,16 +328,6 @@ def test_against_float64() -> None:
     q = rotate(x.qkv.view(1, 5, 32)[:, :3], x.cos, x.sin)[0].double()
     expected = (q @ keys.T * 0.3).softmax(-1) @ values
     close(out.view(3, 32), expected, 1e-5)
-
-
-@pytest.mark.parametrize("offset", [False, True])
-def test_the_reference_norms_and_rotates_as_the_model_does(offset: bool) -> None:
-    x = torch.randn(3, 4, 10).bfloat16()
-    norm = RMSNorm(1e-5, offset=offset)
-    norm.weight = torch.nn.Parameter(torch.randn(10).bfloat16())
-    assert torch.equal(reference_norm(x, Norm(norm.weight, 1e-5, offset)), norm(x))
-    cos, sin = torch.randn(2, 3, 5)
-    assert torch.equal(rotated_heads.reference_turned(x, cos, sin), rotate(x, cos, sin))
 
 
 @given(

@@ -98,6 +98,7 @@ def test_logits_are_those_of_transformers(
         torch.testing.assert_close(logits, expected[16:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_the_plain_engine(
     gpu_engine: Callable[..., Engine],
     open_engine: Callable[..., Engine],

@@ -12,17 +12,14 @@ from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton.fused_pair import (
     PairShape,
     PairTiles,
-    default_pair_config,
     fused_pair,
     new_barrier,
-    pair_tiles,
     reference_fused_pair,
 )
 from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
 from stepgraph.runtime.kernels.triton.residual_linear import residual_linear
 from stepgraph.runtime.tools.pair_problems import PairProblem
-from triton import cdiv
 
 from .gpu_linear_rig import (
     DEVICE,
@@ -85,11 +82,6 @@ def test_odd_shapes(count: int, gated: bool, dtype: torch.dtype) -> None:
     check(count, dtype, SMALL, gated=gated)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_gelu_and_a_norm_of_one_plus_its_weight(count: int) -> None:
-    check(count, torch.bfloat16, SMALL, gated=True, gelu=True, offset=True)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("gated", [False, True])
@@ -100,19 +92,6 @@ def test_weights_of_8_bits(gated: bool, storage: str) -> None:
 
 def test_the_counter_serves_launch_after_launch() -> None:
     check(1, torch.bfloat16, PairTiles(8, 64, 16, 32), gated=True, launches=3)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("steps", [(64, 16), (16, 16), (64, 8)])
-def test_tiles_of_one_step_and_of_many(steps: tuple[int, int]) -> None:
-    """Runs of an odd and of an even number of steps, with and without a part of a step."""
-    tiles = PairTiles(8, steps[0], 4, steps[1])
-    check(1, torch.float32, tiles, gated=False, sizes=(64, 40, 30))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_default_sizes(gated: bool) -> None:
-    check(1, torch.bfloat16, None, gated=gated, sizes=(K, D, N))
 
 
 def test_more_programs_than_tiles() -> None:
@@ -136,25 +115,6 @@ def test_results_are_those_of_the_separate_kernels() -> None:
     gate_up(separate_TD, norm, second, separate_TF, gelu=False, config=LinearConfig(8, 32))
     assert torch.equal(x_TD, separate_TD)
     assert torch.equal(inner_TF, separate_TF)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_tiles_are_shared_out_evenly(count: int, gated: bool, size: int) -> None:
-    for hidden, k, n in ((1024, 2048, 3072), (2048, 8192, 3072), (576, 576, 1536), (21, 45, 37)):
-        shape = PairShape(count, k, hidden, n, gated, size)
-        config = default_pair_config(shape)
-        tiles = pair_tiles(shape, config, 132)
-        values = (tiles.block_n, tiles.block_k, tiles.next_block_n, tiles.next_block_k)
-        assert all(value & (value - 1) == 0 < value for value in values)
-        halves = 2 if gated else 1
-        most = config.block_n * config.block_k
-        assert tiles.block_n * tiles.block_k <= most
-        assert tiles.next_block_n * tiles.next_block_k * halves <= most
-        for features, block_n in ((hidden, tiles.block_n), (n, tiles.next_block_n)):
-            slowest = cdiv(cdiv(features, block_n), 132) * block_n
-            assert slowest <= 1.04 * cdiv(features, 132)
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -81,13 +81,6 @@ def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: st
     assert error in (config_error(config, kernel, rows) or "")
 
 
-def test_one_row_is_one_wave_of_programs() -> None:
-    """Four programs of four warps fit on a multiprocessor together, whatever they are of."""
-    for kernel, (n, k) in itertools.product(KERNELS[:3], SHAPES):
-        config = default_config(kernel, 1, n, k, 2, 132)
-        assert -(-n // config.block_n) <= 4 * 132
-
-
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:
     assert not is_tight(pending=False) or torch.cuda.is_available()
     for capability, tight in ((80, True), (89, True), (90, False)):

@@ -112,15 +112,6 @@ def test_a_row_is_its_own(count: int) -> None:
     assert torch.equal(out_TN[2:], alone_TN[2:])
 
 
-def test_default_configs_compute_the_same() -> None:
-    for count, storage in ((1, "model"), (4, "model"), (7, "model"), (7, "int8")):
-        x_TK, norm = rows(count, 96, torch.float32), random_norm(96, torch.float32)
-        linear = random_linear(80, 96, torch.float32, storage)
-        out_TN = poisoned(count, 80, dtype=torch.float32)
-        norm_linear(x_TK, norm, linear, out_TN)
-        assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < 1e-5
-
-
 def test_what_does_not_fit_is_an_error() -> None:
     x_TK, linear = rows(33, K, torch.bfloat16), random_linear(N, K, torch.bfloat16)
     with pytest.raises(ValueError, match="at most 32 rows"):

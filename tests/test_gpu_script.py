@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from stepgraph.runtime.bench.options import parse_arguments
 
 SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu"
@@ -62,18 +61,6 @@ def test_the_command_lines_are_right(
         assert sum(part.seconds for part in parts if part.stage == stage) <= 60 * minutes
 
 
-def case(p50: float, floor: float, *, passed: bool = True, **more: Any) -> dict[str, Any]:
-    entry = {"batch_size": 1, "step_ms": {"p50": p50}, "roofline": {"floor_ms": floor}}
-    return {"cases": [{**entry, "check": {"passed": passed}, **more}]}
-
-
-def shown(script: ModuleType, documents: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """What was aimed at and measured, and whether it reached its aim."""
-    text = script.summary({"parts": {}, **documents})
-    rows = [line.strip("| ").split(" | ") for line in text.split("\n\n")[0].splitlines()[2:]]
-    return {cells[0]: tuple(cells[1:]) for cells in rows}
-
-
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_stops_none_of_the_others(
     script: ModuleType, make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
@@ -108,24 +95,6 @@ signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)'"""
     assert "=== a: broken" in log
     assert "what it has" in log
     assert "| c | written | done |" in (tmp_path / "summary.md").read_text()
-
-
-def test_where_nothing_can_run(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    if not torch.cuda.is_available():
-        assert script.main(["a", "--output", str(tmp_path / "a")]) == 2
-        assert "no CUDA device" in capsys.readouterr().out
-    monkeypatch.setattr(script, "NEEDED", ("json", "no_such_module"))
-    monkeypatch.setattr(script, "WANTED", ("neither_this",))
-    assert script.main(["--output", str(tmp_path / "b"), "--dry-run"]) == 2
-    assert "not installed: no_such_module, neither_this" in capsys.readouterr().out
-    document = json.loads((tmp_path / "b" / "gpu.json").read_text())
-    assert document["missing"] == ["no_such_module", "neither_this"]
-    assert document["parts"] == {}
-    with pytest.raises(SystemExit):
-        script.main(["g"])
 
 
 @pytest.mark.slow

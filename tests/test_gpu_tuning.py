@@ -131,12 +131,6 @@ def test_a_file_that_is_not_understood(
     assert tuning.lookup(KEY) == TUNED.config
 
 
-def test_an_unreadable_file(caplog: pytest.LogCaptureFixture) -> None:
-    tuning.tuning_file().mkdir(parents=True)
-    assert tuning.lookup(KEY) is None
-    assert "IsADirectoryError" in caplog.text
-
-
 def test_writers_at_the_same_time_lose_nothing() -> None:
     """Locks of files hold between threads too: each opens the file for itself."""
     keys = [dataclasses.replace(KEY, n=n) for n in range(1, 41)]
@@ -250,15 +244,6 @@ def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) 
         assert operands.error() <= linear_timing.TOLERANCE[problem.dtype]
     operands.out_TN += 0.1 * operands.out_TN.abs().max()
     assert operands.error() > linear_timing.TOLERANCE[problem.dtype]
-
-
-def test_a_head_with_wrong_maxima_is_out() -> None:
-    operands = Operands(problem_of("head"), DEVICE, copies=1)
-    operands.run(0, None)
-    assert operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
-    assert operands.best is not None
-    operands.best[1].add_(1).remainder_(20)
-    assert operands.error() == float("inf")
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

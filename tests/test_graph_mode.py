@@ -19,7 +19,6 @@ from stepgraph.runtime import (
     RequestOutput,
     SamplingParams,
 )
-from stepgraph.runtime.execution.step_functions import StepOutput
 
 from .fake_graphs import FakeCapturer, FakeGraphs, NotCapturableError, make_fake_graphs  # noqa: F401
 
@@ -312,20 +311,6 @@ def test_logits_of_forced_tokens(
     check_captured(captured)
 
 
-def test_kernels_for_cpus_are_captured(
-    open_captured: Callable[..., Engine],
-    fake_graphs: FakeGraphs,
-    base: TinyModel,
-) -> None:
-    """All layers are one operation there, and so is the sampler: nothing is left to compile."""
-    fake_graphs.kernels = "compile"
-    engine = open_captured("base", compile=True, block_size=8, prefill_chunk=24)
-    prompts = base.prompts(60, 3, 41, 7, 12)
-    outputs = engine.generate(prompts, GREEDY)
-    assert [output.token_ids for output in outputs] == base.greedy(prompts, 20)
-    check_captured(engine)
-
-
 @pytest.mark.slow
 def test_compiled_steps_are_captured(
     open_captured: Callable[..., Engine],
@@ -342,23 +327,3 @@ def test_compiled_steps_are_captured(
 
 
 # The fake itself ----------------------------------------------------------------------------------
-
-
-def test_the_fake_finds_what_a_device_would_show(fake_graphs: FakeGraphs) -> None:
-    capturer = FakeCapturer(fake_graphs, "cpu")
-    x = torch.ones(3)
-    for wait in (lambda: x.sum().item(), lambda: x + torch.tensor(2.0), lambda: x[x > 0]):
-        with pytest.raises(NotCapturableError):
-            capturer.capture(lambda wait=wait: StepOutput(wait(), x, None))  # type: ignore[arg-type]
-    numbers = iter((2.0, 3.0, 4.0))
-    one = capturer.capture(lambda: StepOutput(x * next(numbers), x, None))
-    other = capturer.capture(lambda: StepOutput(x + 5, x, None))
-    one.replay()
-    assert one.output.tokens.tolist() == [2, 2, 2], "what the host decided is frozen"
-    assert other.output.tokens.isnan().all()
-    x.fill_(7)
-    other.replay()
-    assert other.output.tokens.tolist() == [12, 12, 12]
-    assert one.output.tokens.isnan().all()
-    assert x.tolist() == [7, 7, 7]
-    assert next(numbers) == 3.0

@@ -174,16 +174,6 @@ def test_leftovers_of_killed_builds_are_cleared_and_running_ones_kept(folder: Pa
     assert not unlocked.exists()
 
 
-def test_the_cache_stays_where_it_is_when_torch_sets_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_me")
-    assert store.cache_directory() == tmp_path / "stepgraph"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    assert store.cache_directory() == tmp_path / "mine" / "stepgraph"
-
-
 def spoil(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a cache that cannot be used."""
     if kind == "a file":

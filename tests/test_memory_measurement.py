@@ -104,12 +104,6 @@ def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -
     assert "takes too long" in memory.notes["attention_masks"]
 
 
-def test_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Machine(0.01, widths=(8,)).measure(monkeypatch, masks=1)
-    assert "part of the activations" in memory.notes["attention_masks"]
-    assert memory.measured["activations"] == PER_TOKEN * TOKENS + 8 * (MASK * TOKENS + GATHER)
-
-
 @pytest.mark.parametrize("masks", [0, 1])
 def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
     readable = Machine(0.01)
@@ -171,18 +165,3 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
     assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
     assert memory.notes["captured_graphs"].startswith(f"beside a pool of {largest} bytes")
-
-
-def test_memory_that_another_process_takes_during_captures_shows(fake_device: FakeDevice) -> None:
-    peaks = CapturePeaks(torch.device("cuda"))
-    peaks.begin_captures()
-    fake_device.nodes += 700
-    peaks.end_captures()
-    machine = Machine(0.01)
-    keys = machine.sizes.keys()
-    for key in keys:
-        peaks.warmed_up(key)
-    machine.library.reports = lambda: [SimpleNamespace(bytes=300)]
-    memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
-    assert memory.measured["captured_graphs"] == 700
-    assert "took 300 bytes of 700" in memory.notes["captured_graphs"]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling import whole_files
 from stepgraph.profiling.whole_files import WriteError, check_writable, write_file
-from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.bench import run_steady, steady
+from stepgraph.runtime.bench import steady
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.outputs import same_file
 
@@ -68,16 +67,6 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_file(tmp_path / "a.json", "after")
     assert files(tmp_path) == []
-
-
-def test_a_link_stays_one(tmp_path):
-    (tmp_path / "results").mkdir()
-    link = tmp_path / "latest.json"
-    link.symlink_to("results/a.json")
-    write_file(link, "one")
-    assert link.is_symlink()
-    assert (tmp_path / "results" / "a.json").read_text() == "one"
-    assert files(tmp_path / "results") == ["a.json"]
 
 
 def bad_path(tmp_path: Path, kind: str) -> tuple[Path, str]:
@@ -172,18 +161,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     assert "Traceback" not in captured.err
     assert captured.out == (tmp_path / "a.md").read_text()
     assert files(tmp_path) == ["a.json", "a.md"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), StepgraphError("no")])
-def test_where_nothing_was_measured_nothing_is_printed(monkeypatch, tmp_path, capsys, error):
-    def start(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(run_steady.Engine, "from_pretrained", start)
-    status = run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json")
-    assert status == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert capsys.readouterr().out == ""
-    assert files(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,14 +75,6 @@ def test_every_command_has_help(
     assert err == ""
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["benhc"])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(repr(name) in line for name in ("benhc", *command.COMMANDS))
-
-
 @pytest.mark.parametrize(
     ("topic", "flags"),
     [
@@ -100,25 +91,6 @@ def test_explain_is_the_benchmark_s_explanation(
     context = [] if topic == "memory" else ["--input-len", "1024"]
     assert main(["bench", f"--explain-{topic}", *flags.split(), *context]) == 0
     assert capsys.readouterr() == (text, "")
-
-
-def test_errors_name_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("sys.argv", ["/venv/bin/stepgraph", "bench"])
-    nowhere = str(tmp_path / "nowhere")
-    for arguments in (
-        ["bench", "--mode", "eager", "--model", nowhere],
-        ["explain", "memory", "--model", nowhere],
-        ["explain", "step", "--bandwidth-gb-s", "1", "--model", nowhere],
-        ["report", nowhere],
-    ):
-        assert main(arguments) == 1
-        program = " ".join(["stepgraph", *arguments[: 1 + (arguments[0] == "explain")]])
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.splitlines()[-1].startswith(f"{program}: error: "), err
-        assert nowhere in err
 
 
 def fake_torch(folder: Path) -> dict[str, str]:
@@ -143,27 +115,3 @@ def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) ->
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, f"stepgraph {arguments[0]}: interrupted\n")
-
-
-@pytest.fixture
-def recorded_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Run a profile by nsys on a machine without nsys; return the command it prints."""
-    monkeypatch.setattr("stepgraph.profiling.nsys.find_nsys", lambda: None)
-
-    def record(*argv: str) -> str:
-        monkeypatch.setattr("sys.argv", list(argv))
-        assert main(["bench", "--profile", "nsys"]) == 0
-        return capsys.readouterr().out
-
-    return record
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("program", ["/venv/bin/stepgraph", "/site/stepgraph/__main__.py"])
-def test_nsys_is_given_the_installed_command(
-    recorded_command: Callable[..., str], program: str
-) -> None:
-    line = recorded_command(program, "bench", "--profile", "nsys")
-    assert line.endswith(f"{sys.executable} -m stepgraph bench --profile nsys\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from stepgraph.cache.prefix import PrefixHashes
 from stepgraph.runtime.engine.request_output import RequestOutput
@@ -52,15 +51,6 @@ def take(request: Request, token_id: int, at_ns: int) -> None:
     if request.detokenizer is not None:
         request.detokenizer.text += f"<{token_id}>"  # type: ignore[misc]
         request.detokenizer.num_chars = len(request.detokenizer.text)
-
-
-@pytest.mark.parametrize(
-    ("output", "pending", "reached"),
-    [(0, 0, False), (6, 1, False), (7, 1, True), (8, 0, True), (8, 1, True)],
-)
-def test_tokens_under_way_count_towards_the_most(output: int, pending: int, reached: bool) -> None:
-    request = make_request([1], [0] * output, num_pending=pending)
-    assert request.reached_max_tokens == reached
 
 
 def test_what_a_user_does_to_an_output_touches_no_request() -> None:

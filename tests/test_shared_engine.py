@@ -20,7 +20,6 @@ from stepgraph.runtime import (
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
-    RequestError,
     RequestOutput,
 )
 
@@ -279,18 +278,6 @@ def test_a_callback_within_a_step(outer: str) -> None:
 
 
 # Ids ---------------------------------------------------------------------------------------------
-
-
-def test_an_id_is_taken_until_its_last_output_is_claimed() -> None:
-    engine = fake_engine()
-    engine.add_request([1], params(1, 1), "mine")
-    engine.generate([[2, 3]], params(2, 5))  # whose steps end "mine" as well
-    with pytest.raises(RequestError, match="last output"):
-        engine.add_request([1], params(1), "mine")
-    (output,) = engine.step()
-    assert (output.request_id, output.finished) == ("mine", True)
-    engine.add_request([1], params(1), "mine")
-    check_serves(engine)
 
 
 # Forks -------------------------------------------------------------------------------------------

@@ -107,15 +107,6 @@ def test_what_is_compiled_is_run_until_nothing_is(kind, captures):
         assert fn.runs - before == warm_ups + captures
 
 
-def test_an_eager_step_serves_unprepared_and_the_others_do_not():
-    fn = Counter()
-    assert torch.equal(make("eager", fn).launch(), fn.reference())
-    for kind in ("compile", "graph"):
-        with pytest.raises(AssertionError, match="demo is launched before"):
-            make(kind, fn).launch()
-    assert fn.runs == 1
-
-
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_failure_names_step_kind_and_cause(kind):
     def fn():
@@ -140,14 +131,6 @@ def test_failure_that_masks_another_shows_the_first():
 
     with pytest.raises(StepPreparationError, match=r"invalidated \(first came ValueError: a wait"):
         CapturedStep(Counter(), "demo", Masking()).prepare()
-
-
-def test_interrupts_pass_unwrapped():
-    def fn():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        CompiledStep(fn, "demo").prepare()
 
 
 @pytest.mark.parametrize("kind", ["compile", "graph"])

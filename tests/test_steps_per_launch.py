@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.request import Request
-from stepgraph.runtime.scheduling.plan import StepPlan
 
 from .fake_device import oracle
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
@@ -55,36 +53,6 @@ def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
         assert request.output_ids == oracle(request)[0]
 
 
-def test_nobody_decodes_several_tokens_while_a_prompt_waits_in_its_row() -> None:
-    """For time: a budget of time may leave none for its chunk."""
-
-    class Budget:
-        left = 3
-
-        def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
-            self.left -= bool(plan.decode)
-            return 0 if plan.decode and self.left > 0 else count
-
-    rig = Rig(steps_per_launch=4)
-    rig.add(3, max_tokens=30)
-    rig.step(3)
-    rig.scheduler._step_budget = Budget()  # type: ignore[assignment]
-    rig.add(5, max_tokens=12)
-    rig.step(4)
-    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 4]
-    assert [len(plan.prefill) for plan in rig.runner.plans] == [1, 0, 0, 0, 0, 1, 0]
-    rig.scheduler._step_budget = None
-    rig.drain()
-
-
-def test_who_waits_for_a_row_does_not_stand_against_it() -> None:
-    rig = Rig(steps_per_launch=4, max_num_seqs=1)
-    for _ in range(2):
-        rig.add(3, max_tokens=9)
-    rig.drain()
-    assert steps_of(rig) == [0, 4, 4] * 2
-
-
 def test_where_blocks_are_short_there_are_single_steps() -> None:
     """A window of three tokens fits, eight more beside it do not; nobody loses blocks for them."""
     rigs = [
@@ -102,21 +70,6 @@ def test_where_blocks_are_short_there_are_single_steps() -> None:
     assert max(steps_of(roomy)) == 8
     assert tight.loop.counts["multi_step_launches"] == 0
     assert roomy.loop.counts["multi_step_launches"] == steps_of(roomy).count(8) >= 2
-
-
-@pytest.mark.parametrize("windows", [(None,), (3,), (None, 3)])
-def test_blocks_that_leave_a_window_are_given_back(windows: Any) -> None:
-    """A launch later than they would be otherwise, and no later than that."""
-    rig = Rig(windows=windows, steps_per_launch=4, block_size=2)
-    request = rig.add(2, max_tokens=33)
-    while rig.loop.has_unfinished:
-        rig.step()
-        for allocator in rig.cache._allocators:
-            live = len(allocator.live_columns(request.id))
-            if allocator.slides and request.row is not None:
-                assert live <= -(-(3 + 2 * 4) // 2) + 1
-    assert steps_of(rig) == [0] + [4] * 8
-    assert request.output_ids == oracle(request, windows)[0]
 
 
 # What the loop makes of it ------------------------------------------------------------------------

@@ -212,16 +212,6 @@ class TestGrowingText:
         detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
         assert detokenizer.push(ids[2:]) == "\u20ad"
 
-    def test_stray_bytes_come_out_at_once(self) -> None:
-        tokenizer = byte_level()
-        lead, middle = tokenizer.encode("\u20ad", special=False)[:2]
-        ids = [middle] * 300 + [lead] * 300
-        detokenizer = IncrementalDetokenizer(tokenizer, [], stop=("never",))
-        for count, token_id in enumerate(ids, start=1):
-            detokenizer.push([token_id])
-            assert len(detokenizer.text) == (count if token_id == middle else count - 1)
-        assert detokenizer.text == settled(tokenizer, ids)
-
 
 class TestText:
     def test_a_reader_in_another_thread_takes_nothing_away(self) -> None:
@@ -244,18 +234,6 @@ class TestText:
         assert detokenizer.text == "ab" * 3000
         assert detokenizer.num_chars == 6000
         assert lengths == sorted(lengths)
-
-    @given(st.lists(st.text("ab", max_size=3), max_size=600), st.integers(0, 900), st.data())
-    @settings(max_examples=30, deadline=None)
-    def test_a_part_of_it(self, words: list[str], start: int, data: st.DataObject) -> None:
-        tokenizer = byte_level()
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
-        for word in words:
-            detokenizer.push(tokenizer.encode(word, special=False))
-        text = detokenizer.text
-        start = min(start, len(text))
-        stop = data.draw(st.integers(start, len(text)))
-        assert detokenizer.text_between(start, stop) == text[start:stop]
 
 
 class TestStop:
