@@ -169,6 +169,11 @@ def test_layout_and_specs_must_agree():
         StaticBuffers.allocate(dict, {}, "cpu")
 
 
+def test_specs_have_no_empty_dimension():
+    with pytest.raises(ValueError, match=r"got shape \(4, 0\)"):
+        TensorSpec((4, 0), torch.int32)
+
+
 class BuffersAgainstACopy(RuleBasedStateMachine):
     """Any order of writes, copies and resets leaves what plain arrays would hold."""
 

@@ -174,6 +174,12 @@ def test_a_library_that_was_found_serves_without_a_compiler(
             resolve(mode="compile", **needs_torch_compile)
 
 
+def test_a_gpu_needs_no_compiler(two_cuda_devices: None, no_compiler: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve().mode == "graph"
+
+
 @pytest.mark.parametrize(
     ("kernels", "mode", "resolved"),
     [

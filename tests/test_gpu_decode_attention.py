@@ -253,6 +253,12 @@ def test_quantised_storage(storage: str, dtype: torch.dtype) -> None:
     check([1, 35, 0], (6, 2, 20), 8, dtype, storage=storage, tile=SMALL)
 
 
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_queries_and_keys(offset: bool, dtype: torch.dtype) -> None:
+    check([20, 1], (4, 2, 24), dtype=dtype, norms=True, offset=offset, tile=SMALL)
+
+
 def test_everything_at_once() -> None:
     check(
         [30, 0, 1, 50], (6, 2, 10), 5, norms=True, window=21, softcap=3.0, storage="fp8",

@@ -82,6 +82,11 @@ def test_odd_shapes(count: int, gated: bool, dtype: torch.dtype) -> None:
     check(count, dtype, SMALL, gated=gated)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_gelu_and_a_norm_of_one_plus_its_weight(count: int) -> None:
+    check(count, torch.bfloat16, SMALL, gated=True, gelu=True, offset=True)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("gated", [False, True])
@@ -92,6 +97,19 @@ def test_weights_of_8_bits(gated: bool, storage: str) -> None:
 
 def test_the_counter_serves_launch_after_launch() -> None:
     check(1, torch.bfloat16, PairTiles(8, 64, 16, 32), gated=True, launches=3)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("steps", [(64, 16), (16, 16), (64, 8)])
+def test_tiles_of_one_step_and_of_many(steps: tuple[int, int]) -> None:
+    """Runs of an odd and of an even number of steps, with and without a part of a step."""
+    tiles = PairTiles(8, steps[0], 4, steps[1])
+    check(1, torch.float32, tiles, gated=False, sizes=(64, 40, 30))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_default_sizes(gated: bool) -> None:
+    check(1, torch.bfloat16, None, gated=gated, sizes=(K, D, N))
 
 
 def test_more_programs_than_tiles() -> None:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from stepgraph.runtime.execution.step_functions import StepFunctions, StepKey
+from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton.activation import activate_rows
 from stepgraph.runtime.kernels.triton.dependent import dependent_launch
+
+
+def test_a_step_runs_on_the_device_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, torch on that of the tensors."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        seen.append(f"enter {device}")
+        yield
+        seen.append(f"leave {device}")
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    steps = StepFunctions.__new__(StepFunctions)
+    steps.model = SimpleNamespace(kernels=Kernels)  # type: ignore[assignment]
+    monkeypatch.setattr(StepFunctions, "decode", lambda self, key: seen.append("step"))
+    for name in ("cuda:1", "cpu"):
+        steps.arena = SimpleNamespace(device=torch.device(name))  # type: ignore[assignment]
+        steps.bind(StepKey("decode", 1, 1, False))()
+    assert seen == ["enter cuda:1", "step", "leave cuda:1", "step"]
 
 
 def test_what_a_device_can_do_is_asked_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

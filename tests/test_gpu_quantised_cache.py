@@ -145,6 +145,13 @@ def test_scales_of_the_smallest_and_largest_vectors(storage: str) -> None:
     assert torch.equal(kv, expected)
 
 
+def test_halves_are_rounded_to_even() -> None:
+    x = torch.cat((torch.tensor([127.0, -127.0]), torch.arange(-30, 32) / 2.0))[None, None]
+    numbers, _ = quantise(x, "int8")
+    kv, _, _ = _write_both("int8", x.to(DEVICE), torch.tensor([5], device=DEVICE), 4)
+    assert torch.equal(kv[0, 1, 0, 64:128].cpu(), numbers[0, 0])
+
+
 @pytest.mark.parametrize("native", [False, True] if NATIVE else [False])
 def test_every_byte_of_fp8_is_decoded(native: bool) -> None:
     byte = torch.arange(256, dtype=torch.uint8, device=DEVICE)

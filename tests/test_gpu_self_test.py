@@ -180,6 +180,14 @@ def test_a_required_kernel_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatc
         check(*resolved(), required=True)
 
 
+def test_plain_attention_reads_narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, decode_attention=raises)
+    with pytest.warns(RuntimeWarning):
+        kernels = check(*resolved())
+    assert not kernels.bounded_by_length
+    assert kernels.masks == 1
+
+
 def test_a_device_that_is_lost_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: Any, **keywords: Any) -> None:
         def fail(*arguments: Any, **keywords: Any) -> None:
@@ -240,3 +248,8 @@ def test_a_capture_that_fails_has_no_dependent_launch(monkeypatch: pytest.Monkey
     found = compared(Refusing(FakeGraphs(), DEVICE))
     assert found is not None
     assert found.error == "RuntimeError: operation not permitted"
+
+
+def test_plain_attention_is_captured_over_the_columns_in_use() -> None:
+    case = SampleCase(StepKey("decode", 2, 8192, False), ((17, 1), (63, 1)))
+    assert case.narrowed(16).key == StepKey("decode", 2, 4, False)

@@ -246,6 +246,15 @@ def test_what_is_timed_is_right(problem: LinearProblem, weights: WeightStorage) 
     assert operands.error() > linear_timing.TOLERANCE[problem.dtype]
 
 
+def test_a_head_with_wrong_maxima_is_out() -> None:
+    operands = Operands(problem_of("head"), DEVICE, copies=1)
+    operands.run(0, None)
+    assert operands.error() <= linear_timing.TOLERANCE[torch.bfloat16]
+    assert operands.best is not None
+    operands.best[1].add_(1).remainder_(20)
+    assert operands.error() == float("inf")
+
+
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 

@@ -104,6 +104,24 @@ def test_a_handler_of_the_application_is_called_after_the_step(
     check_serves(engine)
 
 
+def test_a_handler_that_is_installed_within_a_step_stays(handlers: Callable[[Any], None]) -> None:
+    engine = fake_engine()
+    calls: list[str] = []
+
+    def install() -> None:
+        interrupt()
+        handlers(lambda *_: calls.append("new"))
+
+    handlers(lambda *_: calls.append("old"))
+    engine.add_request([1, 2, 3], params(1), "it")
+    in_launch(engine, install)
+    engine.step()
+    assert calls == ["new"]
+    interrupt()
+    assert calls == ["new", "new"]
+    check_serves(engine)
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
 def test_engines_within_each_other(handlers: Callable[[Any], None], handler: Any) -> None:
     """A signal that arrives in a step within a step of another engine waits for both."""
@@ -123,6 +141,17 @@ def test_engines_within_each_other(handlers: Callable[[Any], None], handler: Any
     assert signal.getsignal(signal.SIGINT) is handler
     check_serves(inner)
     check_serves(outer)
+
+
+def test_other_threads_leave_the_handler_alone() -> None:
+    engine = fake_engine()
+    engine.add_request([1, 2, 3], params(1), "it")
+    seen: list[object] = []
+    in_launch(engine, lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.step).result()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+    check_serves(engine)
 
 
 @pytest.mark.parametrize("name", ["step", "generate", "score", "add_request", "reset_prefix_cache"])

@@ -117,6 +117,19 @@ def test_fp8_halves_are_rounded_to_even() -> None:
     assert data.tolist() == [expected]
 
 
+def test_fp8_numbers_smaller_than_a_scale_can_be() -> None:
+    weight = torch.tensor([[1e-45, -1e-45], [9e-43, -9e-43], [1e-36, -1e-36]])
+    data, scales = kernels.quantise_weight(weight, "fp8")
+    assert data.tolist() == [[0, 0], [448, -448], [448, -448]]
+    assert scales[0] == 0
+
+
+def test_numbers_smaller_than_a_scale_can_be() -> None:
+    data, scales = kernels.quantise_weight(torch.tensor([[1e-45, -1e-45], [1e-37, -1e-37]]))
+    assert data.tolist() == [[0, 0], [127, -127]]
+    assert scales[0] == 0
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", ["int8", "fp8"])

@@ -46,6 +46,14 @@ def test_bytes_are_halved() -> None:
     assert sizes["int8"] == sizes["fp8"] == sizes["auto"] * (32 + 2) / 64
 
 
+def test_bad_windows() -> None:
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
+    with Engine.from_pretrained("demo", config) as engine:
+        for window in (1, 11):
+            with pytest.raises(ValueError, match=f"from 2 to the 10 tokens given, not {window}"):
+                perplexity(engine, list(range(10)), window)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -174,6 +174,14 @@ def test_leftovers_of_killed_builds_are_cleared_and_running_ones_kept(folder: Pa
     assert not unlocked.exists()
 
 
+def test_the_cache_is_made_and_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    folder = store.folder_for_builds()
+    assert folder == tmp_path / "new" / "cache" / "stepgraph"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def spoil(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a cache that cannot be used."""
     if kind == "a file":

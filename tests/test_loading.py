@@ -167,6 +167,12 @@ class TestWeights:
         assert loaded.keys() == expected.keys()
         torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
+    def test_progress_is_silent_without_a_terminal(
+        self, saved: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        assert load_all(saved, progress=True).keys() == load_all(saved).keys()
+        assert "".join(capfd.readouterr()).strip() == ""
+
     def test_progress_on_a_terminal(
         self, saved: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -451,6 +451,9 @@ class TestFamilies:
         more = (0.1 * math.log(40) + 1) ** 2
         assert stretched.score_scale == pytest.approx(more * (128 + 64) ** -0.5)
 
+    def test_experts_that_no_layer_uses(self) -> None:
+        assert of_family("deepseek_v2", first_k_dense_replace=0, n_routed_experts=None)
+
     @pytest.mark.parametrize(
         ("model_type", "changes", "message"),
         [

@@ -69,6 +69,16 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "results").mkdir()
+    link = tmp_path / "latest.json"
+    link.symlink_to("results/a.json")
+    write_file(link, "one")
+    assert link.is_symlink()
+    assert (tmp_path / "results" / "a.json").read_text() == "one"
+    assert files(tmp_path / "results") == ["a.json"]
+
+
 def bad_path(tmp_path: Path, kind: str) -> tuple[Path, str]:
     """A path that cannot be written, and why."""
     path = tmp_path / "a.json"

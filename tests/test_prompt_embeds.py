@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stepgraph.cache.encoder_outputs import content_key
 from stepgraph.runtime import (
     EmbeddedSpan,
     EncodedContent,
@@ -159,6 +160,15 @@ def test_bad_spans(
     assert isinstance(bad.error, RequestError)
 
 
+@pytest.mark.parametrize("spans", [None, "text", EmbeddedSpan(0, content(0, 2))])
+def test_spans_that_are_no_sequence(
+    open_engine: Callable[..., Engine], base: TinyModel, spans: Any
+) -> None:
+    engine = open_engine("base", prompt_embeds=True)
+    with pytest.raises(RequestError, match="spans must be a sequence"):
+        engine.add_request(PromptEmbeds(base.prompts(10)[0], spans))
+
+
 def test_what_a_request_shows_cannot_be_changed(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
@@ -173,6 +183,18 @@ def test_what_a_request_shows_cannot_be_changed(
     while engine.has_unfinished():
         outputs = engine.step()
     assert outputs[0].token_ids == expected
+
+
+def test_keys_tell_origins_and_types_apart() -> None:
+    embeds = torch.rand(4, HIDDEN)
+    half = embeds.half()
+    keys = {
+        EncodedContent.of(tensor).key
+        for tensor in (embeds, half, half.view(torch.bfloat16), embeds.view(8, -1))
+    }
+    assert len(keys) == 4
+    raw = embeds.numpy().tobytes()
+    assert content_key(raw, "encoded") != content_key(raw, "embeds")
 
 
 def test_other_bad_requests(open_engine: Callable[..., Engine], base: TinyModel) -> None:

@@ -133,6 +133,14 @@ def test_failure_that_masks_another_shows_the_first():
         CapturedStep(Counter(), "demo", Masking()).prepare()
 
 
+def test_interrupts_pass_unwrapped():
+    def fn():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CompiledStep(fn, "demo").prepare()
+
+
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_steps_that_share_a_compiled_part(kind):
     """More sizes than torch's default recompile limit of 8, where it would go on eagerly."""
