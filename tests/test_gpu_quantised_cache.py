@@ -11,6 +11,7 @@ tl = pytest.importorskip("triton.language")
 triton = pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.kv_storage import (  # noqa: E402
+    quantise,
     read_blocks,
     write_blocks,
 )

@@ -324,6 +324,3 @@ def test_compiled_steps_are_captured(
     outputs = engine.generate(prompts, GREEDY)
     assert [output.token_ids for output in outputs] == micro.greedy(prompts, 20)
     check_captured(engine)
-
-
-# The fake itself ----------------------------------------------------------------------------------

@@ -72,9 +72,6 @@ def test_where_blocks_are_short_there_are_single_steps() -> None:
     assert roomy.loop.counts["multi_step_launches"] == steps_of(roomy).count(8) >= 2
 
 
-# What the loop makes of it ------------------------------------------------------------------------
-
-
 # Engines ------------------------------------------------------------------------------------------
 
 
