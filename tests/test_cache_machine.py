@@ -478,7 +478,7 @@ RUN = settings(
 
 def test_every_token_reads_its_own_past() -> None:
     run_state_machine_as_test(
-        CacheMachine, settings=settings(RUN, max_examples=100, stateful_step_count=50)
+        CacheMachine, settings=settings(RUN, max_examples=60, stateful_step_count=50)
     )
 
 

@@ -283,7 +283,7 @@ def test_preempted_requests(
 def test_prompt_embeddings(
     open_both: Callable[..., tuple[Engine, Engine]], base: TinyModel
 ) -> None:
-    prompts = base.prompts(30, 21, 12)
+    prompts = base.prompts(30, 21, 14)
     generator = torch.Generator().manual_seed(4)
     spans = [
         [EmbeddedSpan(3 + i, EncodedContent.of(torch.randn(9, 48, generator=generator)))]

@@ -363,8 +363,9 @@ def test_bad_logits_stay_in_their_lane() -> None:
     check_bad_lanes_stay_alone(sample_full)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -> None:
     torch.compiler.reset()
     compiled = torch.compile(sample_full, fullgraph=True, dynamic=dynamic, backend=backend)
