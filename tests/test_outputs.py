@@ -188,7 +188,7 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path):
     while not path.exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert err.splitlines()[-1].startswith("bench.py: interrupted")
     assert "Traceback" not in err

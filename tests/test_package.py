@@ -121,5 +121,5 @@ def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) ->
     assert process.stdout is not None
     assert process.stdout.readline() == "torch\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, f"stepgraph {arguments[0]}: interrupted\n")

@@ -25,7 +25,7 @@ from stepgraph.runtime import (
 
 from .fake_engine import check_serves, expected, fake_engine, params
 
-SECONDS = 30
+SECONDS = 120
 """What a test that would hang waits."""
 
 

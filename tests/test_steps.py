@@ -218,7 +218,7 @@ def test_two_threads_may_prepare_at_once():
 
     def meeting(fn):
         def run():
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=120)
             return fn()
 
         return CompiledStep(run, "demo")
