@@ -27,6 +27,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+# No deadline: a busy machine is no fault of an example.
+hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
+hypothesis.settings.load_profile("stepgraph")
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -163,10 +167,6 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-# No deadline: a busy machine is no fault of an example.
-hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
-hypothesis.settings.load_profile("stepgraph")
-
 EOS_TOKEN_IDS = [13, 22]
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""

@@ -261,6 +261,8 @@ def test_few_rows_take_few_kernels_a_layer(
     """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
     config = EngineConfig(max_num_seqs=4)
-    for step in record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs):
-        if "greedy" in step.name and step.name.endswith("in pairs") == pairs:
-            assert len(step.launches) <= most * 16 + 5, step.name
+    steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs)
+    greedy = [step for step in steps if "greedy" in step.name]
+    assert len(greedy) >= 2
+    for step in greedy:
+        assert len(step.launches) <= most * 16 + 5, step.name
