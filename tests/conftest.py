@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 # No deadline: a busy machine is no fault of an example.
 hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("stepgraph")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background ignores SIGINT, which the tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
