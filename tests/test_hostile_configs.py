@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.device_memory import peak_bytes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
 LONGEST_MESSAGE = 3000
@@ -174,8 +174,9 @@ def test_the_key_and_the_file_are_named(
         '{"model_type": "llama", "model_type": "mistral"}',
         '{"vocab_size": ' + "9" * 100_000 + "}",
         " " * (5 << 20) + "{}",
+        "[1]",
     ],
-    ids=["deep", "key twice", "digits", "long"],
+    ids=["deep", "key twice", "digits", "long", "list"],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_json_that_python_does_not_take(tiny: Any, tmp_path: Path, name: str, content: str) -> None:

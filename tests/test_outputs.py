@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling import atomic_write
 from stepgraph.profiling.atomic_write import WriteError, check_writable, write_file
-from stepgraph.runtime import StepgraphError
-from stepgraph.runtime.bench import run_steady, steady
+from stepgraph.runtime.bench import steady
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.outputs import same_file
 
@@ -155,18 +154,6 @@ def test_outputs_must_not_meet(tmp_path, capsys):
         assert line.endswith("link is what --compare reads: write to another file")
 
 
-def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
-    def write(path: Path, text: str) -> None:
-        raise WriteError(path, "No space left on device")
-
-    monkeypatch.setattr("stepgraph.runtime.bench.document.write_file", write)
-    assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")
-    assert captured.out.count("\n| demo ") == 1
-    assert files(tmp_path) == []
-
-
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     def repeat(run: steady.CaseRun) -> None:
         if run.case.batch_size == 2:
@@ -186,18 +173,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
     assert files(tmp_path) == ["a.json", "a.md"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), StepgraphError("no")])
-def test_where_nothing_was_measured_nothing_is_printed(monkeypatch, tmp_path, capsys, error):
-    def start(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(run_steady.Engine, "from_pretrained", start)
-    status = run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json")
-    assert status == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert capsys.readouterr().out == ""
-    assert files(tmp_path) == []
-
-
+@pytest.mark.slow
 def test_a_signal_ends_a_run_in_one_line(tmp_path):
     """bench.py as a shell runs it, interrupted once it has measured something."""
     path = tmp_path / "a.json"
@@ -212,7 +188,7 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path):
     while not path.exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert err.splitlines()[-1].startswith("bench.py: interrupted")
     assert "Traceback" not in err

@@ -13,14 +13,14 @@ from stepgraph.runtime import (
     EngineConfig,
     KernelSelfTestError,
     SamplingParams,
+    resolved_config,
 )
-from stepgraph.runtime import config as config_module
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.sampling.sampler import SAMPLERS
+from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.sampling.samplers import SAMPLERS
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 TINY: dict[str, Any] = {
@@ -48,6 +48,7 @@ def chosen(
     return kernels, model, config
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -99,7 +100,7 @@ def test_a_wrong_stack_leaves_its_place_to_plain_layers(
     expected = open_engine("micro", mode="eager").generate(prompt, params)
     spoilt(monkeypatch, change)
     # Eager steps, as torch.compile would take most of the time.
-    monkeypatch.setattr(config_module, "resolve_kernels", lambda *_: "native")
+    monkeypatch.setattr(resolved_config, "resolve_kernels", lambda *_: "native")
     with pytest.warns(RuntimeWarning, match=r"C\+\+ decoder stack"):
         engine = open_engine("micro", mode="eager")
     outputs = engine.generate(prompt, params)
@@ -138,12 +139,6 @@ def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match=r"C\+\+ sampler"):
         checked = check_kernels(*chosen(), required=False)
     assert checked.sampler == "torch"
-
-
-def test_plain_kernels_need_no_test() -> None:
-    _, model, config = chosen()
-    plain = select_kernels("cpu", "eager", config.dtype)
-    assert check_kernels(plain, model, config, required=True) is plain
 
 
 def test_plain_attention_on_cuda_needs_neither_test_nor_triton() -> None:

@@ -18,7 +18,7 @@ import torch
 from ...cache.arena import Arena
 from ..engine.engine import Engine
 from ..engine.startup import layer_groups
-from ..kernels import AttentionInputs, select_kernels
+from ..kernels import RaggedBatch, select_kernels
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source
 from ..models.decoder import Decoder
@@ -47,7 +47,7 @@ class TokenCheck:
             source: its model, read again where the engine's weights are packed.
         """
         config = engine.config
-        self._block_size = config.user.block_size
+        self._block_size = config.block_size
         self._groups = layer_groups(engine.model_config, config)
         served = engine.decoder
         kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
@@ -57,7 +57,7 @@ class TokenCheck:
         if served.kernels.pack is None:
             _share_weights(served, self._model)
         else:
-            _load_weights(self._model, source, config.user.seed)
+            _load_weights(self._model, source, config.seed)
 
     def check(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Collection[tuple[int, ...]]]
@@ -131,7 +131,7 @@ class TokenCheck:
             end = min(start + _CHUNK, len(ids_T))
             positions_C = torch.arange(start, end, device=model.device)
             slots_GC = tables[:, 0, positions_C // size].long() * size + positions_C % size
-            inputs = AttentionInputs(
+            batch = RaggedBatch(
                 positions=positions_C,
                 slots=slots_GC,
                 token_rows=torch.zeros_like(positions_C),
@@ -139,8 +139,9 @@ class TokenCheck:
                 block_tables=tables,
                 read_blocks=-(-end // size),
                 block_size=size,
+                tokens_per_row=end - start,
             )
-            hidden_CD = model(ids_T[start:end], arena.tensor, inputs)
+            hidden_CD = model(ids_T[start:end], arena.tensor, batch)
             if end > first:
                 yield model.logits(hidden_CD[max(0, first - start) :])
 
