@@ -277,9 +277,7 @@ def test_the_benchmark_tells_what_held_the_device_back(
 @pytest.mark.parametrize(
     "scenario",
     [
-        "interference --input-len 32 --num-steps 30",
         "churn --output-len 4 --num-steps 30",
-        "prefix --input-len 48 --output-len 3 --num-warmup 0 --num-iters 1",
         "memory --input-len 16 --output-len 8 --num-steps 30 --num-warmup 0 --num-iters 1",
     ],
 )

@@ -24,7 +24,6 @@ from stepgraph.profiling.attribution import (
     operation,
 )
 from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, operation_costs
-from stepgraph.profiling.listeners import NOTHING
 
 from .test_kernel_costs import shapes
 
@@ -297,19 +296,6 @@ def test_a_listener_hears_every_thread_until_it_ends() -> None:
     assert attribution.scope_listener == before
 
 
-def test_other_threads_are_not_recorded() -> None:
-    seen: list[Any] = []
-
-    def fn(source: Nodes) -> None:
-        thread = threading.Thread(target=lambda: seen.append(operation("elsewhere")))
-        thread.start()
-        thread.join()
-        assert seen == [NOTHING]
-        source.launch("a")
-
-    assert labels(capture(Nodes(), fn)) == ["other"]
-
-
 def test_a_capture_that_fails_leaves_nothing() -> None:
     def fn(source: Nodes) -> None:
         with operation("down"):
@@ -359,19 +345,6 @@ def test_every_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     failure = "steps have no nodes: TypeError: take has another signature"
     assert names.reason == f"no ids; {failure}"
     assert len(caplog.records) == 2
-
-
-def test_a_source_that_cannot_be_opened_is_told() -> None:
-    def closed() -> Nodes:
-        raise attribution.AttributionError("nothing to ask")
-
-    with attribution.recording() as names, attribution.step(Key()):
-        with attribution.capturing(closed) as tape, operation("down"):
-            pass
-        assert tape is not None
-        tape.finish(None)
-    assert names.reason == "steps have no nodes: nothing to ask"
-    assert names.steps[0].nodes == ()
 
 
 def test_ids_belong_to_the_nodes_in_order() -> None:

@@ -181,14 +181,6 @@ def test_without_names_kernels_go_by_their_own(tmp_path) -> None:
     assert any("kernels.json" in note for note in report.notes)
 
 
-def test_names_of_another_engine_name_nothing_and_it_is_said(tmp_path) -> None:
-    trace = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
-    other = tuple(dataclasses.replace(n, kernel="other", tools_id=None) for n in NODES)
-    names_file(tmp_path / "x.json", steps=[StepNodes("decode", 4, 16, False, 1, other)])
-    report = read_report(trace, tmp_path / "x.json")
-    assert any("another engine" in note for note in report.notes)
-
-
 def test_whole_graphs_have_no_operations_and_it_is_said_how_to_get_them(tmp_path) -> None:
     report = read_report(played(NEW).write(tmp_path / "trace.sqlite"))
     assert {part.phase for part in report.operations} == {"around"}
