@@ -244,20 +244,18 @@ def _draw_phases(figure: SubFigure, records: Sequence[StepRecord]) -> None:
     ):
         total = sum(times.phases.values())
         scale, unit = (1e3, "µs") if total < 1 else (1.0, "ms")
-        rows = [
-            (phase, scale * ms, ms / total if total else 0.0) for phase, ms in times.phases.items()
+        names, lengths = list(times.phases), [scale * ms for ms in times.phases.values()]
+        starts = [0.0, *np.cumsum(lengths)[:-1].tolist()]
+        texts = [
+            f"{duration(ms)}, {ms / total if total else 0.0:.1%}" for ms in times.phases.values()
         ]
-        starts = [0.0, *np.cumsum([length for _, length, _ in rows])[:-1].tolist()]
-        texts = [f"{duration(length / scale)}, {share:.0%}" for _, length, share in rows]
-        if times.device_ms is not None:  # beside the host: no part of the sum
-            rows.append(("device", scale * times.device_ms, 0.0))
+        if times.device_ms is not None:  # another processor: no part of the sum
+            names.append("device")
+            lengths.append(scale * times.device_ms)
             starts.append(0.0)
             texts.append(duration(times.device_ms))
-        names = [phase for phase, _, _ in rows]
-        lengths = [length for _, length, _ in rows]
-        bars = axes.barh(range(len(rows)), lengths, left=starts, color=color, label=name)
+        bars = axes.barh(names, lengths, left=starts, color=color, label=name)
         axes.bar_label(bars, texts, padding=4)
-        axes.set_yticks(range(len(rows)), names)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.5 * max(map(sum, zip(starts, lengths, strict=True))) or 1.0)
         axes.set_xlabel(unit)
