@@ -67,7 +67,6 @@ WITHOUT_TORCH = (
     "profiling/report/comparison.py",
     "profiling/report/tables.py",
     "profiling/report/__main__.py",
-    "profiling/kernel_costs.py",
     "profiling/markdown.py",
     "profiling/timeline.py",
     "profiling/device_state.py",

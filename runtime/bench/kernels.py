@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ...profiling.kernel_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
 from ...profiling.stats import Summary
 from ..config import ResolvedConfig
 from ..errors import ConfigError
 from ..kernels.triton.linear import ROW_CLASSES
 from ..models.config import ModelConfig
-from ..tools.step_report import decoder_shape, untuned_parts
+from ..models.plan import model_plan
+from ..tools.step_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
+from ..tools.step_report import stored_sizes, untuned_parts
 
 __all__ = ["measure_kernels"]
 
@@ -82,7 +83,8 @@ def _measure(
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
     costs: dict[str, KernelCost] = {}
     for cost in kernel_costs(
-        decoder_shape(model, config),
+        model_plan(model),
+        stored_sizes(config, model.head_dim),
         rows=rows,
         context=context,
         splits=splits,

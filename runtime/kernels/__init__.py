@@ -36,16 +36,7 @@ from .ops.linear import (
     reference_packed_embedding,
     unpack_linear,
 )
-from .ops.stack import (
-    DecodeEnds,
-    DecodeResult,
-    DecoderStack,
-    DecodeStep,
-    Stack,
-    StackLayer,
-    StackLinear,
-    StackShape,
-)
+from .ops.stack import DecodeResult, DecoderStack, DecodeStep, Stack, stack_obstacle
 from .ops.weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -129,6 +120,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
         sampler="cpu",
         library=library,
         make_stack=DecoderStack if packs else None,
+        stack_obstacle=stack_obstacle,
     )
 
 
@@ -150,7 +142,6 @@ def _refuse_interpreter() -> None:
 __all__ = [
     "AttentionForm",
     "AttentionInputs",
-    "DecodeEnds",
     "DecodeResult",
     "DecodeStep",
     "DecoderStack",
@@ -160,9 +151,6 @@ __all__ = [
     "Mode",
     "PackedMemory",
     "Stack",
-    "StackLayer",
-    "StackLinear",
-    "StackShape",
     "WeightStorage",
     "select_kernels",
     "paged_attention",

@@ -56,7 +56,7 @@ class KernelCase:
     """One kernel, as often as a layer has it: once."""
 
     name: str
-    """As in `profiling/kernel_costs.py`."""
+    """As in `step_costs.py`."""
     run: Callable[[int], None]
     """Launches it over copy number `i` (modulo their number) of what it reads."""
     outputs: Callable[[], Sequence[Tensor]]
