@@ -163,7 +163,9 @@ def test_products_of_many_rows_by_hand() -> None:
     }
     kernels = {0: (2, 2, 3, 2, 3), 1: (2, 1, 2, 1, 2), 3: (3, 2, 3, 2, 3)}
     for parts in (0, 1, 3):
-        costs = kernel_costs(PLAN, SIZES, rows=8, context=9, splits=1, parts=lambda *_: parts)
+        costs = kernel_costs(
+            PLAN, SIZES, rows=8, context=9, splits=1, parts=lambda *_, parts=parts: parts
+        )
         found = {cost.name: cost for cost in costs if cost.name in bare}
         assert tuple(found[name].kernels for name in bare) == kernels[parts]
         assert {found[name].library_kernels for name in bare} == {int(parts == 0)}

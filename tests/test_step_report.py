@@ -9,11 +9,11 @@ import pytest
 import torch
 from stepgraph.profiling.roofline import floor_seconds, step_bytes
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from stepgraph.runtime.kernels.triton.linear_configs import default_config
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import step_costs
 from stepgraph.runtime.tools.step_costs import (
     LIBRARY_CHUNK,

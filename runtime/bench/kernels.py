@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ...profiling.stats import Summary
-from ..config import ResolvedConfig
 from ..errors import ConfigError
 from ..kernels.triton.linear import ROW_CLASSES
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
+from ..resolved_config import ResolvedConfig
 from ..tools.step_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
 from ..tools.step_report import stored_sizes, untuned_parts
 

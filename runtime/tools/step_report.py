@@ -9,7 +9,7 @@ from pathlib import Path
 from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ...profiling.roofline import floor_seconds
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
 from ..kernels.ops.weight_storage import quantised_dtype
@@ -20,6 +20,7 @@ from ..kernels.triton.splits import choose_splits
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
+from ..resolved_config import ResolvedConfig
 from .step_costs import (
     DEPENDENT_EDGE_SECONDS,
     EDGE_SECONDS,
