@@ -208,7 +208,7 @@ class Decoder(nn.Module):
 
     @property
     def _runs_natively_on_cpu(self) -> bool:
-        return self.stack is not None and self.device.type == "cpu"
+        return self.stack is not None and self.kernels.library is not None
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""

@@ -188,6 +188,11 @@ class Attend(Operation):
         return self.heads * self.value_dim
 
     @property
+    def has_plain_softmax(self) -> bool:
+        """Whether it is softmax(scale * q . k) over values as wide as keys: torch has it fused."""
+        return not self.softcap and self.value_dim == self.head_dim
+
+    @property
     def sides(self) -> int:
         """Of the cache: keys and values, or one for both."""
         return 1 if self.shared_values else 2
