@@ -243,7 +243,8 @@ def test_torch_kernels_are_plain_torch_around_paged_attention() -> None:
 def test_what_native_kernels_do_not_support(
     device: str, dtype: torch.dtype, weights: Any, latent: bool, reason: str | None
 ) -> None:
-    obstacle = kernels.native_obstacle(device, dtype, weights, latent=latent)
+    plan = model_plan(preset("mla-small" if latent else "smollm2-135m"))
+    obstacle = kernels.native_obstacle(device, dtype, weights, plan)
     assert (obstacle is None) if reason is None else (reason in str(obstacle))
 
 

@@ -45,7 +45,14 @@ from .ops.weight_storage import (
     stored_bytes,
 )
 from .packed_memory import PackedMemory
-from .support import KernelChoice, have_triton, native_obstacle
+from .support import (
+    Gap,
+    KernelChoice,
+    have_triton,
+    kernels_for,
+    native_gaps,
+    native_obstacle,
+)
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -174,6 +181,9 @@ __all__ = [
     "have_triton",
     "limit_threads",
     "load_cpu_ops",
+    "Gap",
+    "kernels_for",
+    "native_gaps",
     "native_obstacle",
     "resolve_threads",
 ]

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..kernels import AttentionForm, AttentionInputs, Kernels
+from ..kernels.ops.activation import gated_activation
 from ..kernels.ops.layer_plan import (
     Activate,
-    ActivationName,
     Attend,
     LatentKeys,
     LatentRotate,
@@ -32,7 +31,7 @@ from ..kernels.ops.layer_plan import (
     QueriesToLatent,
     Rotate,
 )
-from .modules import HeadProjection, Projection, RMSNorm
+from .modules import HeadProjection, Projection, RMSNorm, Vector
 from .rope import rotate
 
 __all__ = ["LayerStep", "Place", "Run", "bind"]
@@ -77,7 +76,7 @@ def bind(operation: Operation, module: Module, kernels: Kernels, place: Place) -
         case Rotate():
             return _rotate(operation)
         case Attend():
-            return _attend(operation, kernels, place)
+            return _attend(operation, module, kernels, place)
         case Activate():
             return _activate(operation)
         case LatentRotate():
@@ -130,7 +129,8 @@ def _rotate(op: Rotate) -> Run:
     return run
 
 
-def _attend(op: Attend, kernels: Kernels, place: Place) -> Run:
+def _attend(op: Attend, module: Module, kernels: Kernels, place: Place) -> Run:
+    sinks = None if op.sinks is None else module(op.sinks, Vector)
     attention, (group, position, storage) = kernels.attention, place
     scale, window, softcap, value_dim = op.scale, op.window, op.softcap, op.value_dim
 
@@ -149,7 +149,15 @@ def _attend(op: Attend, kernels: Kernels, place: Place) -> Run:
             inputs.rows,
             inputs.positions,
             inputs.read_blocks,
-            AttentionForm(inputs.block_size, scale, window, softcap, storage, value_dim),
+            AttentionForm(
+                inputs.block_size,
+                scale,
+                window,
+                softcap,
+                storage,
+                value_dim,
+                None if sinks is None else sinks.weight,
+            ),
         )
         return attended_THE.reshape(q_THE.shape[0], -1)
 
@@ -157,18 +165,8 @@ def _attend(op: Attend, kernels: Kernels, place: Place) -> Run:
 
 
 def _activate(op: Activate) -> Run:
-    function = _ACTIVATIONS[op.function]
-    return lambda gate_up, step: function(gate_up[0]) * gate_up[1]
-
-
-def _gelu_tanh(gate_TF: Tensor) -> Tensor:
-    return F.gelu(gate_TF, approximate="tanh")
-
-
-_ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": _gelu_tanh,
-}
+    gated = gated_activation(op)
+    return lambda gate_up, step: gated(*gate_up)
 
 
 def _latent_rotate(op: LatentRotate) -> Run:

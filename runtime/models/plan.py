@@ -34,6 +34,9 @@ _LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
 _ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
+_CLAMPED_ALPHA = 1.702
+"""Of the sigmoid in a clamped activation: gate * sigmoid(1.702 * gate) (gpt-oss)."""
+
 LayerKind = tuple[int | None, int]
 """What layers of a model differ by: their window and their kind of rotation."""
 
@@ -85,7 +88,7 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
     biased = _all if config.mlp_bias else _none
     gate_up, down = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, {"mlp.down_proj": hidden}
     yield _linear("gate_up", gate_up, hidden, biased, split=(inner, inner))
-    yield Activate(name="activate", function=_ACTIVATIONS[config.hidden_act], features=inner)
+    yield _activate(config)
     yield _linear("down", down, inner, biased)
     if output_norms:
         yield _norm(config, "mlp_output_norm", "post_feedforward_layernorm")
@@ -176,6 +179,7 @@ def _latent_attention(
 
 
 def _attend(config: ModelConfig, kind: LayerKind) -> Attend:
+    sinks = Parameter("attention.sinks.weight", ("self_attn.sinks",), ((config.num_heads,),))
     return Attend(
         name="attention",
         heads=config.num_heads,
@@ -185,7 +189,22 @@ def _attend(config: ModelConfig, kind: LayerKind) -> Attend:
         scale=config.score_scale,
         window=kind[0] or 0,
         softcap=config.attn_logit_softcapping or 0.0,
+        sinks=sinks if config.family.attention_sinks else None,
         shared_values=config.family.latent,
+    )
+
+
+def _activate(config: ModelConfig) -> Activate:
+    function, features = _ACTIVATIONS[config.hidden_act], config.intermediate_size
+    if not config.swiglu_limit:
+        return Activate(name="activate", function=function, features=features)
+    return Activate(
+        name="activate",
+        function=function,
+        features=features,
+        limit=config.swiglu_limit,
+        alpha=_CLAMPED_ALPHA,
+        up_offset=1.0,
     )
 
 

@@ -60,6 +60,8 @@ class AttentionForm(NamedTuple):
     """How the arena stores vectors: `model` (the dtype of q), `int8` or `fp8`."""
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
+    sinks: Tensor | None = None
+    """`[H]`: a logit of each head in the softmax that stands for no value; plain attention only."""
 
 
 PAGED_ATTENTION_SCHEMA = (
@@ -119,6 +121,38 @@ def paged_attention(
     arguments that do not fit together, an IndexError of an index out of range.
     """
     out: Tensor = torch.ops.stepgraph.paged_attention.default(
+        q_THD,
+        k_TGD,
+        v_TGE,
+        arena,
+        layer,
+        slots_T,
+        block_tables,
+        token_rows_T,
+        rows_R,
+        positions_T,
+        read_blocks,
+        *form[:-1],
+    )
+    return out
+
+
+def plain_paged_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor | None,
+    arena: Tensor,
+    layer: int,
+    slots_T: Tensor,
+    block_tables: Tensor,
+    token_rows_T: Tensor,
+    rows_R: Tensor,
+    positions_T: Tensor,
+    read_blocks: int,
+    form: AttentionForm,
+) -> Tensor:
+    """`reference_paged_attention` as an operation that torch.compile does not look into."""
+    out: Tensor = torch.ops.stepgraph.plain_paged_attention.default(
         q_THD,
         k_TGD,
         v_TGE,
@@ -213,7 +247,7 @@ def _paged_attention_op(
     rows_R: Tensor,
     positions_T: Tensor,
     read_blocks: int,
-    *form: int | float | str,
+    *form: int | float | str | Tensor | None,
 ) -> Tensor:
     """The reference with the signature of the schema."""
     return reference_paged_attention(
@@ -233,6 +267,17 @@ def _paged_attention_op(
 
 
 torch.library.impl("stepgraph::paged_attention", "CUDA", _paged_attention_op)
+torch.library.define(
+    "stepgraph::plain_paged_attention",
+    PAGED_ATTENTION_SCHEMA.replace("int value_dim)", "int value_dim, Tensor? sinks)"),
+)
+torch.library.impl(
+    "stepgraph::plain_paged_attention", "CompositeExplicitAutograd", _paged_attention_op
+)
+torch.library.register_fake(
+    "stepgraph::plain_paged_attention",
+    lambda *arguments: fake_paged_attention(*arguments[:-1]),
+)
 
 
 def _attend_each(
@@ -242,7 +287,8 @@ def _attend_each(
     t, h, d = q_THD.shape
     k_TGLD, v_TGLE = _keys_and_values(kv, tables_TB, seen_TL[:, None, :, None], q_THD, form)
     q_TGHD = q_THD.reshape(t, k_TGLD.shape[1], -1, d)
-    out = _attend(q_TGHD, k_TGLD, v_TGLE, seen_TL[:, None, None], form)
+    sinks = None if form.sinks is None else form.sinks.view(k_TGLD.shape[1], -1, 1)
+    out = _attend(q_TGHD, k_TGLD, v_TGLE, seen_TL[:, None, None], form, sinks)
     return out.reshape(t, h, form.value_dim)
 
 
@@ -260,7 +306,8 @@ def _attend_row(
     g = k_GLD.shape[0]
     q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).reshape(g, -1, d)
     seen = seen_TL.repeat_interleave(h // g, dim=0)
-    out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form)
+    sinks = None if form.sinks is None else form.sinks.view(g, -1, 1).repeat(1, t, 1)
+    out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form, sinks)
     return out.view(g, t, h // g, -1).transpose(0, 1).reshape(t, h, form.value_dim)
 
 
@@ -275,10 +322,20 @@ def _keys_and_values(
     return sides[0], sides[-1][..., : form.value_dim]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, form: AttentionForm) -> Tensor:
-    """Softmax attention `[..., Q, E]` of queries `[..., Q, D]`, keys `[..., L, D]`, values."""
-    if not form.softcap:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, form: AttentionForm, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention `[..., Q, E]` of queries `[..., Q, D]`, keys `[..., L, D]`, values.
+
+    `sinks` is a logit for each query, `[..., Q, 1]`.
+    """
+    if not form.softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, seen, scale=form.scale)
     scores = (q @ k.transpose(-1, -2)).float() * form.scale
-    scores = form.softcap * torch.tanh(scores / form.softcap)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sink = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(v.dtype) @ v

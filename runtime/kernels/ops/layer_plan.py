@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -85,7 +85,15 @@ class Operation:
     @property
     def title(self) -> str:
         """What a message calls it."""
-        return f"an operation {self.name!r}"
+        return self.name
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """Names of the fields that are not as they are by default."""
+        own = fields(self)
+        return frozenset(
+            f.name for f in own if f.default is not MISSING and getattr(self, f.name) != f.default
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +177,8 @@ class Attend(Operation):
     """Tokens that a token attends to, itself included; 0: all before it."""
     softcap: float = 0.0
     """Scores s become softcap * tanh(s / softcap); 0: they stay."""
+    sinks: Parameter | None = None
+    """A logit of each head that takes part in the softmax and stands for no value, `[H]`."""
     shared_values: bool = False
     """The first elements of a key are the value: latent attention, whose cache has one side."""
 
@@ -190,7 +200,11 @@ class Attend(Operation):
     @property
     def has_plain_softmax(self) -> bool:
         """Whether it is softmax(scale * q . k) over values as wide as keys: torch has it fused."""
-        return not self.softcap and self.value_dim == self.head_dim
+        return not self.softcap and self.sinks is None and self.value_dim == self.head_dim
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return () if self.sinks is None else (self.sinks,)
 
     @property
     def sides(self) -> int:
@@ -200,10 +214,15 @@ class Attend(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Activate(Operation):
-    """`function(gate) * up` of the two parts of the value, `[T, F]`."""
+    """`function(gate) * (up + up_offset)` of the two parts of the value, `[T, F]`."""
 
     function: ActivationName
     features: int
+    limit: float = 0.0
+    """The gate is clamped to at most this, up to this on both sides; 0: neither is."""
+    alpha: float = 1.0
+    """The gate is multiplied by it inside the sigmoid of silu."""
+    up_offset: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,3 +445,32 @@ def _linear_tensors(tensors: Mapping[str, Tensor], weight: str) -> LinearTensors
     return LinearTensors(
         tensors[weight], tensors.get(module + "scales"), tensors.get(module + "bias")
     )
+
+
+Known = Mapping[type[Operation], frozenset[str]]
+"""The kinds of operations that a backend runs, and the traits that it knows of each."""
+
+
+def unsupported(operation: Operation, known: Known) -> str | None:
+    """Return what a backend does not know of an operation, or None if it supports it.
+
+    A trait that is added to an operation is unsupported until a backend lists it.
+    """
+    if type(operation) not in known:
+        return operation.title
+    missing = sorted(operation.traits - known[type(operation)])
+    return f"{operation.title} with {', '.join(missing)}" if missing else None
+
+
+KNOWN_TO_ATTENTION: Known = {Attend: frozenset({"window", "softcap", "shared_values"})}
+"""To the paged attention kernels, of a CPU and of Triton."""
+KNOWN_TO_LAYERS: Known = {
+    Norm: frozenset({"offset"}),
+    Linear: frozenset({"bias", "split", "unit"}),
+    QKNorm: frozenset({"offset"}),
+    Rotate: frozenset(),
+    Attend: frozenset({"window", "softcap"}),
+    Activate: frozenset(),
+    Residual: frozenset(),
+}
+"""To the C++ stack of layers and to the Triton kernels of a layer."""

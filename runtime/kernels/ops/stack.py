@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .attention import AttentionInputs
 from .layer_plan import (
+    KNOWN_TO_LAYERS,
     Activate,
     Attend,
     BoundModel,
@@ -31,6 +32,7 @@ from .layer_plan import (
     QKNorm,
     Residual,
     Rotate,
+    unsupported,
 )
 
 torch.library.define(
@@ -109,8 +111,8 @@ class GatedLayer(NamedTuple):
 def stack_obstacle(plan: ModelPlan) -> str | None:
     """Return what keeps the layers of a model from the C++ stack, or None."""
     for op in plan.operations:
-        if not isinstance(op, Norm | Linear | QKNorm | Rotate | Attend | Activate | Residual):
-            return op.title
+        if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
+            return missing
     layers: list[GatedLayer] = []
     for kind in dict.fromkeys(plan.layers):
         layer = GatedLayer.of(kind)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..ops.layer_plan import (
+    KNOWN_TO_LAYERS,
     Activate,
     Attend,
     LayerPlan,
@@ -20,6 +21,7 @@ from ..ops.layer_plan import (
     QKNorm,
     Residual,
     Rotate,
+    unsupported,
 )
 
 __all__ = [
@@ -108,7 +110,20 @@ _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Activate,), Activation),
 ]
 """The first that fits the next operations of a layer is one kernel."""
-_KINDS = tuple({kind for kinds, _ in _PATTERNS for kind in kinds})
+
+
+def _fits(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> bool:
+    """Whether a layer goes on with these kinds, of which only the plain version may be needed.
+
+    Attention and an activation by itself have one that knows every trait.
+    """
+    if len(operations) < len(kinds) or not all(map(isinstance, operations, kinds)):
+        return False
+    alone = operations[0] if len(kinds) == 1 else None
+    return all(
+        isinstance(op, Attend) or op is alone or unsupported(op, KNOWN_TO_LAYERS) is None
+        for op in operations[: len(kinds)]
+    )
 
 
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
@@ -122,12 +137,12 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     left, found = list(layer.operations), list[Fused]()
     while left:
         for kinds, make in _PATTERNS:
-            whole = all(getattr(op, "part", None) is None for op in left[: len(kinds)])
-            if whole and len(kinds) <= len(left) and all(map(isinstance, left, kinds)):
+            if _fits(kinds, left):
                 fused = make(*left[: len(kinds)])
                 break
         else:
-            raise ValueError(next((op for op in left if not isinstance(op, _KINDS)), left[0]).title)
+            unknown = (op for op in left if type(op) not in KNOWN_TO_LAYERS)
+            raise ValueError(next(unknown, left[0]).title)
         if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
             fused = replace(fused, name="combine_output")
         found.append(fused)
@@ -151,9 +166,11 @@ def product_pairs(
     """Yield the products that one kernel may compute: the second norms the sum of the first.
 
     Of each pair of neighbours in the chain of all layers once; none where a norm comes before the
-    sum, which the next kernel then computes.
+    sum, which the next kernel then computes, and none where an activation is no part of a product.
     """
     chain = [fused for layer in layers for fused in layer]
+    if any(isinstance(fused, Activation) for fused in chain):
+        return
     for first, second in dict.fromkeys(pairwise(chain)):
         sums = isinstance(first, ResidualLinear) and first.norm is None
         if sums and isinstance(second, GateUp | NormLinear):

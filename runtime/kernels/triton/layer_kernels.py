@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
+from ..ops.activation import gated_activation
 from ..ops.layer_plan import BoundLayer, BoundModel, LinearTensors
 from .combine_output import product_combines
 from .fusion import Activation, Attention, Fused, GateUp, NormLinear, ResidualLinear
@@ -104,13 +105,8 @@ class FewRows:
             self._add_product(kernel, fused)
         elif isinstance(fused, Activation):
             assert self._value is not None
-            activate = fused.activate
-            inner_TN = self._new(activate.features)
             with operation(fused.name):
-                self._operations.activate_rows(
-                    self._value, inner_TN, gelu=activate.function == "gelu_tanh"
-                )
-            self._value = inner_TN
+                self._value = gated_activation(fused.activate)(*self._value.chunk(2, dim=-1))
         else:
             self._normed_product(kernel, fused)
 

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
+from ..ops.activation import gated_activation
 from ..ops.attention import AttentionInputs
-from ..ops.layer_plan import Activate, BoundModel
+from ..ops.layer_plan import KNOWN_TO_LAYERS, Activate, Attend, BoundModel, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
 from .layer_kernels import FewRows, Hidden, LayerKernel
@@ -50,6 +51,9 @@ class GpuStack:
 
     def __init__(self, model: BoundModel, operations: Operations) -> None:
         """The plan is one that `fusion_obstacle` has nothing against."""
+        attends = [op for op in model.plan.operations if isinstance(op, Attend)]
+        if any(unsupported(op, KNOWN_TO_LAYERS) is not None for op in attends):
+            operations = operations.with_reference(("decode_attention", "prefill_attention"))
         self.operations = operations
         self._layers: list[list[LayerKernel]] = []
         after: LayerKernel | None = None
@@ -170,11 +174,13 @@ class GpuStack:
         return hidden
 
     def _activated(self, gate_up_TF: Tensor, activate: Activate) -> Tensor:
-        inner_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], activate.features)
         with operation(activate.name):
+            if unsupported(activate, KNOWN_TO_LAYERS) is not None:
+                return gated_activation(activate)(*gate_up_TF.chunk(2, dim=-1))
+            inner_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], activate.features)
             gelu = activate.function == "gelu_tanh"
             self.operations.activate_rows(gate_up_TF, inner_TF, gelu=gelu)
-        return inner_TF
+            return inner_TF
 
     def _product(self, x_TK: Tensor, linear: GpuLinear) -> Tensor:
         """A product of the library, `[T, N]`."""

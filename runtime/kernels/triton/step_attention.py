@@ -31,6 +31,7 @@ class LayerAttention:
     attend: Attend
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     eps: float
     offset_norms: bool
     rope: int
@@ -48,6 +49,7 @@ class LayerAttention:
             fused.attend,
             None if norm is None else layer.tensor(norm.q),
             None if norm is None else layer.tensor(norm.k),
+            None if fused.attend.sinks is None else layer.tensor(fused.attend.sinks),
             traits.eps,
             traits.offset,
             fused.rotate.kind,
@@ -66,6 +68,7 @@ class LayerAttention:
             attend.softcap,
             self.storage,
             attend.value_dim,
+            self.sinks,
         )
 
 
