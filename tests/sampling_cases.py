@@ -7,7 +7,8 @@ from math import nan
 from typing import Any
 
 import torch
-from stepgraph.runtime.sampling.sampler import SampleOutput, SamplingState
+from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams
 
 PROMPT, OUTPUT = [3, 5, 7, 7, 250], [5, 9, 9, 9]

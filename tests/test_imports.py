@@ -42,7 +42,7 @@ WITHOUT_TORCH = (
     "runtime/scheduling/preemption.py",
     "runtime/scheduling/step_budget.py",
     "runtime/scheduling/step_costs.py",
-    "cache/prefix.py",
+    "cache/prefix_hashes.py",
     "cache/swap.py",
     "cache/reuse.py",
     "runtime/bench/cache_bookkeeping.py",

@@ -109,7 +109,10 @@ def test_malformed_budget(arguments: dict[str, float], message: str) -> None:
         ({"cap_blocks": 1}, "cap_blocks must be at least 2"),
         ({"reserve_bytes": -1}, "reserve_bytes must be at least 0"),
         ({"batch_tokens_per_block": 0}, "batch_tokens_per_block must be above 0"),
-        ({"budget": MemoryBudget(num_blocks=9), "num_blocks": 8}, "num_blocks=8 is given beside"),
+        (
+            {"budget": MemoryBudget(num_blocks=9), "num_blocks": 8},
+            "num_blocks=8 and a budget of 9 blocks",
+        ),
     ],
 )
 def test_malformed_question(arguments: dict[str, object], message: str) -> None:
@@ -211,6 +214,6 @@ def test_host_terms_count_where_the_memory_is_one() -> None:
     assert one.total == sum(one.terms().values())
     assert two.total == sum(two.terms().values()) - two.host_total
     assert two.num_blocks - one.num_blocks in (1000, 1001)
-    assert "host cache (beside the total)" in two.format()
-    assert "beside the total" not in one.format()
+    assert "host cache (not in the total)" in two.format()
+    assert "not in the total" not in one.format()
     assert set(HOST_TERMS) < set(TERMS)

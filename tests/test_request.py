@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent

@@ -21,7 +21,7 @@ from ...cache.spec import (
     SlidingWindowSpec,
 )
 from ..errors import CheckpointError
-from ..kernels import AttentionInputs, DecodeStep, Kernels, PackedMemory, Stack
+from ..kernels import DecodeStep, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
 from ..kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
@@ -33,20 +33,27 @@ from ..operation_scopes import operation
 from .config import ModelConfig
 from .layout import fused_layout
 from .modules import Projection, RMSNorm
-from .operations import LayerStep, Place, bind
+from .operations import LayerStep, bind
 from .plan import model_plan, rope_kinds
 from .rope import inverse_frequencies
 
-__all__ = ["AttentionInputs", "Decoder", "attention_specs"]
+__all__ = ["Decoder", "attention_specs"]
 
 
 class Layer(nn.Module):
     """One decoder layer: its plan, carried out operation by operation."""
 
-    def __init__(self, plan: LayerPlan, kernels: Kernels, place: Place) -> None:
+    def __init__(
+        self, plan: LayerPlan, kernels: Kernels, place: LayerPlace, storage: Storage
+    ) -> None:
         super().__init__()
         self._operations = [
-            (op.name, None if isinstance(op, Residual) else bind(op, self._module, kernels, place))
+            (
+                op.name,
+                None
+                if isinstance(op, Residual)
+                else bind(op, self._module, kernels, place, storage),
+            )
             for op in plan.operations
         ]
 
@@ -100,14 +107,14 @@ class Decoder(nn.Module):
         self.decode_step: DecodeStep | None = None
         self.plan = plan = model_plan(config)
         places = {
-            layer: (group.index, position)
+            layer: LayerPlace(group.index, position)
             for group in groups
             for position, layer in enumerate(group.layers)
         }
         self._places = tuple(places[layer] for layer in range(config.num_layers))
         self.embed_tokens = Projection(kernels, *plan.embedding.shape)
         self.layers = nn.ModuleList(
-            Layer(layer, kernels, Place(*place, storage))
+            Layer(layer, kernels, place, storage)
             for layer, place in zip(plan.layers, self._places, strict=True)
         )
         self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
@@ -216,24 +223,22 @@ class Decoder(nn.Module):
         return x_TD if self.embedding_factor == 1.0 else x_TD * self.embedding_factor
 
     def forward(
-        self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
+        self, token_ids_T: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch
     ) -> torch.Tensor:
         """Return the final hidden states `[T, hidden_size]`; writes the tokens' keys and values."""
-        return self.decode(self.embed(token_ids_T), arena, inputs)
+        return self.decode(self.embed(token_ids_T), arena, batch)
 
-    def decode(
-        self, x_TD: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
-    ) -> torch.Tensor:
+    def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
         with operation("rotations"):
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
-            cos_KTE, sin_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
+            cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
             if self.amplitudes is not None:
                 cos_KTE, sin_KTE = cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
         if self.stack is not None:
             with operation("layers"):
-                return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
-        step = LayerStep(cos_KTE, sin_KTE, arena, inputs)
+                return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)
+        step = LayerStep(cos_KTE, sin_KTE, arena, batch)
         for index, layer in enumerate(self.layers):
             with operation("layer", index):
                 x_TD = layer(x_TD, step)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import AttentionForm, AttentionInputs, Kernels
+from ..kernels import AttentionForm, Kernels, LayerPlace, RaggedBatch
 from ..kernels.ops.activation import gated_activation
 from ..kernels.ops.layer_plan import (
     Activate,
@@ -34,7 +34,7 @@ from ..kernels.ops.layer_plan import (
 from .modules import HeadProjection, Projection, RMSNorm, Vector
 from .rope import rotate
 
-__all__ = ["LayerStep", "Place", "Run", "bind"]
+__all__ = ["LayerStep", "Run", "bind"]
 
 
 class LayerStep(NamedTuple):
@@ -44,18 +44,7 @@ class LayerStep(NamedTuple):
     """float32 `[K, T, E / 2]`."""
     sin: Tensor
     arena: Tensor
-    inputs: AttentionInputs
-
-
-class Place(NamedTuple):
-    """Where a layer finds its part of the cache."""
-
-    group: int
-    """Its layer group."""
-    position: int
-    """Its position in the group: the first coordinate of the arena."""
-    storage: str
-    """How the arena stores vectors."""
+    batch: RaggedBatch
 
 
 Run = Callable[[Any, LayerStep], Any]
@@ -64,8 +53,18 @@ Module = Callable[[Parameter, Callable[[], nn.Module]], Any]
 """Returns the module that holds a parameter, made by the second argument if there is none yet."""
 
 
-def bind(operation: Operation, module: Module, kernels: Kernels, place: Place) -> Run:
-    """Return an operation of a layer as a function of its value and the step."""
+def bind(
+    operation: Operation, module: Module, kernels: Kernels, place: LayerPlace, storage: str
+) -> Run:
+    """Return an operation of a layer as a function of its value and the step.
+
+    Args:
+        operation: of the plan; `Residual` is none of these.
+        module: returns the modules that hold its parameters.
+        kernels: of linear layers and attention.
+        place: of the layer in the cache.
+        storage: how the cache stores vectors.
+    """
     match operation:
         case Norm():
             return _norm(operation, module)
@@ -76,7 +75,7 @@ def bind(operation: Operation, module: Module, kernels: Kernels, place: Place) -
         case Rotate():
             return _rotate(operation)
         case Attend():
-            return _attend(operation, module, kernels, place)
+            return _attend(operation, module, kernels, place, storage)
         case Activate():
             return _activate(operation)
         case LatentRotate():
@@ -129,37 +128,17 @@ def _rotate(op: Rotate) -> Run:
     return run
 
 
-def _attend(op: Attend, module: Module, kernels: Kernels, place: Place) -> Run:
+def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, storage: str) -> Run:
     sinks = None if op.sinks is None else module(op.sinks, Vector)
-    attention, (group, position, storage) = kernels.attention, place
-    scale, window, softcap, value_dim = op.scale, op.window, op.softcap, op.value_dim
+    attention, features = kernels.attention, op.features
+    constants = (op.scale, op.window, op.softcap, storage, op.value_dim)
 
     def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
-        inputs = step.inputs
-        q_THE, k_TGE, *rest = value
-        attended_THE = attention(
-            q_THE,
-            k_TGE,
-            rest[0] if rest else None,
-            step.arena,
-            position,
-            inputs.slots[group],
-            inputs.block_tables[group],
-            inputs.token_rows,
-            inputs.rows,
-            inputs.positions,
-            inputs.read_blocks,
-            AttentionForm(
-                inputs.block_size,
-                scale,
-                window,
-                softcap,
-                storage,
-                value_dim,
-                None if sinks is None else sinks.weight,
-            ),
-        )
-        return attended_THE.reshape(q_THE.shape[0], -1)
+        q_THE, k_TGE, *values = value
+        form = AttentionForm(*constants, None if sinks is None else sinks.weight)
+        v_TGE = values[0] if values else None
+        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
+        return attended_THE.reshape(q_THE.shape[0], features)
 
     return run
 

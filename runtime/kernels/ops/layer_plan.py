@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from .batch import LayerPlace
+
 Shape = tuple[int, ...]
 ActivationName = Literal["silu", "gelu_tanh"]
 
@@ -384,10 +386,7 @@ class BoundLayer:
     tensors: Mapping[str, Tensor]
     """Of the whole model by their full names."""
     index: int
-    group: int
-    """Its layer group."""
-    position: int
-    """Its position in the group: the first coordinate of the arena."""
+    place: LayerPlace
 
     def tensor(self, parameter: Parameter) -> Tensor:
         """The tensor of a parameter of the plan."""
@@ -405,8 +404,8 @@ class BoundModel:
     plan: ModelPlan
     tensors: Mapping[str, Tensor]
     """By full names; a quantised weight `NAME.weight` has scales `NAME.scales`."""
-    places: tuple[tuple[int, int], ...]
-    """(layer group, position in it) of each layer."""
+    places: tuple[LayerPlace, ...]
+    """Of the layers."""
     storage: str
     """How the arena stores vectors: `model`, `int8` or `fp8`."""
     embedding_factor: float
@@ -420,7 +419,7 @@ class BoundModel:
     def layers(self) -> list[BoundLayer]:
         """The layers in order."""
         return [
-            BoundLayer(plan, self.tensors, index, *place)
+            BoundLayer(plan, self.tensors, index, place)
             for index, (plan, place) in enumerate(zip(self.plan.layers, self.places, strict=True))
         ]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from .attention import AttentionInputs
+from .batch import RaggedBatch
 from .layer_plan import (
     KNOWN_TO_LAYERS,
     Activate,
@@ -135,13 +135,13 @@ class Stack(Protocol):
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
         """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
 
-        Cosines and sines are float32. All positions are below `inputs.read_blocks` blocks.
+        Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -220,7 +220,7 @@ class DecoderStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
@@ -232,13 +232,13 @@ class DecoderStack:
         out: Tensor = torch.ops.stepgraph.decoder_stack.default(
             x_TD,
             arena,
-            inputs.positions,
-            inputs.slots,
-            inputs.block_tables,
-            inputs.token_rows,
+            batch.positions,
+            batch.slots,
+            batch.block_tables,
+            batch.token_rows,
             cos_KTE,
             sin_KTE,
-            inputs.read_blocks,
+            batch.read_blocks,
             self._handle,
         )
         return out
@@ -261,7 +261,7 @@ def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
                     weights += [layer.tensor(op.q), layer.tensor(op.k)]
                 case None:  # of queries and keys there would be two
                     weights += [None, None] if place == "qk_norm" else [None]
-        places += [layer.group, layer.position, ops.attend.window, ops.rotate.kind]
+        places += [*layer.place, ops.attend.window, ops.rotate.kind]
     attend, activate, norm = ops.attend, ops.activate, model.plan.norm
     return (
         weights,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.activation import gated_activation
-from ..ops.attention import AttentionInputs
+from ..ops.batch import RaggedBatch
 from ..ops.layer_plan import KNOWN_TO_LAYERS, Activate, Attend, BoundModel, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
@@ -81,12 +81,12 @@ class GpuStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
         """See `Stack.run`; for prefill steps. Decode steps call `layers`."""
-        hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE, decodes=False)
+        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=False)
         with operation("final_norm"):
             normed_TD, _ = self._normed(hidden, self._norm)
         return normed_TD
@@ -95,7 +95,7 @@ class GpuStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
         *,
@@ -107,7 +107,7 @@ class GpuStack:
         """
         tokens = x_TD.shape[0]
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
-        shared = (self.operations, like, x_TD, arena, inputs, cos_KTE, sin_KTE)
+        shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
         step: DecodeAttention | PrefillAttention
         if decodes:
             step = DecodeAttention(self._counters, *shared)
