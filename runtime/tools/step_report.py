@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
 from ..kernels.ops.weight_storage import quantised_dtype
-from ..kernels.triton.fusion import fusion_obstacle
+from ..kernels.triton.fusion import kernel_obstacle
 from ..kernels.triton.linear import ROW_CLASSES
 from ..kernels.triton.linear_configs import default_config
 from ..kernels.triton.splits import choose_splits
@@ -66,7 +66,7 @@ def explain_step(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
     plan = model_plan(model)
-    if (obstacle := fusion_obstacle(plan)) is not None:
+    if (obstacle := kernel_obstacle(plan)) is not None:
         raise ConfigError(
             f"the layers of a model with {obstacle} are not made of the kernels that are counted"
             " here"
@@ -106,7 +106,7 @@ def decode_operation_costs(
         context: tokens of each, the newest included.
     """
     plan = model_plan(model)
-    if fusion_obstacle(plan) is not None:
+    if kernel_obstacle(plan) is not None:
         return []
     # What splits of attention move on top is written by one kernel for the next: not counted here.
     sizes = stored_sizes(config, model.head_dim)

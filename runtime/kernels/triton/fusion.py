@@ -33,6 +33,7 @@ __all__ = [
     "ResidualLinear",
     "fuse",
     "fusion_obstacle",
+    "kernel_obstacle",
     "product_pairs",
 ]
 
@@ -158,6 +159,12 @@ def fusion_obstacle(plan: ModelPlan) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def kernel_obstacle(plan: ModelPlan) -> str | None:
+    """Return what of the layers of a model runs in plain torch on a GPU, or None."""
+    missing = (unsupported(operation, KNOWN_TO_LAYERS) for operation in plan.operations)
+    return next(filter(None, missing), None) or fusion_obstacle(plan)
 
 
 def product_pairs(
