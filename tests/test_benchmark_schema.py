@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.memory.memory_plan import TERMS
-from stepgraph.runtime.bench import cache_bookkeeping as cache_benchmark
-from stepgraph.runtime.bench import host, start
-from stepgraph.runtime.bench.compared import COMPARED, SCHEMA_VERSION
-from stepgraph.runtime.bench.comparison import ENVIRONMENT
-from stepgraph.runtime.bench.environment import describe_environment
-from stepgraph.runtime.bench.flags_together import FLAGS_OF_SCENARIO
+from stepgraph.runtime.bench.results.comparison import COMPARED, ENVIRONMENT, SCHEMA_VERSION
+from stepgraph.runtime.bench.results.document import describe_environment
+from stepgraph.runtime.bench.scenarios import cache_bookkeeping as cache_benchmark
+from stepgraph.runtime.bench.scenarios import engine_start as start
+from stepgraph.runtime.bench.scenarios import host_overhead as host
+from stepgraph.runtime.bench.validate_args import SCENARIO_FLAGS
 
 from .bench_rig import ROOT, run_bench, schema_errors
 
@@ -127,7 +127,7 @@ def test_lists_of_names_are_those_of_the_code():
     assert set(describe_environment(torch.device("cpu"), 1e9)) == set(environment)
     assert set(ENVIRONMENT) <= set(environment)
     lists = {"steady": "cases", "cache": "cache_operations"}
-    for scenario in FLAGS_OF_SCENARIO:
+    for scenario in SCENARIO_FLAGS:
         assert lists.get(scenario, scenario) in SCHEMA["properties"]
 
 
@@ -154,7 +154,7 @@ def test_stdout_is_the_table_and_progress_is_on_stderr(folder, name):
 
 
 def test_every_scenario_that_runs_on_a_cpu_is_run():
-    assert {"steady", *RUNS} >= set(FLAGS_OF_SCENARIO) - {"kernels"}
+    assert {"steady", *RUNS} >= set(SCENARIO_FLAGS) - {"kernels"}
 
 
 def test_a_case_has_all_that_is_new(folder):

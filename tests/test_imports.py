@@ -45,7 +45,7 @@ WITHOUT_TORCH = (
     "cache/prefix.py",
     "cache/swap.py",
     "cache/reuse.py",
-    "runtime/bench/cache_bookkeeping.py",
+    "runtime/bench/scenarios/cache_bookkeeping.py",
     "cache/blocks.py",
     "cache/allocators.py",
     "cache/kv_cache.py",
@@ -78,12 +78,11 @@ WITHOUT_TORCH = (
     "profiling/trace_events.py",
     "profiling/trace_table.py",
     "profiling/trace_times.py",
-    "runtime/bench/cells.py",
-    "runtime/bench/compared.py",
-    "runtime/bench/comparison.py",
-    "runtime/bench/comparison_table.py",
-    "runtime/bench/outputs.py",
-    "runtime/bench/turns.py",
+    "runtime/bench/results/caveats.py",
+    "runtime/bench/results/comparison.py",
+    "runtime/bench/results/comparison_table.py",
+    "runtime/bench/results/tables.py",
+    "runtime/bench/results/terminal_tables.py",
     "profiling/plot/__init__.py",
     "profiling/plot/gaps.py",
     "profiling/plot/layout.py",
@@ -262,7 +261,7 @@ def test_a_circle_would_be_seen() -> None:
 IMPORTED_LATE = {"runtime/loading/template_sandbox.py": {"jinja2"}}
 """Files whose import may fail for want of an extra."""
 OF_PEERS = {
-    "runtime/bench/peer_runner.py": {
+    "runtime/bench/runtimes/peer_runner.py": {
         *("gguf", "llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     }
 }

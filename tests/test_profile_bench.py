@@ -18,7 +18,8 @@ from stepgraph.__main__ import main
 from stepgraph.profiling import attribution, nsys, ranges
 from stepgraph.profiling.trace import read_trace, trace_operations
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench import profile, run_steady
+from stepgraph.runtime.bench import benchmark_run
+from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.engine.engine import Engine
 
@@ -112,7 +113,7 @@ def test_the_one_right_command_is_printed(flags, what, capsys, tmp_path, monkeyp
 def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(nsys, "find_nsys", lambda: found)
-    assert profile._form(device) == form
+    assert profile._device_type(device) == form
 
 
 @needs_nvtx
@@ -293,9 +294,9 @@ def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def small_graphs(fake_graphs, monkeypatch):
     """The fastest mode is graph, whose captures hold the operations of eager mode."""
-    monkeypatch.setattr(profile, "modes_of", lambda device: ("graph",))
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("graph",))
     plain = functools.partial(EngineConfig, compile=False)
-    monkeypatch.setattr(run_steady, "EngineConfig", plain)
+    monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
     return fake_graphs
 
 
@@ -336,6 +337,6 @@ def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
 
 def test_modes_default_to_the_fastest(monkeypatch):
     monkeypatch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr(profile, "modes_of", lambda device: ("eager", "compile"))
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("eager", "compile"))
     run = profile.ProfileRun(parse_arguments(["--profile", "torch", "--device", "cpu"]))
-    assert [way.mode for way in run.ways] == ["compile"]
+    assert [mode.mode for mode in run.modes] == ["compile"]
