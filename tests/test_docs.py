@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.dictionary import replace_tables
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench.results.tables import TABLES, baseline_columns
+from stepgraph.runtime.bench.results.columns import TABLES, baseline_columns
 from stepgraph.runtime.tools.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent

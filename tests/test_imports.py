@@ -79,6 +79,7 @@ WITHOUT_TORCH = (
     "profiling/trace_table.py",
     "profiling/trace_times.py",
     "runtime/bench/results/caveats.py",
+    "runtime/bench/results/columns.py",
     "runtime/bench/results/comparison.py",
     "runtime/bench/results/comparison_table.py",
     "runtime/bench/results/tables.py",

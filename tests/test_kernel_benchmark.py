@@ -9,9 +9,9 @@ import torch
 from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.bench.results.tables import tables
 from stepgraph.runtime.bench.scenarios.kernel_times import measure_kernels
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 from .bench_rig import schema_errors
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from stepgraph.profiling.markdown import aligned
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench.results.tables import TABLES, Table
+from stepgraph.runtime.bench.results.columns import TABLES, Table
 from stepgraph.runtime.bench.results.terminal_tables import NAMES, for_terminal
 from stepgraph.runtime.tools.step_report import explain_step
 

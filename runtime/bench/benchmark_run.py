@@ -12,11 +12,12 @@ from rich.console import Console
 
 from ...profiling import bandwidth
 from ...profiling.device_state import DeviceMonitor
-from ..config import EngineConfig, ResolvedConfig, resolve_device
+from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
+from ..resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
 from .results.document import new_document
 from .results.step_plot import MeasuredSteps

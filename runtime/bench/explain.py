@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
-from ..config import EngineConfig, resolve_device
+from ..config import EngineConfig
+from ..resolved_config import resolve_device
 from ..tools.memory_report import explain_memory
 from ..tools.step_report import explain_step
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text

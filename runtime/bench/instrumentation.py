@@ -48,7 +48,7 @@ def scopes_of_a_launch(engine: Engine) -> int:
     Runs a request of a few tokens on the engine, which must be idle.
     """
     counter = _ScopeCounter()
-    params = greedy(1 + engine.config.user.steps_per_launch)
+    params = greedy(1 + engine.config.steps_per_launch)
     with ranges.listening(counter), attribution.listening(counter):
         engine.generate([[0]], params)
     return max(counter.counts)
@@ -60,7 +60,7 @@ def measure_instrumentation(engine: Engine) -> Overhead:
     Events of `Engine.device_timing` are not included: steps are timed on request only.
     """
     scopes = scopes_of_a_launch(engine)
-    if not engine.config.beside_host:
+    if not engine.config.is_async_device:
         return measure_overhead(scope=operation, scopes=scopes)
     return measure_overhead(
         scope=operation, scopes=scopes, begin=lambda: None, elapsed_ns=lambda: None
@@ -70,5 +70,5 @@ def measure_instrumentation(engine: Engine) -> Overhead:
 def instrumentation_to_json(engine: Engine, step_ms: Sequence[float]) -> dict[str, float]:
     """Return `instrumentation` of a case: nanoseconds a step, and their share of the fastest."""
     launch = measure_instrumentation(engine)
-    ns_per_step = launch.ns_per_launch / engine.config.user.steps_per_launch
+    ns_per_step = launch.ns_per_launch / engine.config.steps_per_launch
     return {"ns_per_step": ns_per_step, "fraction": ns_per_step / (1e6 * min(step_ms))}

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...profiling.command_line import CommandParser
 from ..config import MAX_SEED, EngineConfig
@@ -120,15 +120,8 @@ def step_range(text: str) -> StepRange:
     return StepRange(int(first), int(end))
 
 
-class Flag(NamedTuple):
-    """A flag: its help, and further arguments of `add_argument`."""
-
-    help: str
-    settings: dict[str, Any]
-
-
-def _flag(help: str, **settings: Any) -> Flag:
-    return Flag(help, settings)
+def _flag(text: str, **settings: Any) -> dict[str, Any]:
+    return {"help": text, **settings}
 
 
 _DTYPE = {"nargs": "+", "default": ["auto"]}
@@ -332,8 +325,7 @@ _GROUPS = {
 def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
     """Add flags by name; `changes` replace their settings."""
     for name in names:
-        text, settings = _FLAGS[name]
-        parser.add_argument(f"--{name}", **{"help": text, **settings, **changes})
+        parser.add_argument(f"--{name}", **_FLAGS[name] | changes)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

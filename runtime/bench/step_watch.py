@@ -27,7 +27,7 @@ __all__ = [
 
 def steps_in_flight(engine: Engine) -> int:
     """Return how many launched steps are in flight when `step` returns."""
-    return int(engine.config.beside_host)
+    return int(engine.config.is_async_device)
 
 
 @dataclass(frozen=True, slots=True)

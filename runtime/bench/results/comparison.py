@@ -249,7 +249,7 @@ def read_results(path: Path, scenario: str | None) -> tuple[str, dict[str, Any]]
         return _check_document(path.read_text(encoding="utf-8"), scenario)
     except OSError as error:
         reason = error.strerror or str(error)
-    except RecursionError:
+    except (RecursionError, UnicodeDecodeError):
         reason = "it is no JSON"
     except json.JSONDecodeError as error:
         reason = f"it is no JSON, or ends too early: {error}"
@@ -302,7 +302,9 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
         value = entry.get(key)
         if key in entry:
             text, free = key in _ENGINE, key == "max_itl_ms"
-            valid = isinstance(value, str) if text else _is_number(value, whole=not free)
+            least = int(key != "neighbours" and not free)
+            number = _is_number(value, whole=not free, least=least)
+            valid = isinstance(value, str) if text else number
             if not (valid or (free and value is None)):
                 what = "text" if text else "time in milliseconds" if free else "count"
                 raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
@@ -312,7 +314,7 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
         summary = entry.get(metric)
         if summary is None and metric in entry and metric != "step_ms":
             continue  # nothing was observed
-        if not isinstance(summary, dict) or not _is_number(summary.get("n"), whole=True):
+        if not isinstance(summary, dict) or not _is_number(summary.get("n"), whole=True, least=1):
             raise ValueError(f"{name}: {metric} is no distribution")
         times = [summary.get("p50"), *([summary["p99"]] if summary.get("p99") is not None else [])]
         _check_times(times, f"{name}: {metric}")
@@ -327,9 +329,9 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
         _check_times([] if listed is None else listed, f"{name}: {what}")
 
 
-def _is_number(value: object, *, whole: bool) -> bool:
+def _is_number(value: object, *, whole: bool, least: int = 0) -> bool:
     numbers = (int,) if whole else (int, float)
-    return isinstance(value, numbers) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, numbers) and not isinstance(value, bool) and value >= least
 
 
 def _check_times(values: object, name: str) -> None:
