@@ -1,10 +1,9 @@
-"""Modes that are measured side by side: whose turn it is, what each may take, how noise is told."""
+"""Modes that are measured together: order of repetitions, memory shares, warnings of noise."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,11 @@ from stepgraph.cache.memory.device_memory import DeviceMemory
 from stepgraph.cache.memory.handler import MemoryBudgetError
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.bench import engine_memory as shares
-from stepgraph.runtime.bench.benchmark_run import ModelKind, StepMode
+from stepgraph.runtime.bench import engine_memory
 from stepgraph.runtime.bench.engine_memory import share_memory
-from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.results.caveats import warnings
-from stepgraph.runtime.bench.scenarios import steady as steady_module
-from stepgraph.runtime.bench.scenarios import steady_run as run_steady
-from stepgraph.runtime.bench.scenarios.steady_run import SteadyRun
+from stepgraph.runtime.bench.scenarios import steady, steady_run
+from stepgraph.runtime.bench.scenarios.steady import CaseRun
 from stepgraph.runtime.bench.workload import interleave, spread
 
 from .bench_rig import run_bench
@@ -68,232 +64,90 @@ def test_spread_is_that_of_the_repetitions():
     assert spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
 
 
-@dataclass
-class FakeMachine:
-    """Engines that only note what was asked of them, in a machine with a clock."""
-
-    log: list[str] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
-    slow: frozenset[int] = frozenset()
-    """Entries of the log that take twice as long."""
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
-        patch.setattr(Engine, "from_pretrained", self.start)
-        patch.setattr(run_steady, "describe_start", lambda stats: "started")
-        patch.setattr(run_steady, "CaseRun", self.case_run)
-        patch.setattr(run_steady, "to_json", self.to_json)
-
-    def start(self, model: str, config: EngineConfig, progress: bool) -> Any:
-        machine = self
-
-        class FakeEngine:
-            def __init__(self) -> None:
-                self.config = config
-                self.memory_plan = SimpleNamespace(format=lambda: "plan")
-
-            def stats(self) -> None:
-                return None
-
-            def __enter__(self) -> FakeEngine:
-                machine.open.append(config.mode)
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                machine.open.remove(config.mode)
-
-        return FakeEngine()
-
-    def case_run(self, engine: Any, case: Any, *, seed: int) -> Any:
-        machine, mode = self, engine.config.mode
-        repetitions: list[float] = []
-
-        class Run:
-            def __init__(self) -> None:
-                self.engine, self.prompts = engine, [[1]]
-
-            def warm_up(self) -> None:
-                machine.log.append(f"warm up {mode}")
-
-            def repeat(self) -> None:
-                machine.log.append(f"{mode} {case.batch_size}")
-                repetitions.append(2.0 if len(machine.log) - 1 in machine.slow else 1.0)
-
-            def result(self) -> Any:
-                return SimpleNamespace(
-                    case=case,
-                    repetition_ms=repetitions,
-                    step_ms=repetitions,
-                    token_ids=[[1]],
-                    records=[],
-                )
-
-        return Run()
-
-    def to_json(self, engine: Any, measured: Any, **how: Any) -> dict[str, Any]:
-        return {
-            "mode": engine.config.mode,
-            "batch_size": measured.case.batch_size,
-            "open": list(self.open),
-            "memory_bytes": engine.config.memory_bytes,
-            "spread": spread(measured.repetition_ms),
-            **how,
-        }
+TWO_MODES = "--mode compile eager --batch-size 1 --input-len 24 --output-len 6 --num-warmup 0"
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
-    made = FakeMachine()
-    made.install(monkeypatch)
-    return made
+def measured(
+    patch: pytest.MonkeyPatch, folder: Path, arguments: str
+) -> tuple[list[dict[str, Any]], list[tuple[str, int]], list[int | None]]:
+    """Run the benchmark; return its cases, (mode, rows) of each repetition, and memory budgets."""
+    log: list[tuple[str, int]] = []
+    budgets: list[int | None] = []
+    repeat, start = CaseRun.repeat, Engine.from_pretrained
+    modes: dict[int, str] = {}
+
+    def logged(run: CaseRun) -> None:
+        log.append((modes[id(run.engine)], run.case.batch_size))
+        repeat(run)
+
+    def start_eager(model: str, config: EngineConfig, progress: bool) -> Engine:
+        """Nothing is compiled: the engines of all modes run eagerly."""
+        budgets.append(config.memory_bytes)
+        fields = {name: getattr(config, name) for name in config.__slots__}
+        engine = start(model, EngineConfig(**fields | {"mode": "eager"}), progress=progress)
+        modes[id(engine)] = config.mode
+        return engine
+
+    patch.setattr(CaseRun, "repeat", logged)
+    patch.setattr(Engine, "from_pretrained", start_eager)
+    assert run_bench(patch, f"{arguments} --output-json {folder}/a.json") == 0
+    cases: list[dict[str, Any]] = json.loads((folder / "a.json").read_text())["cases"]
+    return cases, log, budgets
 
 
-def steady(arguments: str) -> SteadyRun:
-    return SteadyRun(parse_arguments(f"--num-iters 2 --input-len 8 {arguments}".split()))
-
-
-def test_modes_interleave_repetition_by_repetition(machine):
-    run = steady("--mode compile eager --batch-size 1 2 --num-warmup 1")
-    run.run()
-    assert machine.log == [
-        *("warm up eager", "warm up compile"),
-        *("eager 1", "compile 1", "compile 1", "eager 1"),
-        *("warm up eager", "warm up compile"),
-        *("eager 2", "compile 2", "compile 2", "eager 2"),
-    ]
-    cases = run.document["cases"]
-    assert [(c["mode"], c["batch_size"]) for c in cases] == [
-        *(("eager", 1), ("compile", 1)),
-        *(("eager", 2), ("compile", 2)),
-    ]
-    assert all(case["interleaved"] for case in cases)
-    assert all(case["open"] == ["eager", "compile"] for case in cases)
-    for one, other in zip(cases[::2], cases[1::2], strict=True):
-        assert one["eager"] is other["eager"]  # what correctness is judged by
-    assert machine.open == []
-
-
-def test_noise_of_a_round_meets_every_mode(machine):
-    machine.slow = frozenset({0, 1})  # the machine is busy in the first round
-    run = steady("--mode compile eager --batch-size 1 --num-warmup 0")
-    run.run()
-    assert [case["spread"] for case in run.document["cases"]] == [pytest.approx(2 / 3)] * 2
-
-
-def test_parts_of_the_memory_are_equal(machine, monkeypatch):
-    monkeypatch.setattr(
-        shares.DeviceMemory, "of", lambda device: DeviceMemory(8 << 30, True, 8 << 30)
-    )
-    run = steady("--mode compile eager --batch-size 1 --num-warmup 0")
-    run.run()
-    assert [case["memory_bytes"] for case in run.document["cases"]] == [2 << 30] * 2
+def test_repetitions_of_modes_are_interleaved(monkeypatch, tmp_path):
+    cases, log, budgets = measured(monkeypatch, tmp_path, f"{TWO_MODES} --num-iters 3")
+    assert [mode for mode, _ in log] == ["eager", "compile", "compile", "eager", "eager", "compile"]
+    assert len(cases) == len(budgets) == 2
+    assert len(set(budgets)) == 1
+    assert None not in budgets
+    for case in cases:
+        assert case["interleaved"]
+        assert case["correct"]["tokens_equal_eager"] == 1.0
+        samples = [case["samples"]["step_ms"][i : i + 5] for i in (0, 5, 10)]
+        assert case["repetition_ms"] == [Summary.of(part).p50 for part in samples]
+        assert case["spread"] == spread(case["repetition_ms"])
 
 
 @pytest.mark.parametrize("at", ["plan", "start"])
-def test_modes_that_do_not_fit_together_run_one_after_the_other(machine, monkeypatch, capsys, at):
-    reason = "the total of 9 bytes is over the budget\nterm by term"
-
+def test_modes_that_do_not_fit_together_run_one_after_the_other(monkeypatch, tmp_path, capsys, at):
     def refuse(*_: object) -> list[EngineConfig]:
-        raise MemoryBudgetError(reason)
+        raise MemoryBudgetError("the total of 9 bytes is over the budget\nterm by term")
 
     if at == "plan":
-        monkeypatch.setattr(run_steady, "share_memory", refuse)
+        monkeypatch.setattr(steady_run, "share_memory", refuse)
     else:
+        real = Engine.from_pretrained
 
-        def start(model: str, config: EngineConfig, progress: bool) -> Any:
-            if config.mode == "compile" and machine.open:
+        def start(model: str, config: EngineConfig, progress: bool) -> Engine:
+            if config.memory_bytes is not None:
                 refuse()
-            return real(model, config, progress)
+            return real(model, config, progress=progress)
 
-        real = machine.start
         monkeypatch.setattr(Engine, "from_pretrained", start)
-    run = steady("--mode compile eager --batch-size 1 2 --num-warmup 0")
-    run.run()
-    assert machine.log == [f"{m} {b}" for m in ("eager", "compile") for b in (1, 1, 2, 2)]
-    cases = run.document["cases"]
-    assert [case["interleaved"] for case in cases] == [False] * 4
-    assert [case["open"] for case in cases] == [["eager"]] * 2 + [["compile"]] * 2
-    assert [case["memory_bytes"] for case in cases] == [None] * 4
-    assert [case["eager"] is cases[0]["eager"] for case in cases] == [True, False, True, False]
+    arguments = TWO_MODES.replace("--batch-size 1", "--batch-size 1 2")
+    cases, log, budgets = measured(monkeypatch, tmp_path, f"{arguments} --num-iters 2")
+    assert log == [(mode, rows) for mode in ("eager", "compile") for rows in (1, 1, 2, 2)]
+    assert not any(case["interleaved"] for case in cases)
+    assert budgets[-2:] == [None, None]
     error = " ".join(capsys.readouterr().err.split())
     assert "demo: eager, compile run one after the other, not interleaved: the total of 9" in error
     assert "term by term" not in error
 
 
-def test_a_mode_alone_takes_no_turns(machine):
-    run = steady("--mode eager --batch-size 1 --num-warmup 0")
-    run.run()
-    (case,) = run.document["cases"]
-    assert (case["interleaved"], case["memory_bytes"]) == (False, None)
-
-
-def test_the_baseline_runs_once_a_round(machine, monkeypatch):
-    class Baseline:
-        dtype = "bfloat16"
-
-        def prepare(self, prompts: Any, steps: int, chunk: int) -> Any:
-            machine.log.append(f"prepare {prompts} {steps} {chunk}")
-            return SimpleNamespace(
-                run=lambda: machine.log.append("baseline"), to_json=lambda *_: {}
-            )
-
-    run = steady("--mode eager --batch-size 1 --num-warmup 1 --output-len 9 --num-iters 3")
-    kind = ModelKind("demo", *["auto"] * 3)
-    engines = [
-        machine.start("demo", run.config(kind, StepMode(mode, "auto")), False)
-        for mode in ("eager", "compile")
-    ]
-    cases = list(run.measure("demo", engines, {}, Baseline()))
-    assert machine.log == [
-        *("prepare [[1]] 8 512", "warm up eager", "warm up compile"),
-        *("eager 1", "compile 1", "baseline"),
-        *("baseline", "compile 1", "eager 1"),
-        *("eager 1", "compile 1", "baseline"),
-    ]
-    assert len(cases) == 2
-
-
-def test_shares_are_planned_without_a_weight(monkeypatch):
+def test_the_memory_is_shared_equally(monkeypatch):
     memory = DeviceMemory(64 << 20, True, 64 << 20)
-    monkeypatch.setattr(shares.DeviceMemory, "of", lambda device: memory)
+    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: memory)
     config = EngineConfig(device="cpu", mode="eager", max_num_seqs=1, max_model_len=64)
     with pytest.raises(MemoryBudgetError):
         share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
     large = DeviceMemory(1 << 40, True, 1 << 40)
-    monkeypatch.setattr(shares.DeviceMemory, "of", lambda device: large)
+    monkeypatch.setattr(engine_memory.DeviceMemory, "of", lambda device: large)
     shared = share_memory("preset:llama-3.1-8b", [config] * 2, CPU, 0.5)
     assert [c.memory_bytes for c in shared] == [1 << 38] * 2
     assert [c.memory_fraction for c in shared] == [None] * 2
     with pytest.raises(ConfigError, match="mode='graph' needs a CUDA device"):
         share_memory("demo", [config, EngineConfig(device="cpu", mode="graph")], CPU, None)
-
-
-def test_a_real_run_of_two_modes(monkeypatch, tmp_path, capsys):
-    arguments = "--batch-size 1 --input-len 24 --output-len 6 --num-warmup 0 --num-iters 3"
-    asked: list[int | None] = []
-    real = Engine.from_pretrained
-
-    def start(model: str, config: EngineConfig, progress: bool) -> Any:
-        asked.append(config.memory_bytes)
-        eager = EngineConfig(
-            **{n: getattr(config, n) for n in config.__slots__} | {"mode": "eager"}
-        )
-        return real(model, eager, progress=progress)
-
-    monkeypatch.setattr(Engine, "from_pretrained", start)
-    files = f"--output-json {tmp_path}/a.json"
-    assert run_bench(monkeypatch, f"{arguments} --mode eager compile {files}") == 0
-    cases = json.loads((tmp_path / "a.json").read_text())["cases"]
-    assert len(cases) == len(asked) == 2
-    assert len(set(asked)) == 1
-    assert None not in asked
-    for case in cases:
-        assert len(case["repetition_ms"]) == 3
-        samples = [case["samples"]["step_ms"][i : i + 5] for i in (0, 5, 10)]
-        assert case["repetition_ms"] == [Summary.of(part).p50 for part in samples]
-        assert case["spread"] == spread(case["repetition_ms"])
-        assert case["interleaved"]
-        assert case["correct"]["tokens_equal_eager"] == 1.0
 
 
 def case_with(
@@ -349,8 +203,8 @@ def test_warnings_are_on_both_sides(monkeypatch, tmp_path, capsys):
         outputs, _, counted = real(*arguments, **how)
         return outputs, [next(durations)], counted
 
-    real = steady_module._run
-    monkeypatch.setattr(steady_module, "_run", run)
+    real = steady._run
+    monkeypatch.setattr(steady, "_run", run)
     arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-warmup 0"
     assert run_bench(monkeypatch, f"{arguments} --num-iters 2 --output-md {tmp_path}/a.md") == 0
     captured = capsys.readouterr()
