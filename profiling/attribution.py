@@ -136,7 +136,7 @@ def operation(
     """Return a context manager around the launch of an operation; free without a listener.
 
     Args:
-        name: of the operation, as in `kernel_costs` for what is counted there.
+        name: of the operation, as in the table of costs for what is counted there.
         layer: of the model; None: that of the scope around this one, if it has one. A scope for a
             whole layer has a name of its own, for what no scope inside it names.
     """

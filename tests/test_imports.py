@@ -188,7 +188,7 @@ IMPORTED_LATE = {
 }
 """Files whose import may fail for want of an extra."""
 OF_PEERS = {
-    "runtime/bench/peer_runner.py": {
+    "runtime/bench/runtimes/peer_runner.py": {
         *("gguf", "llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     }
 }
