@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -356,6 +356,21 @@ class ModelPlan:
         """Those of all kinds of layers, each once."""
         return tuple(dict.fromkeys(op for layer in self.layers for op in layer.operations))
 
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether layers differ in nothing but their windows and kinds of rotation."""
+
+        def comparable(operation: Operation) -> Operation:
+            match operation:
+                case Attend():
+                    return replace(operation, window=0)
+                case Rotate() | LatentRotate():
+                    return replace(operation, kind=0)
+            return operation
+
+        kinds = {tuple(map(comparable, layer.operations)) for layer in set(self.layers)}
+        return len(kinds) == 1
+
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters under their full names, in the order a forward pass needs them."""
         yield self.embedding
@@ -461,6 +476,8 @@ def unsupported(operation: Operation, known: Known) -> str | None:
     return f"{operation.title} with {', '.join(missing)}" if missing else None
 
 
+UNEQUAL_LAYERS = "layers that differ in more than windows and rotations"
+"""What a message calls a plan that is not uniform."""
 KNOWN_TO_ATTENTION: Known = {Attend: frozenset({"window", "softcap", "shared_values"})}
 """To the paged attention kernels, of a CPU and of Triton."""
 KNOWN_TO_LAYERS: Known = {

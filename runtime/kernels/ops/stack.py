@@ -12,7 +12,6 @@ Weights are no arguments: a stack is created once over them and known by a handl
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from .batch import RaggedBatch
 from .layer_plan import (
     KNOWN_TO_LAYERS,
+    UNEQUAL_LAYERS,
     Activate,
     Attend,
     BoundModel,
@@ -113,18 +113,13 @@ def stack_obstacle(plan: ModelPlan) -> str | None:
     for op in plan.operations:
         if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
             return missing
-    layers: list[GatedLayer] = []
-    for kind in dict.fromkeys(plan.layers):
-        layer = GatedLayer.of(kind)
-        if not isinstance(layer, GatedLayer):
-            return layer.title
-        layers.append(layer)
-    traits = {(norm.eps, norm.offset) for layer in layers for norm in layer.norms}
-    alike = {
-        (replace(layer.attend, window=0), layer.activate, layer.mlp_output_norm) for layer in layers
-    }
-    if traits != {(plan.norm.eps, plan.norm.offset)} or len(alike) > 1:
-        return "layers that differ in more than windows and rotations"
+    if not plan.is_uniform:
+        return UNEQUAL_LAYERS
+    layer = GatedLayer.of(plan.layers[0])
+    if not isinstance(layer, GatedLayer):
+        return layer.title
+    if {(norm.eps, norm.offset) for norm in layer.norms} != {(plan.norm.eps, plan.norm.offset)}:
+        return "norms of several kinds"
     return None
 
 
