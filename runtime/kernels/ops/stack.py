@@ -245,7 +245,7 @@ def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
     places: list[int] = []
     for layer in model.layers:
         ops = GatedLayer.of(layer.plan)
-        assert isinstance(ops, GatedLayer)
+        assert isinstance(ops, GatedLayer), "a plan that `stack_obstacle` refuses"
         for place, op in ops._asdict().items():
             match op:
                 case Linear():
@@ -257,7 +257,9 @@ def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
                 case None:  # of queries and keys there would be two
                     weights += [None, None] if place == "qk_norm" else [None]
         places += [*layer.place, ops.attend.window, ops.rotate.kind]
-    attend, activate, norm = ops.attend, ops.activate, model.plan.norm
+    alike = GatedLayer.of(model.plan.layers[0])  # in what follows
+    assert isinstance(alike, GatedLayer)
+    attend, activate, norm = alike.attend, alike.activate, model.plan.norm
     return (
         weights,
         places,

@@ -187,6 +187,7 @@ def product_pairs(
     if any(isinstance(fused, Activation) for fused in chain):
         return
     for first, second in dict.fromkeys(pairwise(chain)):
-        sums = isinstance(first, ResidualLinear) and first.norm is None
-        if sums and isinstance(second, GateUp | NormLinear):
+        if not isinstance(first, ResidualLinear) or first.norm is not None:
+            continue
+        if isinstance(second, GateUp | NormLinear):
             yield first, second
