@@ -18,7 +18,8 @@ from ..execution.outputs import HostOutputs
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
-from ..kernels.ops.layer_plan import Activate, Attend, ModelPlan, Norm, Operation
+from ..kernels.ops.layer_operations import Activate, Attend, Norm, Operation
+from ..kernels.ops.layer_plan import ModelPlan
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from .batch import RaggedBatch
-from .layer_plan import (
+from .bound_model import BoundModel
+from .layer_operations import (
     KNOWN_TO_LAYERS,
     UNEQUAL_LAYERS,
     Activate,
     Attend,
-    BoundModel,
-    LayerPlan,
     Linear,
-    ModelPlan,
     Norm,
     Operation,
     QKNorm,
@@ -34,6 +32,7 @@ from .layer_plan import (
     Rotate,
     unsupported,
 )
+from .layer_plan import LayerPlan, ModelPlan
 
 torch.library.define(
     "stepgraph::stack_create",

@@ -12,14 +12,12 @@ from itertools import pairwise
 from torch import Tensor
 
 from ..ops.activation import gated_activation
-from ..ops.layer_plan import (
+from ..ops.layer_operations import (
     KNOWN_TO_LAYERS,
     UNEQUAL_LAYERS,
     Activate,
     Attend,
-    LayerPlan,
     Linear,
-    ModelPlan,
     Norm,
     Operation,
     QKNorm,
@@ -27,6 +25,7 @@ from ..ops.layer_plan import (
     Rotate,
     unsupported,
 )
+from ..ops.layer_plan import LayerPlan, ModelPlan
 
 __all__ = [
     "Activation",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.layer_plan import BoundLayer, BoundModel, LinearTensors
+from ..ops.bound_model import BoundLayer, BoundModel, LinearTensors
 from .combine_output import product_combines
 from .fusion import Activation, Attention, Fused, GateUp, NormLinear, ResidualLinear
 from .linear import GpuLinear, Norm, Pending

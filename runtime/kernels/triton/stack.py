@@ -31,7 +31,8 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.batch import RaggedBatch
-from ..ops.layer_plan import KNOWN_TO_LAYERS, Attend, BoundModel, unsupported
+from ..ops.bound_model import BoundModel
+from ..ops.layer_operations import KNOWN_TO_LAYERS, Attend, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
 from .layer_kernels import FewRows, Hidden, LayerKernel
