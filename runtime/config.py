@@ -1,4 +1,4 @@
-"""EngineConfig: how a user wants an engine to run. `ResolvedConfig` is what is made of it."""
+"""`EngineConfig`: the user's configuration of an engine; `ResolvedConfig` resolves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SEED = 2**63 - 1
 MAX_THREADS = 1024
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
-"""Of the free memory; less where the operating system and others need it too."""
+"""Of the free memory; less if the operating system and other processes need it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +150,8 @@ class EngineConfig:
             _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
             if self.threads == 0:
                 raise ConfigError(
-                    "threads must not be 0: give a number of threads, -1 for one less than there"
-                    " are cores, or leave it out"
+                    "threads must not be 0: give a number of threads, -1 for all cores but one, or"
+                    " leave it out"
                 )
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_ROWS)
@@ -179,9 +179,7 @@ class EngineConfig:
                 f" {type(self.tie_word_embeddings).__name__}"
             )
         if self.preemption == "swap" and not self.host_cache_bytes:
-            raise ConfigError(
-                "preemption='swap' needs a host cache to swap to: set host_cache_bytes"
-            )
+            raise ConfigError("preemption='swap' needs a host cache: set host_cache_bytes")
         fraction = self.memory_fraction
         if fraction is not None and (
             isinstance(fraction, bool)
@@ -206,8 +204,9 @@ class EngineConfig:
             raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
         if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ConfigError(
-                f"max_batch_tokens={self.max_batch_tokens} leaves no room for a prompt beside"
-                f" max_num_seqs={self.max_num_seqs} decoding rows: it must be greater"
+                f"max_batch_tokens={self.max_batch_tokens} must be greater than"
+                f" max_num_seqs={self.max_num_seqs}, to leave room for a prompt besides the"
+                " decoding rows"
             )
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
@@ -232,7 +231,7 @@ class EngineConfig:
 
     @property
     def fixed_blocks(self) -> int | None:
-        """The number of blocks where another budget stands beside it."""
+        """`num_blocks`, if another budget is given too."""
         has_budget = self.memory_bytes is not None or self.memory_fraction is not None
         return self.num_blocks if has_budget else None
 

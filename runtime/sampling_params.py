@@ -1,7 +1,7 @@
-"""How the tokens of one request are chosen: `SamplingParams`, checked at construction. No torch.
+"""`SamplingParams`: how the tokens of a request are chosen, checked at construction. No torch.
 
-The bounds below are part of the interface: a parameter without one is a way to exhaust an engine
-that serves others. So every field has a range, and the tensors of `sampling.py` are sized by them.
+The limits below are part of the interface: without them one request could exhaust an engine that
+serves others. The tensors of `SamplingState` are sized by them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SHOWN_CHARS = 80
 
 
 class LogitBias(Mapping[int, float]):
-    """Token id → number added to its logit: immutable and hashable, and it can be copied."""
+    """Token id → number added to its logit. Immutable and hashable."""
 
     __slots__ = ("_values",)
 
@@ -154,7 +154,7 @@ class SamplingParams:
 
     @property
     def needs_full_sampler(self) -> bool:
-        """Whether the argmax of the model's own logits is not all that the request asks for."""
+        """Whether the request needs more than the argmax of the model's logits."""
         return (
             not self.is_greedy
             or self.uses_penalties

@@ -1,4 +1,4 @@
-"""What `Engine.stats` tells: counters and sizes, as plain numbers and strings."""
+"""The contents of `Engine.stats`: counters and sizes, as plain numbers and strings."""
 
 from __future__ import annotations
 
