@@ -52,7 +52,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
     expected = x.double() @ kernels.dequantise_weight(data, scales).double().T + 1
     torch.testing.assert_close(out.double(), expected, atol=10 * tolerance, rtol=tolerance)
 
-plain = kernels.AttentionForm(16, 0.2, value_dim=40)
+plain = kernels.AttentionForm(0.2, value_dim=40)
 forms = [
     plain,
     plain._replace(window=70, softcap=3.0),
@@ -71,10 +71,13 @@ for form, (dtype, tolerance) in itertools.product(forms, types):
     k[..., :9] /= 512  # small numbers beside large ones: those below the normal ones of fp8
     rows = torch.zeros(200, dtype=torch.int64)
     slots = tables[0, positions // 16] * 16 + positions % 16
-    fixed = (0, slots, tables, rows, torch.tensor([0]), positions, 14, form)
+    batch = kernels.RaggedBatch(
+        positions, slots[None], rows, rows[:1], tables[None], 14, 16, tokens_per_row=200
+    )
+    place = kernels.LayerPlace(0, 0)
     written = [arena.clone(), arena.clone()]
     results = [
-        attention(q, k, v, into, *fixed)
+        attention(q, k, v, into, place, batch, form)
         for attention, into in zip(
             (kernels.paged_attention, kernels.reference_paged_attention), written, strict=True
         )
@@ -82,10 +85,11 @@ for form, (dtype, tolerance) in itertools.product(forms, types):
     torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
     assert torch.equal(*(into.view(torch.uint8) for into in written))
     last = slice(199, 200)
-    alone = kernels.paged_attention(
-        q[last], k[last], v[last], written[0], 0, slots[last], tables, rows[last], rows[last],
-        positions[last], 14, form,
+    one = kernels.RaggedBatch(
+        positions[last], slots[None, last], rows[last], rows[last], tables[None], 14, 16,
+        tokens_per_row=1,
     )
+    alone = kernels.paged_attention(q[last], k[last], v[last], written[0], place, one, form)
     assert torch.equal(alone[0], results[0][199])
 """
 
@@ -96,7 +100,8 @@ from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
+from stepgraph.runtime.kernels import RaggedBatch
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
 torch.ops.load_library(kernels.build_cpu_ops(portable=True))
 fast = kernels.Kernels(
@@ -120,9 +125,9 @@ for kind in ("llama", "gemma2"):
         positions = torch.arange(40)
         tables = torch.arange(1, 9, dtype=torch.int32).view(1, 1, 8)
         rows = torch.zeros(40, dtype=torch.int64)
-        inputs = AttentionInputs(
+        inputs = RaggedBatch(
             positions=positions, slots=(positions + 8)[None], token_rows=rows, rows=rows[:1],
-            block_tables=tables, read_blocks=8, block_size=8,
+            block_tables=tables, read_blocks=8, block_size=8, tokens_per_row=40,
         )
         x = torch.randn(40, 70).to(dtype)
         with torch.no_grad():
