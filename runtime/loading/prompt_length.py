@@ -99,7 +99,7 @@ class TokenBound:
         return int(total)
 
     def _replaced(self, tokenizer: Tokenizer) -> dict[str, str] | None:
-        """Return the replacements of single characters before the model; None: text may be dropped."""
+        """Return the replacements of characters before the model; None if text may be dropped."""
         replaced: dict[str, str] = {}
         for part in stages(component_state(tokenizer.normalizer), "normalizers"):
             kind = part["type"]
