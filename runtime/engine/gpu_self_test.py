@@ -137,8 +137,8 @@ def dependent_launch_failure(
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
             capture.replay()
-            lanes = len(case.chunks)
-            found = [capture.output.logits[:lanes], capture.output.tokens[:lanes], *compared]
+            rows = len(case.chunks)
+            found = [capture.output.logits[:rows], capture.output.tokens[:rows], *compared]
             found = [_bits(tensor).clone() for tensor in found]
             expected = expected or found
             if not all(map(torch.equal, found, expected)):

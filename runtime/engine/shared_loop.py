@@ -312,7 +312,7 @@ class SharedLoop:
         try:
             self._access.enter("close")
             if self._loop is not None:
-                self._ended = EngineClosedError("the engine is closed: make a new one to go on")
+                self._ended = EngineClosedError("the engine is closed: make a new one")
                 release_memory(self._loop)
                 # The traceback of a failure holds frames, and those the tensors.
                 self._failure = self._loop = None

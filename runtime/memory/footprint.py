@@ -1,4 +1,4 @@
-"""What a model will need, in bytes, before a weight of it is loaded."""
+"""The memory that a model needs, in bytes, known before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from ..resolved_config import ResolvedConfig
 __all__ = ["model_footprint", "weight_bytes"]
 
 GRAPH_BYTES_PER_STEP = 4 << 20
-"""What a captured step keeps beside the tensors of the shared pool: its kernel nodes. A first
-guess, which the plan's reconciliation sets against what was measured."""
+"""Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
+plan's reconciliation compares with the measurement."""
 
 CPU_HEAP_FACTOR = Fraction(7, 2)
 """Resident bytes of a step for each byte of its tensors, on a CPU: an upper bound. The C library
-keeps what is freed between operations for the next ones, in pieces that do not always fit. Measured
-were 1.7 to 3.4 times the tensors, and 1.1 times where MALLOC_MMAP_THRESHOLD_ is fixed (glibc; demo
-and preset:smollm2-135m)."""
+keeps memory that is freed between operations, which fragments. Measured were 1.7 to 3.4 times the
+tensors, and 1.1 times with a fixed MALLOC_MMAP_THRESHOLD_ (glibc; demo and preset:smollm2-135m)."""
 
 CPU_STEP_BYTES = 1 << 20
-"""What the resident set of a CPU grows by in any step, however small: pages of the heap and of
-code, and the kernel's way of counting them."""
+"""Growth of the resident set in the smallest step: pages of the heap and of code, and the accuracy
+of the kernel's counters."""
 
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> int:
@@ -61,10 +60,10 @@ def model_footprint(
 ) -> ModelFootprint:
     """Return every term of the memory plan as a function of blocks and batch tokens.
 
-    `host_shared`: the host's memory is the device's, so that the budget covers what lies there.
+    `host_shared`: whether host and device share memory, so that the budget covers host terms too.
 
     Raises:
-        ConfigError: `host_cache_bytes` is not zero and less than a block.
+        ConfigError: `host_cache_bytes` is less than a block and not 0.
     """
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
@@ -89,7 +88,7 @@ def model_footprint(
         graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        # On a CPU the mirror of a buffer is the buffer, and outputs are where they are read.
+        # On a CPU there are no mirrors of buffers, and no copies of outputs.
         host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
         host_shared=host_shared,
     )
@@ -107,10 +106,10 @@ def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
 
 
 def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> int:
-    """Tensors of one token in the layer, and the place of it, where most of them are alive.
+    """Peak of the tensors of one token within a layer.
 
-    Compiled code joins what is computed element by element; eager code makes a tensor of each
-    intermediate result, in float32 for norms and rotations.
+    Compiled code fuses elementwise operations; eager code makes a tensor of each intermediate
+    result, in float32 for norms and rotations.
     """
     size, eager = config.dtype.itemsize, not config.compiled
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -128,9 +127,9 @@ def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: in
 
 
 def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
-    """What the largest linear layer, and the head, make of their weights while they run."""
+    """Unpacked weights of the largest linear layer, and of the head, while they run."""
     if kernels.make_stack is not None and model.latent is None:
-        return 0, 0  # its linear layers read weights as they are stored
+        return 0, 0  # its linear layers read stored weights directly
     layers = [
         kernels.unpacked_bytes(*fused.shape)
         for name, fused in fused_layout(model).items()
@@ -140,7 +139,7 @@ def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
 
 
 def _gathered_bytes(model: ModelConfig, config: ResolvedConfig, sides: int) -> int:
-    """Copies of what one position holds in a layer, for kernels that gather what they read."""
+    """Gathered keys and values of one position in a layer, for kernels that gather them."""
     vector, size = model.num_kv_heads * model.head_dim, config.dtype.itemsize
     if config.storage == "model":
         gathered = vector * size * (sides + 1)  # each side, and the last before it was masked
@@ -153,10 +152,10 @@ def _gathered_bytes(model: ModelConfig, config: ResolvedConfig, sides: int) -> i
 
 
 def _mask_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """What the reference attention holds of one token and one position that it may look at.
+    """Masks and scores of the reference attention for one token and one position.
 
-    A bool; for every query head of a group a bool and a number to be added; and where torch has no
-    fused attention (capped scores, latents) the scores of every head, three times in float32.
+    A bool; for every query head of a group a bool and an additive mask; and without fused attention
+    in torch (capped scores, latents) the scores of every head, three times in float32.
     """
     per_group = model.num_heads // model.num_kv_heads
     scores = 0
@@ -166,11 +165,11 @@ def _mask_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
 
 
 def _logit_bytes(config: ResolvedConfig) -> int:
-    """What the full sampler holds of one logit.
+    """Memory of the full sampler for one logit.
 
-    Compiled: the logit itself, in float32, changed by the request's wishes, and as weight. Eager
-    code has a dozen more such tensors, of those three at a time while it bisects thresholds. They
-    are large pieces, which the heap of a CPU adds less to than to others.
+    Compiled: the logit itself, in float32, processed, and as a weight. Eager code has a dozen more
+    such tensors, three of them at a time while it bisects thresholds. They are large, so the heap
+    of a CPU adds less to them than to activations.
     """
     size, eager = config.dtype.itemsize, not config.compiled
     held = size + (44 if eager else 14)
@@ -190,7 +189,7 @@ def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -
 
 
 def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """What the runner allocates for the inputs of its steps, alignment included."""
+    """Bytes of the input buffers of the runner, alignment included."""
     alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
 
     def input_bytes(prefill_tokens: int, row_blocks: int) -> int:
@@ -215,7 +214,7 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
 
 
 def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
+    """Bytes of the runner on the host: mirrors of the inputs, and copies of outputs."""
     inputs = _input_bytes(model, config, num_groups)
     outputs = HostOutputs.bytes_for(
         config.max_num_seqs,
@@ -235,7 +234,7 @@ def _nothing(prefill_tokens: int, row_blocks: int) -> int:
 
 
 def _allocation_bytes(specs: Mapping[str, TensorSpec], alignment: int) -> int:
-    """Bytes of `StaticBuffers.allocate`: each field begins on an aligned boundary."""
+    """Bytes of `StaticBuffers.allocate`, where each field is aligned."""
     end = 0
     for spec in specs.values():
         end = -(-end // alignment) * alignment + spec.nbytes
