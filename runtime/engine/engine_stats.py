@@ -7,8 +7,8 @@ from typing import Any
 
 from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
+from .engine_parts import EngineParts
 from .loop import StepLoop
-from .parts import EngineParts
 
 __all__ = ["engine_stats"]
 

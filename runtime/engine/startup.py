@@ -49,8 +49,8 @@ from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
 from .calibration import preemption_policy
+from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
-from .parts import CodeCache, EngineParts
 from .self_test import check_kernels
 
 if TYPE_CHECKING:
