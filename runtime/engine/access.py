@@ -160,7 +160,8 @@ class LoopAccess:
         if in_stack(holder[0], sys._getframe(1)):
             raise EngineBusyError(
                 f"{name}() was called within {holder[1]}() of the same engine, by a signal"
-                " handler or a callback: only add_request, abort, stats and has_unfinished may be"
+                " handler or a callback, which may only call add_request, abort, stats and"
+                " has_unfinished"
             )
 
     def _wait(self, turn: _Turn, queue: deque[SimpleQueue[None]], waiter: Waiter | None) -> bool:

@@ -49,7 +49,7 @@ class Engine:
     number of threads, whose requests share the batch. `step` is for one thread. The other methods
     wait for the end of the current step of any thread. A call that would have to wait for its own
     caller, and a `step` while another thread is in `step`, raise `EngineBusyError`. In a forked
-    child every call raises `EngineForkedError`.
+    child every call but `close` raises `EngineForkedError`.
 
     Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.
