@@ -82,15 +82,6 @@ def test_kernels_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None
     assert not check(model, config, required=True).fallbacks
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-def test_plain_operations_agree_with_themselves(
-    monkeypatch: pytest.MonkeyPatch, kv_dtype: str
-) -> None:
-    use(monkeypatch)
-    model, config = resolved(GEMMA2, kv_dtype=kv_dtype, weight_dtype="int8")
-    assert not check(model, config, required=True).fallbacks
-
-
 def scaled(name: str) -> Callable[..., Any]:
     """The operation with one number of its result off."""
     right, writes = getattr(PLAIN, name), checks.WRITES[name]

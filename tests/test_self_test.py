@@ -48,6 +48,7 @@ def chosen(
     return kernels, model, config
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -138,12 +139,6 @@ def test_a_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match=r"C\+\+ sampler"):
         checked = check_kernels(*chosen(), required=False)
     assert checked.sampler == "torch"
-
-
-def test_plain_kernels_need_no_test() -> None:
-    _, model, config = chosen()
-    plain = select_kernels("cpu", "eager", config.dtype)
-    assert check_kernels(plain, model, config, required=True) is plain
 
 
 def test_plain_attention_on_cuda_needs_neither_test_nor_triton() -> None:
