@@ -145,23 +145,23 @@ class Request:
 
     @property
     def least_computed(self) -> int:
-        """Tokens whose keys and values launched steps have computed, at least.
+        """A lower bound of the tokens whose keys and values launched steps compute.
 
-        What gives blocks away or shares them goes by this, what takes blocks by `num_computed`.
+        Blocks are freed and shared by this bound, and allocated by `num_computed`.
         """
         return self.num_computed - self.num_unsure
 
     def launched(self, count: int) -> None:
-        """Note a launched verify step of `count` tokens, the newest one and drafts."""
+        """Count a launched verify step of `count` tokens: the newest one and drafts."""
         self.num_computed += count
         self.num_unsure += count - 1
         self.num_pending += count
 
     def advanced(self, count: int, accepted: int) -> None:
-        """Take back what a verify step of `count` tokens was counted for, but for `accepted` ones.
+        """Correct the counts after a verify step of `count` tokens, of which `accepted` remain.
 
-        The tokens themselves are appended one by one. A request that has been preempted since has
-        no computed tokens to take back.
+        The tokens themselves are appended one by one. A request that was preempted meanwhile has no
+        computed tokens to subtract.
         """
         self.num_pending -= count - accepted
         if self.row is not None:
