@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.sampling.sampler import SampleOutput, SamplingState, sample_full
+from stepgraph.runtime.sampling.reference_sampler import sample_full
+from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams
 
 Sampler = Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.allocators import GroupAllocator
 from stepgraph.cache.blocks import BlockPool
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
 
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
 
 Content = tuple[int, str, tuple[int, ...]] | None

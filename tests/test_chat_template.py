@@ -118,7 +118,9 @@ def test_where_templates_are_found(directory: Path) -> None:
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "more.jinja").write_text("more")
     assert same(chat_template="more") == "more"
-    with pytest.raises(RequestError, match=r"1 \}\}' is none of the checkpoint's: default, more"):
+    with pytest.raises(
+        RequestError, match=r"1 \}\}' is not one of the checkpoint's: default, more"
+    ):
         load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
 
 

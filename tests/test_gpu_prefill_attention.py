@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.triton import prefill_tiles as tiling_module
 from stepgraph.runtime.kernels.triton.prefill_attention import prefill_attention
 from stepgraph.runtime.kernels.triton.prefill_tiles import (
@@ -41,21 +41,15 @@ def attend(tiling: PrefillTiling) -> Attention:
         k: Tensor,
         v: Tensor | None,
         arena: Tensor,
-        layer: int,
-        slots: Tensor,
-        block_tables: Tensor,
-        token_rows: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        read_blocks: int,
+        place: LayerPlace,
+        batch: RaggedBatch,
         form: AttentionForm,
     ) -> Tensor:
-        reference_store(k, v, arena, layer, slots, form)
+        slots = batch.slots[place.group]
+        reference_store(k, v, arena, place.position, slots, batch.block_size, form.storage)
         tokens_of_tile = tiling.tokens(q.shape[1] // arena.shape[3])
-        tiles = prefill_tiles(token_rows, len(rows), tokens_of_tile)
-        return prefill_attention(
-            q, arena, layer, block_tables, token_rows, positions, tiles, form, tiling
-        )
+        tiles = prefill_tiles(batch.token_rows, len(batch.rows), tokens_of_tile)
+        return prefill_attention(q, arena, place, batch, form, tiles, tiling)
 
     return attention
 

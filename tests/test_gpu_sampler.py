@@ -13,13 +13,9 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.triton import sampler as sampler_module
-from stepgraph.runtime.sampling.sampler import (
-    SampleOutput,
-    sample_full,
-    sample_greedy,
-    torch_sampler,
-    triton_sampler,
-)
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.samplers import torch_sampler, triton_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (

@@ -12,7 +12,8 @@ import torch
 from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
+from stepgraph.runtime.engine.gpu_self_test import dependent_launch_failure
+from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig

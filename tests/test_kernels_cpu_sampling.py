@@ -4,12 +4,8 @@ import pytest
 import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.sampling.sampler import (
-    fused_sampler,
-    sample_full,
-    sample_greedy,
-    torch_sampler,
-)
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.samplers import fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (

@@ -92,7 +92,10 @@ def test_malformed_budget(arguments: dict[str, float], message: str) -> None:
         ({"cap_blocks": 1}, "cap_blocks must be at least 2"),
         ({"reserve_bytes": -1}, "reserve_bytes must be at least 0"),
         ({"batch_tokens_per_block": 0}, "batch_tokens_per_block must be above 0"),
-        ({"budget": MemoryBudget(num_blocks=9), "num_blocks": 8}, "num_blocks=8 is given beside"),
+        (
+            {"budget": MemoryBudget(num_blocks=9), "num_blocks": 8},
+            "num_blocks=8 and a budget of 9 blocks",
+        ),
     ],
 )
 def test_malformed_question(arguments: dict[str, object], message: str) -> None:

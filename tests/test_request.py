@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import (

@@ -20,7 +20,7 @@ from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, sele
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.resolved_config import ResolvedConfig
-from stepgraph.runtime.sampling.sampler import SAMPLERS
+from stepgraph.runtime.sampling.samplers import SAMPLERS
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
 TINY: dict[str, Any] = {

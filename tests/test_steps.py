@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stepgraph.graphs.errors import StepCompilationError
+from stepgraph.graphs.step_errors import StepCompilationError
 from stepgraph.graphs.steps import (
     Capture,
     CapturedStep,
