@@ -185,7 +185,7 @@ def test_no_circles() -> None:
 IMPORTED_LATE = {"runtime/loading/template_sandbox.py": {"jinja2"}}
 """Files whose import may fail for want of an extra."""
 OF_PEERS = {
-    "runtime/bench/peer_runner.py": {
+    "runtime/bench/runtimes/peer_runner.py": {
         *("gguf", "llama_cpp", "numpy", "openvino", "openvino_genai", "optimum", "vllm"),
     }
 }

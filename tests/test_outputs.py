@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling import whole_files
 from stepgraph.profiling.whole_files import WriteError, check_writable, write_file
-from stepgraph.runtime.bench import steady
 from stepgraph.runtime.bench.options import parse_arguments
-from stepgraph.runtime.bench.outputs import same_file
+from stepgraph.runtime.bench.scenarios import steady
 
 from .bench_rig import ROOT, run_bench
 
@@ -134,24 +133,16 @@ def test_what_cannot_be_written_is_one_line_before_anything_is_measured(
     assert files(tmp_path) == before
 
 
-def test_outputs_must_not_meet(tmp_path, capsys):
-    (tmp_path / "link").symlink_to("a.json")
-    (tmp_path / "a.json").write_text("{}")
-    os.link(tmp_path / "a.json", tmp_path / "hard")
-    for json_path, md_path in [("a.json", "./a.json"), ("a.json", "link"), ("hard", "a.json")]:
-        with pytest.raises(SystemExit):
-            parse_arguments(
-                [f"--output-json={tmp_path}/{json_path}", f"--output-md={tmp_path}/{md_path}"]
-            )
-        assert "--output-json and --output-md are one file" in capsys.readouterr().err
-    assert not same_file(tmp_path / "a.json", tmp_path / "b.json")
-    for flag in ("--output-json", "--output-md"):
-        with pytest.raises(SystemExit):
-            parse_arguments(
-                [f"{flag}={tmp_path}/link", "--compare", str(tmp_path / "a.json")],
-            )
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.endswith("link is what --compare reads: write to another file")
+def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
+    def write(path: Path, text: str) -> None:
+        raise WriteError(path, "No space left on device")
+
+    monkeypatch.setattr("stepgraph.runtime.bench.results.document.write_file", write)
+    assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")
+    assert captured.out.count("\n| demo ") == 1
+    assert files(tmp_path) == []
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench.check import MOST_ROWS, TokenCheck
+from stepgraph.runtime.bench.token_check import MOST_ROWS, TokenCheck
 from stepgraph.runtime.bench.workload import greedy
 
 from .bench_rig import run_bench
