@@ -71,7 +71,7 @@ def test_the_example_of_the_module() -> None:
     assert host.token_rows[:8].tolist() == [4, 4, 4, 1, 1, 9, 9, 9]
     assert host.prefill_rows.tolist() == [4, 1, 9, 9]
     assert host.sample_rows.tolist() == [9, 1, 9, 9]
-    assert host.sample_index[:2].tolist() == [2, 4]
+    assert host.query_start_loc.tolist() == [0, 3, 5, 5, 5]
     assert host.token_ids[5:8].min() >= 0
 
 
@@ -114,8 +114,9 @@ def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
 
     assert host.prefill_rows[: len(chunks)].tolist() == [chunk.row for chunk in chunks]
     assert (host.prefill_rows[len(chunks) :] == null_row).all()
+    assert host.query_start_loc[0] == 0
     for lane in range(len(host.sample_rows)):
-        index = host.sample_index[lane]
+        index = host.query_start_loc[lane + 1] - 1
         assert 0 <= index < bucket  # padded lanes too: they are gathered all the same
         if lane >= len(chunks):
             assert host.sample_rows[lane] == null_row
@@ -127,7 +128,8 @@ def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
         assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
     assert untouched(
         host,
-        *("token_ids", "positions", "token_rows", "prefill_rows", "sample_rows", "sample_index"),
+        *("token_ids", "positions", "token_rows"),
+        *("prefill_rows", "sample_rows", "query_start_loc"),
     )
 
 
@@ -138,7 +140,7 @@ def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     write_prefill(long, 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
-    for name in ("prefill_rows", "sample_rows", "sample_index"):
+    for name in ("prefill_rows", "sample_rows", "query_start_loc"):
         assert (getattr(host, name) == getattr(fresh, name)).all()
     for name in ("token_ids", "positions", "token_rows"):
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
@@ -203,10 +205,10 @@ def test_fresh_buffers_point_at_the_null_row() -> None:
         "token_rows": (4,),
         "prefill_rows": (2,),
         "sample_rows": (2,),
-        "sample_index": (2,),
+        "query_start_loc": (3,),
         "table_updates": (5, 4),
     }
     for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
         assert (getattr(inputs, name) == 3).all(), name
-    for name in ("token_ids", "positions", "sample_index"):
+    for name in ("token_ids", "positions", "query_start_loc"):
         assert not getattr(inputs, name).any(), name

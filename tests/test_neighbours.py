@@ -101,8 +101,11 @@ def test_an_interrupted_benchmark_leaves_none() -> None:
 def test_a_killed_process_leaves_none() -> None:
     pid = os.fork()
     if pid == 0:
-        with busy_processes(2):
-            time.sleep(60)
+        try:
+            with busy_processes(2):
+                time.sleep(60)
+        finally:
+            os._exit(1)  # whatever happens: a child that returned would go on with the tests
     wait_until(lambda: len(spinning(pid)) == 2)
     left = spinning(pid)
     os.kill(pid, signal.SIGKILL)

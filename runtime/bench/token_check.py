@@ -18,7 +18,7 @@ import torch
 from ...cache.arena import Arena
 from ..engine.engine import Engine
 from ..engine.startup import layer_groups
-from ..kernels import AttentionInputs, select_kernels
+from ..kernels import RaggedBatch, select_kernels
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source
 from ..models.decoder import Decoder
@@ -131,7 +131,7 @@ class TokenCheck:
             end = min(start + _CHUNK, len(ids_T))
             positions_C = torch.arange(start, end, device=model.device)
             slots_GC = tables[:, 0, positions_C // size].long() * size + positions_C % size
-            inputs = AttentionInputs(
+            batch = RaggedBatch(
                 positions=positions_C,
                 slots=slots_GC,
                 token_rows=torch.zeros_like(positions_C),
@@ -139,8 +139,9 @@ class TokenCheck:
                 block_tables=tables,
                 read_blocks=-(-end // size),
                 block_size=size,
+                tokens_per_row=end - start,
             )
-            hidden_CD = model(ids_T[start:end], arena.tensor, inputs)
+            hidden_CD = model(ids_T[start:end], arena.tensor, batch)
             if end > first:
                 yield model.logits(hidden_CD[max(0, first - start) :])
 

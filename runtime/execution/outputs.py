@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from ..request import LOWEST_LOGPROB, Request, TokenLogprobs
-from ..sampling.sampler import SampleOutput
+from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan
 from .step_functions import StepOutput

@@ -22,10 +22,10 @@ from .cpu.build import (
 from .cpu.threads import limit_threads, resolve_threads
 from .ops.attention import (
     AttentionForm,
-    AttentionInputs,
     paged_attention,
     reference_paged_attention,
 )
+from .ops.batch import LayerPlace, RaggedBatch
 from .ops.linear import (
     can_pack,
     pack_linear,
@@ -149,7 +149,6 @@ def _refuse_interpreter() -> None:
 
 __all__ = [
     "AttentionForm",
-    "AttentionInputs",
     "DecodeEnds",
     "DecodeResult",
     "DecodeStep",
@@ -158,7 +157,9 @@ __all__ = [
     "KernelLibrary",
     "Kernels",
     "Mode",
+    "LayerPlace",
     "PackedMemory",
+    "RaggedBatch",
     "Stack",
     "StackLayer",
     "StackLinear",

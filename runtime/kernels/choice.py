@@ -26,7 +26,7 @@ class Kernels:
 
     name: str
     attention: Callable[..., Tensor]
-    """Signature of `reference_paged_attention`."""
+    """Signature of `ops.attention.reference_paged_attention`."""
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
     """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
     returns it, the scales as `quantise_weight` does."""

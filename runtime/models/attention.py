@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ...cache.arena import Storage
-from ..kernels import AttentionForm, AttentionInputs, Kernels
+from ..kernels import AttentionForm, Kernels, LayerPlace, RaggedBatch
 from ..operation_scopes import operation
 from .config import LatentConfig, ModelConfig
 from .modules import HeadProjection, Projection, RMSNorm
 from .rope import rotate
 
-__all__ = ["Attention", "AttentionInputs", "LatentAttention", "Place"]
+__all__ = ["Attention", "LatentAttention", "Place"]
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
@@ -52,7 +52,7 @@ class _CachedAttention(nn.Module):
         k_TGE: torch.Tensor,
         v_TGE: torch.Tensor | None,
         arena: torch.Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
     ) -> torch.Tensor:
         """Write keys and values, then attend: `[T, H, value_dim]`."""
         group, position, storage = self.place
@@ -62,21 +62,9 @@ class _CachedAttention(nn.Module):
                 k_TGE,
                 v_TGE,
                 arena,
-                position,
-                inputs.slots[group],
-                inputs.block_tables[group],
-                inputs.token_rows,
-                inputs.rows,
-                inputs.positions,
-                inputs.read_blocks,
-                AttentionForm(
-                    inputs.block_size,
-                    self.scale,
-                    self.window,
-                    self.softcap,
-                    storage,
-                    self.value_dim,
-                ),
+                LayerPlace(group, position),
+                batch,
+                AttentionForm(self.scale, self.window, self.softcap, storage, self.value_dim),
             )
 
 
@@ -102,7 +90,7 @@ class Attention(_CachedAttention):
         cos_TE: torch.Tensor,
         sin_TE: torch.Tensor,
         arena: torch.Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
     ) -> torch.Tensor:
         tokens = x_TD.shape[0]
         with operation("qkv_linear"):
@@ -114,7 +102,7 @@ class Attention(_CachedAttention):
         with operation("rotate"):
             q_THE, k_TGE = rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE)
             v_TGE = v_TGE.contiguous()
-        attended_THE = self.attend(q_THE, k_TGE, v_TGE, arena, inputs)
+        attended_THE = self.attend(q_THE, k_TGE, v_TGE, arena, batch)
         with operation("output_linear"):
             out_TD: torch.Tensor = self.output(attended_THE.reshape(tokens, -1))
         return out_TD
@@ -157,7 +145,7 @@ class LatentAttention(_CachedAttention):
         cos_TE: torch.Tensor,
         sin_TE: torch.Tensor,
         arena: torch.Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
     ) -> torch.Tensor:
         tokens, latent = x_TD.shape[0], self.latent
         with operation("q_kv_linear"):
@@ -179,7 +167,7 @@ class LatentAttention(_CachedAttention):
             q_THC = torch.cat((self.kv_up.queries_to_latent(plain_THE), turned_THE), dim=-1)
         with operation("latent_norm"):
             k_T1C = torch.cat((self.latent_norm(latent_TR)[:, None], key_T1E), dim=-1)
-        attended_THR = self.attend(q_THC, k_T1C, None, arena, inputs)
+        attended_THR = self.attend(q_THC, k_T1C, None, arena, batch)
         with operation("latent_to_values"):
             values = self.kv_up.latent_to_values(attended_THR)
         with operation("output_linear"):

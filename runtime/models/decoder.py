@@ -22,11 +22,11 @@ from ...cache.spec import (
 )
 from ..errors import CheckpointError
 from ..kernels import (
-    AttentionInputs,
     DecodeEnds,
     DecodeStep,
     Kernels,
     PackedMemory,
+    RaggedBatch,
     Stack,
     StackLayer,
     StackLinear,
@@ -45,7 +45,7 @@ from .layout import fused_layout
 from .modules import Projection, RMSNorm
 from .rope import inverse_frequencies
 
-__all__ = ["AttentionInputs", "Decoder", "attention_specs"]
+__all__ = ["Decoder", "attention_specs"]
 
 
 class Layer(nn.Module):
@@ -98,10 +98,10 @@ class Layer(nn.Module):
         cos_TE: torch.Tensor,
         sin_TE: torch.Tensor,
         arena: torch.Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
     ) -> torch.Tensor:
         normed_TD = _normed("input_norm", self.input_norm, x_TD)
-        attended_TD = self.attention(normed_TD, cos_TE, sin_TE, arena, inputs)
+        attended_TD = self.attention(normed_TD, cos_TE, sin_TE, arena, batch)
         if self.attention_output_norm is not None:
             attended_TD = _normed("attention_output_norm", self.attention_output_norm, attended_TD)
         with operation("residual"):
@@ -310,26 +310,24 @@ class Decoder(nn.Module):
         return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
 
     def forward(
-        self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
+        self, token_ids_T: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch
     ) -> torch.Tensor:
         """Return the final hidden states `[T, hidden_size]`; writes the tokens' keys and values."""
-        return self.decode(self.embed(token_ids_T), arena, inputs)
+        return self.decode(self.embed(token_ids_T), arena, batch)
 
-    def decode(
-        self, x_TD: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
-    ) -> torch.Tensor:
+    def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
         with operation("rotations"):
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
-            cos_KTE, sin_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
+            cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
             if self.amplitudes is not None:
                 cos_KTE, sin_KTE = cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
         if self.stack is not None:
             with operation("layers"):
-                return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
+                return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)
         for index, (layer, kind) in enumerate(zip(self.layers, self.rope_kinds, strict=True)):
             with operation("layer", index):
-                x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
+                x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, batch)
         with operation("final_norm"):
             normed: torch.Tensor = self.norm(x_TD)
         return normed

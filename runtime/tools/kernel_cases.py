@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...cache.arena import Arena
 from ..engine.startup import layer_groups
-from ..kernels import AttentionForm, quantise_weight
+from ..kernels import AttentionForm, LayerPlace, RaggedBatch, quantise_weight
 from ..kernels.ops.kv_storage import read_blocks
 from ..kernels.triton.activation import activate_rows
 from ..kernels.triton.combine_output import (
@@ -34,6 +34,7 @@ from ..kernels.triton.norm import norm_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
+from ..kernels.triton.rotated_heads import HeadRotation
 from ..kernels.triton.split_attention import (
     choose_tile,
     new_counters,
@@ -106,7 +107,7 @@ def decode_cases(
     vocabulary = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
     q_norm, k_norm = (shapes.ones(size) if family.qk_norm else None for _ in range(2))
 
-    cache = _Cache(model, config, device, form, rows, context, copies)
+    cache = _Cache(model, config, device, rows, context, copies)
     tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
     partials, counters = new_partials(rows, heads, splits, size, device), new_counters(device)
@@ -118,7 +119,9 @@ def decode_cases(
     qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
     attended_TK = shapes.activations(rows, heads * size)
     angles = torch.rand(rows, size // 2, device=device)
-    cos_TE, sin_TE = angles.cos(), angles.sin()
+    rotation = HeadRotation(
+        q_norm, k_norm, model.rms_norm_eps, family.offset_norms, angles.cos(), angles.sin()
+    )
 
     # Families that norm what attention and MLP return leave it to the next kernel to add that.
     def pending(out: Tensor = x_next) -> Pending | None:
@@ -131,9 +134,8 @@ def decode_cases(
 
     def attend(i: int) -> None:
         decode_attention(
-            *(qkv_TN, cache.arena, i % copies, q_norm, k_norm, model.rms_norm_eps),
-            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
-            *(cache.token_rows_T, cache.positions_T, form, partials),
+            *(qkv_TN, cache.arena, LayerPlace(0, i % copies), rotation, cache.batch, form),
+            partials,
             attended_TN=None if combining else attended_TK,
             counters=counters,
             next_weight=output[i % copies].weight,
@@ -147,9 +149,7 @@ def decode_cases(
     def reference_attend() -> list[Tensor]:
         arena = cache.arena.clone()
         out_TK = reference_decode_attention(
-            *(qkv_TN, arena, 0, q_norm, k_norm, model.rms_norm_eps),
-            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
-            *(cache.token_rows_T, cache.positions_T, cache.block_tables.shape[1], form),
+            qkv_TN, arena, LayerPlace(0, 0), rotation, cache.batch, form
         )
         return [out_TK, *cache.newest(arena)]
 
@@ -260,7 +260,7 @@ def launch_prefill(
     shapes, form = _Tensors(model, config, device), _form(model, config)
     hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
     kv_heads, size = model.num_kv_heads, model.head_dim
-    cache = _Cache(model, config, device, form, 1, config.max_model_len, 1)
+    cache = _Cache(model, config, device, 1, config.max_model_len, 1)
     x, normed, delta, x_next = (shapes.activations(tokens, hidden) for _ in range(4))
     norm = shapes.norm()
     norm_rows(x, norm, normed, Pending(delta, norm, x_next) if model.family.output_norms else None)
@@ -268,40 +268,35 @@ def launch_prefill(
     library_linear(normed, shapes.linear(2 * inner, hidden, model.mlp_bias), gate_up_TF)
     activate_rows(gate_up_TF, gated_TF, gelu=model.hidden_act != "silu")
 
-    slots_T, positions_T = (torch.arange(tokens, device=device) for _ in range(2))
+    positions_T = torch.arange(tokens, device=device)
     rows_T = torch.zeros_like(positions_T)
+    one_row = dataclasses.replace(
+        cache.batch,
+        positions=positions_T,
+        slots=positions_T[None],
+        token_rows=rows_T,
+        rows=rows_T[:1],
+        tokens_per_row=tokens,
+    )
+    decoding = dataclasses.replace(one_row, rows=rows_T, tokens_per_row=1)
+    place = LayerPlace(0, 0)
     keys = shapes.activations(tokens, kv_heads * size).view(tokens, kv_heads, size)
     queries = shapes.activations(tokens, heads * size).view(tokens, heads, size)
     if model.latent is None:
         qkv_TN = shapes.activations(tokens, (heads + 2 * kv_heads) * size)
         q_norm, k_norm = (shapes.ones(size) if model.family.qk_norm else None for _ in range(2))
-        cos_TE, sin_TE = torch.rand(2, tokens, size // 2, device=device)
+        angles = torch.rand(2, tokens, size // 2, device=device)
         eps, offset = model.rms_norm_eps, model.family.offset_norms
-        rotate_and_store(
-            qkv_TN, cache.arena, 0, q_norm, k_norm, eps, offset, cos_TE, sin_TE, slots_T, form
-        )
+        rotation = HeadRotation(q_norm, k_norm, eps, offset, *angles)
+        rotate_and_store(qkv_TN, cache.arena, place, rotation, one_row, form)
     values = keys if model.latent is None else None
-    for row_count in (1, tokens):  # a chunk of one row, and rows of one token each
-        triton_paged_attention(
-            queries,
-            keys,
-            values,
-            cache.arena,
-            0,
-            slots_T,
-            cache.block_tables,
-            rows_T,
-            rows_T[:row_count],
-            positions_T,
-            cache.block_tables.shape[1],
-            form,
-        )
+    for batch in (one_row, decoding):
+        triton_paged_attention(queries, keys, values, cache.arena, place, batch, form)
 
 
 def _form(model: ModelConfig, config: ResolvedConfig) -> AttentionForm:
     """The attention of the first layer."""
     return AttentionForm(
-        config.block_size,
         model.score_scale,
         model.window(0) or 0,
         model.attn_logit_softcapping or 0.0,
@@ -348,46 +343,51 @@ class _Cache:
         model: ModelConfig,
         config: ResolvedConfig,
         device: torch.device,
-        form: AttentionForm,
         rows: int,
         context: int,
         copies: int,
     ) -> None:
-        blocks = -(-context // form.block_size)
+        size = config.block_size
+        blocks = -(-context // size)
         (group, *_) = layer_groups(model, config)
         group = dataclasses.replace(group, layers=tuple(range(copies)))
-        size = form.block_size
         arena = Arena([group], rows * blocks + 1, size, config.dtype, device, config.storage)
         self.arena = arena.tensor
         order = torch.randperm(rows * blocks, device=device).to(torch.int32) + 1
-        self.block_tables = order.view(rows, blocks)
-        self.token_rows_T = torch.arange(rows, device=device)
-        self.positions_T = torch.full((rows,), context - 1, device=device)
-        last = self.block_tables[:, -1].to(torch.int64) * form.block_size
-        self.slots_T = last + (context - 1) % form.block_size
-        self._form = form
+        tables = order.view(rows, blocks)
+        token_rows = torch.arange(rows, device=device)
+        self.batch = RaggedBatch(
+            positions=torch.full((rows,), context - 1, device=device),
+            slots=(tables[:, -1].to(torch.int64) * size + (context - 1) % size)[None],
+            token_rows=token_rows,
+            rows=token_rows,
+            block_tables=tables[None],
+            read_blocks=blocks,
+            block_size=size,
+            tokens_per_row=1,
+        )
+        self._storage = config.storage
         if device.type != "meta":
-            self._fill(model, config, device, form, copies)
+            self._fill(model, config, device, copies)
 
     def newest(self, arena: Tensor) -> list[Tensor]:
         """The last block of each row in the first layer, keys and values, as they would be read."""
-        last = self.block_tables[:, -1:]
-        size, storage = self._form.block_size, self._form.storage
-        return [read_blocks(side, last, size, storage) for side in arena[0]]
+        last, size = self.batch.block_tables[0, :, -1:], self.batch.block_size
+        return [read_blocks(side, last, size, self._storage) for side in arena[0]]
 
     def _fill(
         self,
         model: ModelConfig,
         config: ResolvedConfig,
         device: torch.device,
-        form: AttentionForm,
         copies: int,
     ) -> None:
         """Write random keys and values to all slots, as many at a time as a prompt has."""
-        slots = self.arena.shape[2] * form.block_size
+        size = config.block_size
+        slots = self.arena.shape[2] * size
         for layer in range(copies):
             for start in range(0, slots, 8192):
                 slots_T = torch.arange(start, min(start + 8192, slots), device=device)
                 shape = (2, len(slots_T), model.num_kv_heads, model.head_dim)
                 k, v = torch.randn(shape, device=device, dtype=config.dtype)
-                store_keys_and_values(k, v, self.arena, layer, slots_T, form)
+                store_keys_and_values(k, v, self.arena, layer, slots_T, size, config.storage)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from ....cache.kv_cache import KVCache
-from ....cache.prefix import PrefixHashes
+from ....cache.prefix_hashes import PrefixHashes
 from ....cache.spec import FullAttentionSpec, LayerGroup
 
 __all__ = ["CacheOperation", "BookkeepingCost", "measure_cache"]

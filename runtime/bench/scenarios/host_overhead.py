@@ -33,7 +33,7 @@ from ...kernels import select_kernels
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder
 from ...resolved_config import ResolvedConfig
-from ...sampling.sampler import SampleOutput
+from ...sampling.sample_output import SampleOutput
 from ...sampling_params import MAX_LOGPROBS, SamplingParams
 from ...scheduling.scheduler import Scheduler
 from ..workload import interleave

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .attention import AttentionInputs
+from .batch import RaggedBatch
 
 torch.library.define(
     "stepgraph::stack_create",
@@ -127,13 +127,13 @@ class Stack(Protocol):
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
         """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
 
-        Cosines and sines are float32. All positions are below `inputs.read_blocks` blocks.
+        Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -241,7 +241,7 @@ class DecoderStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
@@ -253,13 +253,13 @@ class DecoderStack:
         out: Tensor = torch.ops.stepgraph.decoder_stack.default(
             x_TD,
             arena,
-            inputs.positions,
-            inputs.slots,
-            inputs.block_tables,
-            inputs.token_rows,
+            batch.positions,
+            batch.slots,
+            batch.block_tables,
+            batch.token_rows,
             cos_KTE,
             sin_KTE,
-            inputs.read_blocks,
+            batch.read_blocks,
             self._handle,
         )
         return out

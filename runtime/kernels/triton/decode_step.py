@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionInputs
+from ..ops.batch import RaggedBatch
 from ..ops.feedback import Feedback
 from ..ops.stack import DecodeEnds, DecodeResult, Stack
 from .begin import Embedding, Rotations
@@ -56,7 +56,7 @@ class GpuDecodeStep:
                 self._embedding,
                 self._rotations,
             )
-        inputs = AttentionInputs(
+        batch = RaggedBatch(
             positions=start.positions,
             slots=start.slots,
             token_rows=rows_T,
@@ -64,8 +64,9 @@ class GpuDecodeStep:
             block_tables=block_tables,
             read_blocks=read_blocks,
             block_size=block_size,
+            tokens_per_row=1,
         )
-        hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
+        hidden = self._stack.layers(start.x, arena, batch, start.cos, start.sin, decodes=True)
         with operation("head"):
             logits, maxima, ids = self.operations.head(
                 hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()

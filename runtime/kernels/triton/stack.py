@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionInputs
+from ..ops.batch import RaggedBatch
 from ..ops.stack import StackLayer, StackLinear, StackShape
 from .combine_output import product_combines
 from .linear import ROW_CLASSES, GpuLinear, Norm, Pending
@@ -110,12 +110,12 @@ class GpuStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
         """See `Stack.run`; for prefill steps. Decode steps call `layers`."""
-        hidden = self.layers(x_TD, arena, inputs, cos_KTE, sin_KTE, decodes=False)
+        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=False)
         with operation("final_norm"):
             normed_TD, _ = self._normed(hidden, self._norm)
         return normed_TD
@@ -124,7 +124,7 @@ class GpuStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
         *,
@@ -143,14 +143,14 @@ class GpuStack:
                 self.shape,
                 x_TD,
                 arena,
-                inputs,
+                batch,
                 cos_KTE,
                 sin_KTE,
             )
         else:
             with operation("prefill_tiles"):
                 step = PrefillAttention(
-                    self.operations, self.shape, x_TD, arena, inputs, cos_KTE, sin_KTE
+                    self.operations, self.shape, x_TD, arena, batch, cos_KTE, sin_KTE
                 )
         few = decodes and tokens <= MOST_ROWS
         if few and (pairs := self._paired.tuned(tokens, x_TD.dtype)) is not None:

@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionForm, AttentionInputs
+from ..ops.attention import AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.stack import StackLayer, StackShape
 from .launch import num_multiprocessors
 from .operations import Operations
 from .prefill_tiles import PrefillTiling, prefill_tiling
+from .rotated_heads import HeadRotation
 from .split_attention import new_partials
 from .splits import choose_splits
 
@@ -31,7 +33,7 @@ class _StepAttention:
         shape: StackShape,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> None:
@@ -39,18 +41,28 @@ class _StepAttention:
         self.shape = shape
         self.x = x_TD
         self.arena = arena
-        self.inputs = inputs
+        self.batch = batch
         self.cos, self.sin = cos_KTE, sin_KTE
 
     def form(self, layer: StackLayer) -> AttentionForm:
         shape = self.shape
         return AttentionForm(
-            self.inputs.block_size,
             shape.scale,
             layer.window,
             shape.softcap,
             shape.storage,
             shape.head_dim,
+        )
+
+    def rotation(self, layer: StackLayer) -> HeadRotation:
+        shape = self.shape
+        return HeadRotation(
+            layer.q_norm,
+            layer.k_norm,
+            shape.eps,
+            shape.offset_norms,
+            self.cos[layer.rope],
+            self.sin[layer.rope],
         )
 
 
@@ -64,7 +76,7 @@ class DecodeAttention(_StepAttention):
         super().__init__(*arguments)
         self._counters = counters
         tokens, shape, device = self.x.shape[0], self.shape, self.x.device
-        most = self.inputs.read_blocks * self.inputs.block_size
+        most = self.batch.read_blocks * self.batch.block_size
         splits = choose_splits(tokens, shape.num_kv_heads, most, num_multiprocessors(device))
         self.partials = new_partials(tokens, shape.num_heads, splits, shape.head_dim, device)
 
@@ -76,25 +88,15 @@ class DecodeAttention(_StepAttention):
         next_weight: Tensor | None,
     ) -> None:
         """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
-        inputs, shape = self.inputs, self.shape
         with operation("decode_attention"):
             self.operations.decode_attention(
                 qkv_TN,
                 self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
+                LayerPlace(layer.group, layer.position),
+                self.rotation(layer),
+                self.batch,
                 self.form(layer),
                 self.partials,
-                read_blocks=inputs.read_blocks,
                 attended_TN=attended_TK,
                 counters=self._counters,
                 next_weight=next_weight,
@@ -115,7 +117,7 @@ class PrefillAttention(_StepAttention):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        shape, tokens, rows = self.shape, self.x.shape[0], self.inputs.rows.shape[0]
+        shape, tokens, rows = self.shape, self.x.shape[0], self.batch.rows.shape[0]
         self.tiling: PrefillTiling = prefill_tiling(
             tokens,
             shape.num_heads,
@@ -126,37 +128,17 @@ class PrefillAttention(_StepAttention):
             self.x.device,
         )
         most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
-        self.tiles = self.operations.prefill_tiles(self.inputs.token_rows, rows, most)
+        self.tiles = self.operations.prefill_tiles(self.batch.token_rows, rows, most)
 
     def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
-        inputs, shape, form = self.inputs, self.shape, self.form(layer)
+        place, form = LayerPlace(layer.group, layer.position), self.form(layer)
         with operation("rotate_and_store"):
             q_THE = self.operations.rotate_and_store(
-                qkv_TN,
-                self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                form,
+                qkv_TN, self.arena, place, self.rotation(layer), self.batch, form
             )
         with operation("prefill_attention"):
             out_THE: Tensor = self.operations.prefill_attention(
-                q_THE,
-                self.arena,
-                layer.position,
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
-                self.tiles,
-                form,
-                self.tiling,
-                rows_R=inputs.rows,
-                read_blocks=inputs.read_blocks,
+                q_THE, self.arena, place, self.batch, form, self.tiles, self.tiling
             )
         return out_THE.flatten(1)

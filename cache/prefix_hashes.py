@@ -1,10 +1,10 @@
 """Chained block hashes: two blocks have the same hash if everything up to their end is the same.
 
-    hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, contents shown in it)
-    hash before block 0 = BLAKE2b-256(salt), personalised: no salt can pass for a block
+    hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, other inputs in it)
+    hash before block 0 = BLAKE2b-256(salt), personalised, so that it never equals a block's
 
-256 bits, so nobody can find two prompts with one hash; and a salt, so that those who do not know it
-cannot learn from the time of a first token what others have asked (CVE-2025-46570).
+With 256 bits, two prompts with one hash cannot be constructed. The salt keeps clients that do not
+know it from detecting the prompts of others by the time of a first token (CVE-2025-46570).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HASH_BYTES = 32
 
 
 class PrefixHashes:
-    """The hashes of the full blocks of one sequence, which grows."""
+    """The hashes of the full blocks of one growing sequence."""
 
     def __init__(self, block_size: int, salt: str = "") -> None:
         """Begin an empty sequence; only sequences with the same `salt` have hashes in common."""
@@ -37,7 +37,7 @@ class PrefixHashes:
         return self._hashes[block]
 
     def copy(self) -> PrefixHashes:
-        """Return the same sequence, to be continued another way."""
+        """Return a copy that can be continued with other tokens."""
         other = PrefixHashes(self._block_size)
         other._root, other._hashes = self._root, self._hashes.copy()
         return other
@@ -48,14 +48,13 @@ class PrefixHashes:
         num_tokens: int,
         contents: Callable[[int, int], bytes] | None = None,
     ) -> None:
-        """Hash the blocks that are full with `num_tokens` tokens, and have not been hashed.
+        """Hash the blocks that `num_tokens` tokens fill and that have no hash yet.
 
         Args:
-            tokens: gives the token ids at positions start to stop - 1, each below 2^63.
-            num_tokens: tokens of the sequence that are known.
-            contents: gives what else stands at positions start to stop - 1 (embeddings that were
-                given in the place of tokens), as bytes that tell it apart from everything else;
-                None if nothing does.
+            tokens: returns the token ids at positions start to stop - 1, each below 2^63.
+            num_tokens: known tokens of the sequence.
+            contents: returns bytes that identify other inputs at positions start to stop - 1, such
+                as embeddings in the place of tokens; None if there are none.
         """
         size, hashes = self._block_size, self._hashes
         for block in range(len(hashes), num_tokens // size):

@@ -1,4 +1,4 @@
-"""The errors of this package, apart from everything that needs torch."""
+"""The errors of this package. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ __all__ = ["StepCompilationError", "StepPreparationError"]
 
 
 class StepPreparationError(RuntimeError):
-    """A step could not be warmed up, compiled or captured. `__cause__` is what it failed on."""
+    """A step could not be warmed up, compiled or captured. `__cause__` is the failure."""
 
     def __init__(self, name: str, kind: str | None, cause: Exception) -> None:
-        """Name the step, how it was to run (None: it could not even be made), and the cause."""
+        """Name the step, its kind (None if it could not be created) and the cause."""
         how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
         reason = f"{type(cause).__name__}: {cause}"
-        # Ending a failed capture raises once more; what failed first says why.
+        # Ending a failed capture raises another error; the first one tells the reason.
         first: BaseException = cause
         while first.__context__ is not None:
             first = first.__context__
