@@ -1,8 +1,7 @@
 """Continuous batching of transformers: a scheduler, a paged cache and, on CUDA, captured graphs.
 
-Prompts are prefilled beside rows that decode, so only those of its steps count that decode the
-whole batch and nothing else: from the first token of the last request on, while every request gets
-one token a step.
+Prompts are prefilled in the same steps in which other rows decode. Only steps that decode the whole
+batch count: from the first token of the last request on, while every request has one token a step.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def whole_batch_steps(times: Sequence[Sequence[float]]) -> list[float]:
         times: for each request the seconds at which its tokens came, ascending.
     """
     last = max(times, key=lambda of_request: of_request[0])
-    # Wherever in a step a request gets its token, it gets one between two of another's.
+    # In such a step every request has one token between two tokens of any other request.
     return [
         1e3 * (end - start)
         for start, end in pairwise(last)

@@ -24,7 +24,7 @@ import torch
 from ...config import DTYPES, EngineConfig
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
-from ..results.document import num_threads
+from ..results.result_document import num_threads
 from .peer_runner import MODULES
 from .transformers_model import load_model
 

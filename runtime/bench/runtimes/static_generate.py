@@ -1,9 +1,9 @@
 """`generate` of transformers with a static cache: all prompts as one batch, one token a step.
 
-A step is the time from one set of tokens on the host to the next, as a streamer sees it: `generate`
-copies the tokens of every step to the host for it, which waits for them as a caller would, and
-what it does between two steps (criteria to stop, the inputs of the next) is in it. On CUDA it
-compiles the decoding itself (`torch.compile`, by default with graphs); on a CPU it does not.
+A step is the time from one set of tokens on the host to the next, as a streamer measures it.
+`generate` copies the tokens of every step to the host for it and waits for them, and its work
+between two steps (stopping criteria, the next inputs) is included. On CUDA it compiles decoding
+itself (`torch.compile`, by default with graphs); on a CPU it does not.
 """
 
 from __future__ import annotations

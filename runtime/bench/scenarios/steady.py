@@ -25,7 +25,7 @@ from ...engine.request_output import RequestOutput
 from ...errors import StepgraphError
 from ...sampling_params import SamplingParams
 from ..instrumentation import instrumentation_to_json
-from ..results.document import describe_engine
+from ..results.result_document import describe_engine
 from ..step_watch import decode_roofline
 from ..workload import abort_all, equal_share, greedy, random_prompts, spread
 

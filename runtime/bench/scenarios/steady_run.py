@@ -16,8 +16,8 @@ from ...engine.engine import Engine
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import share_memory
-from ..results.document import write_json
-from ..results.tables import describe_start
+from ..results.result_document import write_json
+from ..results.result_tables import describe_start
 from ..runtimes.transformers_baseline import BaselineCase, TransformersBaseline
 from ..runtimes.transformers_config import import_transformers
 from ..token_check import TokenCheck

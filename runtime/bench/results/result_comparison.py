@@ -269,7 +269,7 @@ def _check_document(text: str, scenario: str | None) -> tuple[str, dict[str, Any
             " measure it again"
         )
     if not isinstance(document.get("environment"), dict):
-        raise ValueError("it does not say what it was measured on: it has no environment")
+        raise ValueError("it has no environment, so the machine is unknown")
     names = [name for name, value in document.items() if isinstance(value, list) and value]
     if not names:
         raise ValueError("it has no cases")
