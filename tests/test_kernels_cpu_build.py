@@ -10,6 +10,8 @@ import torch
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels.cpu import build as cpu
 from stepgraph.runtime.kernels.triton.paged_attention import paged_attention_on_gpu
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import preset
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
 
@@ -142,7 +144,8 @@ def test_torch_kernels_are_plain_torch_around_paged_attention() -> None:
 def test_what_native_kernels_do_not_support(
     device: str, dtype: torch.dtype, weights: Any, latent: bool, reason: str | None
 ) -> None:
-    obstacle = kernels.native_obstacle(device, dtype, weights, latent=latent)
+    plan = model_plan(preset("mla-small" if latent else "smollm2-135m"))
+    obstacle = kernels.native_obstacle(device, dtype, weights, plan)
     assert (obstacle is None) if reason is None else (reason in str(obstacle))
 
 

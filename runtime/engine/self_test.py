@@ -97,8 +97,8 @@ def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
     around = dataclasses.replace(
         reference,
         attention=kernels.attention,
-        bounded_by_length=True,
-        masks=0,
+        bounded_by_length=kernels.bounded_by_length,
+        masks=kernels.masks,
         library=kernels.library,
     )
     cut = sample_config(model, layers=1, vocabulary=_CPU_VOCABULARY)

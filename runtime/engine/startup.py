@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError, StepPreparationError
 from ..execution.runner import Runner
 from ..execution.step_functions import StepKey
-from ..kernels import Kernels, limit_threads, select_kernels
+from ..kernels import Kernels, kernels_for, limit_threads, native_gaps, select_kernels
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import (
@@ -45,6 +45,7 @@ from ..memory.footprint import model_footprint
 from ..memory.measurement import CapturePeaks, PhaseLog, measure_steps
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
@@ -154,16 +155,20 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     if kernels.library is not None:
         limit_threads(config.threads)
     kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
-    kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
-    if config.kernels == "torch" or config.native_obstacle is None:
-        return kernels
+    plan = model_plan(model)
+    fitting = kernels_for(kernels, plan)
+    gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
+    if config.kernels == "torch":  # has native attention at most
+        gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
+    kernels = check_kernels(fitting, model, config, required=config.user.kernels == "native")
     dtype = str(config.dtype).removeprefix("torch.")
-    fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
-    warn(
-        f"no native decoder layers for {fallback.shape}: {fallback.error}."
-        " Plain PyTorch takes their place, which is slower"
-    )
-    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
+    fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
+    for fallback in fallbacks:
+        warn(
+            f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
+            " Plain PyTorch takes their place, which is slower"
+        )
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
 
 def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ...graphs.buffers import TensorSpec
-from ..scheduling.plan import PrefillChunk, TableUpdate
+from ..scheduling.plan import RowSpan, TableUpdate
 
 __all__ = [
     "EmbedInputs",
@@ -116,7 +116,7 @@ def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64
 
 
 def write_prefill(
-    chunks: Sequence[PrefillChunk], null_row: int, bucket: int, host: StepInputs[Int64Array]
+    chunks: Sequence[RowSpan], null_row: int, bucket: int, host: StepInputs[Int64Array]
 ) -> None:
     """Fill the prefill fields for a step of `bucket` tokens; see the picture above."""
     host.prefill_rows[:] = null_row
@@ -139,7 +139,7 @@ def write_prefill(
     host.token_rows[offset:bucket] = null_row
 
 
-def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[torch.Tensor]) -> None:
+def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> None:
     """Fill the embeddings that the chunks of a step show."""
     host.mask.zero_()
     offset = 0

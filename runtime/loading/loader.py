@@ -19,7 +19,7 @@ import torch
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
 from ..models.config import ModelConfig
-from ..models.layout import FusedTensor, fused_layout
+from ..models.layout import Parameter, fused_layout
 from ..models.presets import preset
 from .checkpoint import (
     INDEX_FILE,
@@ -33,7 +33,7 @@ from .checkpoint_files import is_directory
 
 __all__ = [
     "CheckpointReader",
-    "FusedTensor",
+    "Parameter",
     "Source",
     "TensorHeader",
     "check_tensors",
@@ -162,7 +162,7 @@ def iter_weights(
     return read()
 
 
-def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, FusedTensor]:
+def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
     """Compare the headers of a checkpoint with its config; return the layout that both agree on.
 
     Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
@@ -218,7 +218,7 @@ def check_tied_head(reader: CheckpointReader) -> None:
 
 
 def _contradictions(
-    headers: Mapping[str, TensorHeader], layout: Mapping[str, FusedTensor], *, tied: bool
+    headers: Mapping[str, TensorHeader], layout: Mapping[str, Parameter], *, tied: bool
 ) -> list[str]:
     """Return a line for each tensor of a checkpoint that does not match the layout."""
     expected = {

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from ....profiling.kernel_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
 from ....profiling.stats import Summary
 from ...errors import ConfigError
 from ...kernels.triton.linear import ROW_CLASSES
 from ...loading.loader import resolve_source
 from ...models.config import ModelConfig
+from ...models.plan import model_plan
 from ...resolved_config import ResolvedConfig
-from ...tools.step_report import decoder_shape, untuned_parts
+from ...tools.step_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
+from ...tools.step_report import stored_sizes, untuned_parts
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 
 __all__ = ["measure_kernels", "run_kernels"]
@@ -80,7 +81,8 @@ def measure_kernels(
     splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
     costs: dict[str, KernelCost] = {}
     for cost in kernel_costs(
-        decoder_shape(model, config),
+        model_plan(model),
+        stored_sizes(config, model.head_dim),
         rows=rows,
         context=context,
         splits=splits,
