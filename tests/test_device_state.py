@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling, watch
-from stepgraph.runtime.bench.results import document as environment
-from stepgraph.runtime.bench.results.document import describe_environment
+from stepgraph.runtime.bench.results import result_document as environment
+from stepgraph.runtime.bench.results.result_document import describe_environment
 
 from .bench_rig import run_bench, schema_errors
 

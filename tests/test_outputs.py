@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
     def write(path: Path, text: str) -> None:
         raise WriteError(path, "No space left on device")
 
-    monkeypatch.setattr("stepgraph.runtime.bench.results.document.write_file", write)
+    monkeypatch.setattr("stepgraph.runtime.bench.results.result_document.write_file", write)
     assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")

@@ -19,7 +19,7 @@ from ....profiling.device_state import DeviceMonitor
 from ...engine.engine import Engine
 from ...kernels import resolve_threads
 from ..console import shown_command_line
-from .comparison import SCHEMA_VERSION
+from .result_comparison import SCHEMA_VERSION
 
 __all__ = [
     "describe_budget",
