@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels import Kernels
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton import launch as launching
-from stepgraph.runtime.kernels.triton import operations, stack, tuning
+from stepgraph.runtime.kernels.triton import layer_kernels, operations, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
 from stepgraph.runtime.kernels.triton.launch import INTERPRETED
@@ -208,7 +208,7 @@ def test_splits_of_attention(
         asked.append(acc_THSE.shape[2])
         return product
 
-    monkeypatch.setattr(stack, "product_combines", product_combines)
+    monkeypatch.setattr(layer_kernels, "product_combines", product_combines)
     model = tiny("base")
     (token_ids,) = model.prompts(67, seed=5)
     expected = model.logits(token_ids)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ...profiling import bandwidth
+from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
-from ...profiling.whole_files import write_file
 from .benchmark_run import BenchmarkRun
 from .console import (
     REPORTED_ERRORS,

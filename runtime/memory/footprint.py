@@ -18,7 +18,8 @@ from ..execution.outputs import HostOutputs
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
-from ..kernels.ops.layer_plan import Activate, Attend, ModelPlan, Norm, Operation
+from ..kernels.ops.layer_operations import Activate, Attend, Norm, Operation
+from ..kernels.ops.layer_plan import ModelPlan
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
@@ -70,6 +71,7 @@ def model_footprint(
     steps = StepSizes.choose(config, kernels).keys()
     plan = model_plan(model)
     layer_weight, head_weight = _unpacked_bytes(plan, kernels)
+    attends = [operation for operation in plan.operations if isinstance(operation, Attend)]
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype),
         groups=groups,
@@ -81,8 +83,10 @@ def model_footprint(
         activation_bytes_per_token=math.ceil(heap * _activation_bytes(plan, config, len(groups))),
         read_bytes_per_position=0
         if kernels.bounded_by_length
-        else math.ceil(heap * _gathered_bytes(plan, config)),
-        mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(plan, config)),
+        else math.ceil(heap * max(_gathered_bytes(op, config) for op in attends)),
+        mask_bytes_per_token_position=math.ceil(
+            heap * kernels.masks * max(_mask_bytes(op, config) for op in attends)
+        ),
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
@@ -147,9 +151,9 @@ def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
     return max(layers), kernels.unpacked_bytes(*plan.head.weight.shape)
 
 
-def _gathered_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
+def _gathered_bytes(attend: Attend, config: ResolvedConfig) -> int:
     """Copies of what one position holds in a layer, for kernels that gather what they read."""
-    attend, size = plan.layers[0].attend, config.dtype.itemsize
+    size = config.dtype.itemsize
     vector, sides = attend.kv_features, attend.sides
     if config.storage == "model":
         gathered = vector * size * (sides + 1)  # each side, and the last before it was masked
@@ -161,14 +165,13 @@ def _gathered_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
     return gathered
 
 
-def _mask_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
+def _mask_bytes(attend: Attend, config: ResolvedConfig) -> int:
     """What the reference attention holds of one token and one position that it may look at.
 
     A bool; for every query head of a group a bool and a number to be added; and where torch has no
     fused attention (see `Attend.has_plain_softmax`) the scores of every head, three times in
     float32.
     """
-    attend = plan.layers[0].attend
     per_group = attend.heads // attend.kv_heads
     scores = 0 if attend.has_plain_softmax else 3 * 4 * attend.heads
     return 1 + per_group * (1 + config.dtype.itemsize) + scores
