@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..cache.prefix import PrefixHashes
+from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
 from .sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LayerGroup,

@@ -162,7 +162,7 @@ def test_weights_take_the_bytes_that_were_planned(
     groups = group_layers(attention_specs(config, 4))
     decoder = Decoder(config, kernels, dtype, CPU, groups)
     decoder.store(random_weights(config, dtype))
-    assert decoder.weight_bytes == weight_bytes(config, kernels, dtype)
+    assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

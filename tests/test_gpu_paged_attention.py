@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import paged_attention, reference_paged_attention
-from stepgraph.runtime.kernels.triton.launch import record_launches
 from stepgraph.runtime.kernels.triton.paged_attention import (
     paged_attention_on_gpu,
     triton_paged_attention,
@@ -36,6 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunks", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -47,6 +47,7 @@ def test_every_form_in_every_dtype(
     check(case.to(DEVICE), triton_paged_attention, TOLERANCE[dtype])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("heads", "block_size"), [((5, 1, 80), 5), ((2, 2, 10), 1), ((7, 1, 7), 64), ((3, 1, 128), 16)]
@@ -74,18 +75,6 @@ def test_any_chunks_are_what_the_reference_makes_of_them(
     out, _ = case.run(triton_paged_attention)
     n = case.valid_tokens
     torch.testing.assert_close(out[:n], expected[:n], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_the_host_reads_no_tensor(chunks: list[tuple[int, int]]) -> None:
-    """Nothing that is launched depends on what tensors hold: here they hold nothing."""
-    case = make_case(chunks).to("meta")
-    with record_launches() as launches:
-        out, _ = case.run(triton_paged_attention)
-    assert out.shape == (*case.q.shape[:2], case.form.value_dim)
-    attention = "_decode_ready_attention" if chunks is DECODE else "_attention_kernel"
-    assert launches[0].name == "_store_kernel"
-    assert attention in [launch.name for launch in launches]
 
 
 def test_both_operations_are_registered_for_cuda() -> None:

@@ -103,7 +103,7 @@ def written_by(attention: Callable[..., Tensor], x: Tensor, storage: str, latent
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     storage=st.sampled_from(STORAGES),
@@ -161,10 +161,3 @@ def test_every_byte_is_read_as_its_number(storage: str, dtype: torch.dtype) -> N
     expected = weights[:, None] * numbers.double()
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out[:d, 0].double(), expected, atol=1e-6, rtol=tolerance)
-
-
-@pytest.mark.parametrize(("storage", "error"), [("int8", 0.006), ("fp8", 0.03)])
-def test_relative_error_of_random_vectors(storage: str, error: float) -> None:
-    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
-    back = kv_storage.dequantise(*kv_storage.quantise(x, storage), storage)
-    assert ((back - x).norm(dim=-1) / x.norm(dim=-1)).mean() < error

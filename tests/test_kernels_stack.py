@@ -15,6 +15,8 @@ from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels.ops import stack
+from stepgraph.runtime.kernels.ops.layer_plan import BoundModel
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
@@ -311,19 +313,17 @@ def test_layers_that_do_not_fit_together_are_refused(
     tiny: Callable[[str], TinyModel], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig.of(tiny("gemma2"), torch.float32)
-    plain = kernels.StackLayer.weights
-    calls: list[kernels.StackLayer] = []
+    plain = stack.stack_arguments
 
-    def weights(layer: kernels.StackLayer) -> tuple[torch.Tensor | None, ...]:
-        calls.append(layer)
-        own = list(plain(layer))
+    def arguments(model: BoundModel) -> tuple[Any, ...]:
+        weights, *others = plain(model)
         if broken == "weights":
-            return (*own, None) if len(calls) == rig.config.num_layers else tuple(own)
-        if len(calls) == 1:
-            own[9] = own[17] = None
-        return tuple(own)
+            weights.append(None)
+        else:
+            weights[9] = weights[17] = None
+        return weights, *others
 
-    monkeypatch.setattr(kernels.StackLayer, "weights", weights)
+    monkeypatch.setattr(stack, "stack_arguments", arguments)
     message = "all layers have output norms or none" if broken == "output norms" else "too many"
     with pytest.raises(RuntimeError, match=message):
         rig.decoder.store([])
@@ -444,7 +444,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         3, 4, 32, 2, dtype=torch.bfloat16
     )
     with pytest.raises(RuntimeError, match="the weight of down is not a packed"):
-        rig.decoder._make_stack()
+        rig.decoder.store([])
 
 
 def test_compiles_without_breaks_for_any_number_of_tokens() -> None:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from ..request import LOWEST_LOGPROB, Request, TokenLogprobs
-from ..sampling.sampler import SampleOutput
+from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan
 from .step_functions import StepOutput
@@ -224,7 +224,7 @@ def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
     parts = []
     for lanes, output in launch.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if output.tokens.dim() == 1:
+        if launch.plan.steps == launch.plan.tokens_per_row == 1:
             parts.append(_of_lanes(lanes, tokens, details))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()

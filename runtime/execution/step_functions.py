@@ -35,7 +35,8 @@ from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder import Decoder
 from ..operation_scopes import operation
 from ..sampling.drafts import sample_drafts
-from ..sampling.sampler import SAMPLERS, SampleOutput
+from ..sampling.sample_output import SampleOutput
+from ..sampling.samplers import SAMPLERS
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .row_state import RowState
 

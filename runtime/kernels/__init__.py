@@ -36,16 +36,7 @@ from .ops.linear import (
     reference_packed_embedding,
     unpack_linear,
 )
-from .ops.stack import (
-    DecodeEnds,
-    DecodeResult,
-    DecoderStack,
-    DecodeStep,
-    Stack,
-    StackLayer,
-    StackLinear,
-    StackShape,
-)
+from .ops.stack import DecodeResult, DecoderStack, DecodeStep, Stack, stack_obstacle
 from .ops.weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -54,7 +45,14 @@ from .ops.weight_storage import (
     stored_bytes,
 )
 from .packed_memory import PackedMemory
-from .support import KernelChoice, have_triton, native_obstacle
+from .support import (
+    Gap,
+    KernelChoice,
+    have_triton,
+    kernels_for,
+    native_gaps,
+    native_obstacle,
+)
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -129,6 +127,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
         sampler="cpu",
         library=library,
         make_stack=DecoderStack if packs else None,
+        stack_obstacle=stack_obstacle,
     )
 
 
@@ -149,7 +148,6 @@ def _refuse_interpreter() -> None:
 
 __all__ = [
     "AttentionForm",
-    "DecodeEnds",
     "DecodeResult",
     "DecodeStep",
     "DecoderStack",
@@ -161,9 +159,6 @@ __all__ = [
     "PackedMemory",
     "RaggedBatch",
     "Stack",
-    "StackLayer",
-    "StackLinear",
-    "StackShape",
     "WeightStorage",
     "select_kernels",
     "paged_attention",
@@ -187,6 +182,9 @@ __all__ = [
     "have_triton",
     "limit_threads",
     "load_cpu_ops",
+    "Gap",
+    "kernels_for",
+    "native_gaps",
     "native_obstacle",
     "resolve_threads",
 ]

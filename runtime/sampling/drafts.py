@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .sampler import SampleOutput, Sampler, SamplingState
+from .sample_output import SampleOutput
+from .samplers import Sampler
+from .sampling_state import SamplingState
 
 __all__ = ["sample_drafts"]
 

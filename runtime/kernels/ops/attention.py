@@ -29,6 +29,7 @@ __all__ = [
     "AttentionForm",
     "define_paged_attention",
     "paged_attention",
+    "plain_paged_attention",
     "reference_attend",
     "reference_paged_attention",
 ]
@@ -47,6 +48,8 @@ class AttentionForm(NamedTuple):
     """How the arena stores vectors: `model` (the dtype of q), `int8` or `fp8`."""
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
+    sinks: Tensor | None = None
+    """`[H]`: a logit of each head in the softmax that stands for no value; plain attention only."""
 
 
 _SCHEMA = (
@@ -73,12 +76,12 @@ def _flat(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the schema, for the layer's group only."""
+    """Return the arguments of the schema, for the layer's group only. It has no sinks."""
     return (
         *(q_THD, k_TGD, v_TGE, arena, place.position),
         *(batch.positions, batch.slots[place.group], batch.token_rows, batch.rows),
         *(batch.block_tables[place.group], batch.read_blocks, batch.block_size),
-        *(batch.tokens_per_row, batch.query_start_loc, *form),
+        *(batch.tokens_per_row, batch.query_start_loc, *form[:-1]),
     )
 
 
@@ -192,6 +195,36 @@ fit together, an IndexError of an index out of range.
 """
 
 
+torch.library.define(
+    "stepgraph::plain_paged_attention",
+    _SCHEMA.replace("int value_dim)", "int value_dim, Tensor? sinks)"),
+)
+torch.library.impl(
+    "stepgraph::plain_paged_attention",
+    "CompositeExplicitAutograd",
+    lambda *arguments: reference_paged_attention(*_unflat(arguments)),
+)
+torch.library.register_fake(
+    "stepgraph::plain_paged_attention", lambda *arguments: _fake(*arguments[:-1])
+)
+
+
+def plain_paged_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor | None,
+    arena: Tensor,
+    place: LayerPlace,
+    batch: RaggedBatch,
+    form: AttentionForm,
+) -> Tensor:
+    """`reference_paged_attention` as an operation that torch.compile does not look into."""
+    out: Tensor = torch.ops.stepgraph.plain_paged_attention.default(
+        *_flat(q_THD, k_TGD, v_TGE, arena, place, batch, form), form.sinks
+    )
+    return out
+
+
 def _attend_uniform(
     q_THD: Tensor,
     kv: Tensor,
@@ -211,7 +244,7 @@ def _attend_uniform(
     r, g = k_RGLD.shape[:2]
     q_RGQD = q_THD.reshape(r, n, g, h // g, d).transpose(1, 2).reshape(r, g, -1, d)
     seen_RQL = seen_RNL if n == 1 else seen_RNL.repeat_interleave(h // g, dim=1)
-    out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form)
+    out = _attend(q_RGQD, k_RGLD, v_RGLE, seen_RQL[:, None], form, _sinks_of(form, g, n))
     return out.view(r, g, n, h // g, -1).transpose(1, 2).reshape(t, h, form.value_dim)
 
 
@@ -231,7 +264,7 @@ def _attend_row(
     g = k_GLD.shape[0]
     q_GTD = q_THD.view(t, g, h // g, d).transpose(0, 1).reshape(g, -1, d)
     seen = seen_TL.repeat_interleave(h // g, dim=0)
-    out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form)
+    out = _attend(q_GTD[None], k_GLD[None], v_GLE[None], seen, form, _sinks_of(form, g, t))
     return out.view(g, t, h // g, -1).transpose(0, 1).reshape(t, h, form.value_dim)
 
 
@@ -246,10 +279,25 @@ def _keys_and_values(
     return sides[0], sides[-1][..., : form.value_dim]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, form: AttentionForm) -> Tensor:
-    """Softmax attention `[..., Q, E]` of queries `[..., Q, D]`, keys `[..., L, D]`, values."""
-    if not form.softcap:
+def _sinks_of(form: AttentionForm, groups: int, tokens: int) -> Tensor | None:
+    """The sinks of the queries `[groups, tokens * heads of a group, 1]`, or None."""
+    return None if form.sinks is None else form.sinks.view(groups, -1, 1).repeat(1, tokens, 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, form: AttentionForm, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention `[..., Q, E]` of queries `[..., Q, D]`, keys `[..., L, D]`, values.
+
+    `sinks` are a logit for each query, `[..., Q, 1]`.
+    """
+    if not form.softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, seen, scale=form.scale)
     scores = (q @ k.transpose(-1, -2)).float() * form.scale
-    scores = form.softcap * torch.tanh(scores / form.softcap)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sink = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(v.dtype) @ v
