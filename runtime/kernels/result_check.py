@@ -51,9 +51,9 @@ class Fallback:
     """A native operation that plain torch replaces, or dependent launch that is switched off."""
 
     name: str
-    """A field of `gpu.operations.Operations`, `decoder layers` (without native kernels for the
-    model), `C++ decoder stack`, `C++ attention`, `C++ sampler`, `Triton sampler`, or
-    `DEPENDENT_LAUNCH`."""
+    """A field of `triton.operations.Operations`; `C++ decoder stack`, `C++ attention`, `C++
+    sampler` or `Triton sampler`; `DEPENDENT_LAUNCH`; or, without a native version for the model,
+    `decoder layers`, `attention` or another operation of its plan."""
     shape: str
     """The shapes that it failed with first."""
     error: str

@@ -42,12 +42,14 @@ of the kernel's counters."""
 
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
-    return sum(
-        kernels.stored_bytes(*parameter.shape, dtype)
-        if parameter.is_matrix
-        else parameter.elements * dtype.itemsize
-        for parameter in plan.parameters()
-    )
+    total = 0
+    for parameter in plan.parameters():
+        if parameter.is_matrix:
+            rows, columns = parameter.shape
+            total += kernels.stored_bytes(rows, columns, dtype)
+        else:
+            total += parameter.elements * dtype.itemsize
+    return total
 
 
 def model_footprint(

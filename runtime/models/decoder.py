@@ -153,6 +153,7 @@ class Decoder(nn.Module):
                 except ValueError as error:
                     raise CheckpointError(self._unfit(name, error)) from error
                 if memory is not None:
+                    assert module.weight is not None
                     placed = memory.place(module.weight)
                     module.weight = nn.Parameter(placed, requires_grad=False)
             else:

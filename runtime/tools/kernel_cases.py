@@ -351,9 +351,9 @@ class _Tensors:
     def rotation(self, plan: ModelPlan, norm: QKNorm | None, tokens: int) -> HeadRotation:
         """Norms of queries and keys, and their rotation to random positions."""
         size, traits = plan.rope_dim, norm or plan.norm
-        weights = (None if norm is None else self.ones(size) for _ in range(2))
+        q_norm, k_norm = (None if norm is None else self.ones(size) for _ in range(2))
         angles = torch.rand(tokens, size // 2, device=self.device)
-        return HeadRotation(*weights, traits.eps, traits.offset, angles.cos(), angles.sin())
+        return HeadRotation(q_norm, k_norm, traits.eps, traits.offset, angles.cos(), angles.sin())
 
     def linear(self, linear: Linear) -> GpuLinear:
         """A layer with its weight as stored."""

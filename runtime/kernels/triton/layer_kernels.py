@@ -149,7 +149,9 @@ class FewRows:
         x_TD, value, operations = self.hidden.x, self._value, self._operations
         out_TD = torch.empty_like(x_TD)
         after = kernel.after
-        config = None if self._pairs is None else self._pairs.of(fused, after and after.fused)
+        config = None
+        if self._pairs is not None and after is not None:
+            config = self._pairs.of(fused, after.fused)
         if config is not None:
             assert after is not None
             second = after.fused

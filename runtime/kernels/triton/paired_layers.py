@@ -32,7 +32,7 @@ class LayerPairs(NamedTuple):
     output_gate_up: LinearConfig | None
     down_qkv: LinearConfig | None
 
-    def of(self, first: Fused, second: Fused | None) -> LinearConfig | None:
+    def of(self, first: Fused, second: Fused) -> LinearConfig | None:
         """Return the configuration of two neighbours that are one kernel, or None."""
         if not isinstance(first, ResidualLinear) or first.norm is not None:
             return None
