@@ -71,7 +71,7 @@ class EngineConfig:
             the Triton kernels on CUDA; the start fails where one is missing or fails its check.
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
             `torch` for operations without a native kernel or whose kernel fails its check; `torch`
-            with `mode="eager"`. See docs/kernels.md.
+            with `mode="eager"`. See docs/getting-started.md.
         mode: `eager`: steps run without preparation. `compile`: steps are prepared at start, and
             those without native kernels are compiled whole by `torch.compile`. `graph`: the same,
             captured as CUDA graphs. `auto`: the fastest that the device has.
