@@ -53,6 +53,12 @@ def test_links_resolve(path):
             assert anchor in anchors, target
 
 
+def test_paths_of_the_architecture_page_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", page):
+        assert (ROOT / path).exists(), path
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md"])
 def test_examples_run(name):
     """The Python blocks that import what they use."""
