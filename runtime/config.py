@@ -1,37 +1,17 @@
-"""EngineConfig: what a user may choose, and how choices left open are made. Nothing is mutated."""
+"""EngineConfig: how a user wants an engine to run. `ResolvedConfig` is what is made of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
-from ..cache.arena import SCALE_BYTES, Storage
 from ..cache.memory.handler import MemoryBudget
 from .bounded_repr import bounded_repr
 from .errors import ConfigError
-from .kernels import (
-    KernelChoice,
-    Mode,
-    WeightStorage,
-    cpu_kernels_obstacle,
-    have_compiler,
-    have_triton,
-    native_obstacle,
-    resolve_threads,
-)
-from .kernels.result_check import warn
-from .models.config import ModelConfig
 
-__all__ = [
-    "EngineConfig",
-    "Mode",
-    "ResolvedConfig",
-    "max_prefill_rows",
-    "resolve_device",
-    "resolve_kernels",
-]
+__all__ = ["EngineConfig"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_BUDGETS = ("memory_fraction", "memory_bytes", "memory_tokens")
@@ -44,14 +24,6 @@ MAX_THREADS = 1024
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Of the free memory; less where the operating system and others need it too."""
-
-
-def max_prefill_rows(max_num_seqs: int) -> int:
-    """Return how many prompts one prefill step may have chunks of.
-
-    Its sampler computes logits for so many rows, whether they are used or not.
-    """
-    return min(8, max_num_seqs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,185 +235,6 @@ class EngineConfig:
         """The number of blocks where another budget stands beside it."""
         has_budget = self.memory_bytes is not None or self.memory_fraction is not None
         return self.num_blocks if has_budget else None
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
-    """The choices as made for one model on one device."""
-
-    user: EngineConfig
-    """What was asked for."""
-    device: torch.device
-    dtype: torch.dtype
-    weights: WeightStorage
-    """How the weights of linear layers are stored."""
-    storage: Storage
-    """How the cache stores keys and values."""
-    kernels: KernelChoice
-    """What runs; `native_obstacle` says why some operations fall back to `torch`."""
-    native_obstacle: str | None
-    """Why some operations of the model have no native kernel; None where all of them have one."""
-    mode: Mode
-    max_model_len: int
-    """What the model allows and the user asked for; the cache may hold less (see `Engine`)."""
-    threads: int
-    """Threads that native operators on a CPU use."""
-
-    @property
-    def beside_host(self) -> bool:
-        """Whether the device works while the host goes on, so that a step may be under way and
-        outputs have to be brought to where the host reads them."""
-        return self.device.type != "cpu"
-
-    @property
-    def compiled(self) -> bool:
-        """Whether what has no native kernel is compiled by `torch.compile`."""
-        return self.mode == "compile" or (self.mode == "graph" and self.user.compile)
-
-    @property
-    def kv_element_bytes(self) -> int:
-        """Bytes of one element of a stored key or value."""
-        return self.dtype.itemsize if self.storage == "model" else 1
-
-    @property
-    def kv_scale_bytes(self) -> int:
-        """Bytes of the scale of one stored vector."""
-        return SCALE_BYTES[self.storage]
-
-    @classmethod
-    def resolve(cls, config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
-        """Make the choices that were left open.
-
-        Raises:
-            ConfigError: the device does not exist, the mode or the kernels cannot run on it or
-                with this model, or `max_model_len` exceeds what the model was made for.
-        """
-        device = resolve_device(config.device)
-        longest = model.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
-            )
-        dtype = DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype]
-        weights = cast(
-            WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
-        )
-        obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
-        mode = _resolve_mode(config, device, obstacle)
-        native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
-        missing = _missing_for_native(device) if native else None
-        return cls(
-            user=config,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
-            kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
-            native_obstacle=obstacle,
-            mode=mode,
-            max_model_len=config.max_model_len or longest,
-            threads=resolve_threads(config.threads),
-        )
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is CUDA where there is a device, else the CPU.
-
-    Raises:
-        ConfigError: there is no such device, or none that stepgraph runs on.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'"
-        ) from error
-    if device.type not in DEFAULT_MEMORY_FRACTION:
-        raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
-    # torch wraps an index to 8 bits: what it made of the name must be the name.
-    exists = device.index is None or str(device) == name
-    if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
-        raise ConfigError(
-            f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
-            "CUDA devices"
-        )
-    if device.type == "cpu" and (device.index or not exists):
-        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'")
-    return device
-
-
-def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | None) -> Mode:
-    mode = config.mode
-    if device.type == "cuda":
-        return "graph" if mode == "auto" else _as_mode(mode)
-    if mode == "graph":
-        raise ConfigError(
-            f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
-            " use mode='compile' or mode='eager'"
-        )
-    if mode != "eager":
-        # Steps without native kernels are compiled by torch.compile, which needs the compiler.
-        compiled_by_torch = config.kernels == "torch" or obstacle is not None
-        missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
-        if missing is not None and mode == "compile":
-            raise ConfigError(f"mode='compile' needs {missing} on a CPU, or use mode='eager'")
-        if missing is not None:
-            if config.kernels != "native":  # which is refused
-                warn(
-                    f"steps run in mode='eager', many times slower than mode='compile', which "
-                    f"needs {missing}"
-                )
-            return "eager"
-    return "compile" if mode == "auto" else _as_mode(mode)
-
-
-def resolve_kernels(
-    kernels: str, mode: Mode, obstacle: str | None, missing: str | None = None
-) -> KernelChoice:
-    """Return what runs where `kernels` was asked for.
-
-    Args:
-        kernels: `auto`, `native` or `torch`.
-        mode: how steps run.
-        obstacle: why the model has no native kernel for some operations, see `native_obstacle`.
-        missing: what native kernels need and this machine lacks.
-
-    Raises:
-        ConfigError: native kernels were asked for, and this machine or model cannot have them.
-    """
-    if kernels == "torch" or (kernels == "auto" and mode == "eager"):
-        return "torch"
-    if kernels == "native":
-        if missing is not None:
-            raise ConfigError(
-                f"kernels='native' needs {missing}, or use kernels='torch' or kernels='auto'"
-            )
-        if obstacle is not None:
-            raise ConfigError(
-                f"kernels='native' does not support this model: {obstacle}. Use kernels='auto',"
-                " which takes native kernels where there are any, or kernels='torch'"
-            )
-    elif missing is not None:
-        warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")
-        return "torch"
-    return "native"
-
-
-def _missing_for_native(device: torch.device) -> str | None:
-    """Return what native kernels need that this machine lacks."""
-    if device.type == "cpu":
-        return cpu_kernels_obstacle()
-    return None if have_triton() else "the package triton: install it"
-
-
-def _missing_compiler() -> str | None:
-    return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
-
-
-def _as_mode(mode: str) -> Mode:
-    return cast(Mode, mode)  # one of `EngineConfig`'s checked choices
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

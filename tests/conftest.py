@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from stepgraph.runtime import Engine, EngineConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background ignores SIGINT, which the tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

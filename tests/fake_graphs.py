@@ -28,8 +28,7 @@ from stepgraph.cache.arena import Arena, HostArena
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
-from stepgraph.runtime import config
-from stepgraph.runtime.config import ResolvedConfig
+from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs as launch
 from stepgraph.runtime.execution import runner
@@ -38,6 +37,7 @@ from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels import Kernels, select_kernels
+from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampler import SamplingState
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -414,13 +414,15 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
         graphs.log.append(("read", launch.number))
         return read(self, launch)
 
-    resolve = config._resolve_mode
+    resolve = resolved_config._resolve_mode
     monkeypatch.setattr(
-        config,
+        resolved_config,
         "_resolve_mode",
         lambda config, *rest: "graph" if config.mode == "graph" else resolve(config, *rest),
     )
-    monkeypatch.setattr(ResolvedConfig, "beside_host", property(lambda self: self.mode == "graph"))
+    monkeypatch.setattr(
+        ResolvedConfig, "is_async_device", property(lambda self: self.mode == "graph")
+    )
     monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
     queued(RowState, "update_tables")
     queued(SamplingState, "write_row")

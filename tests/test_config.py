@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.memory.handler import MemoryBudget
-from stepgraph.runtime import config as config_module
-from stepgraph.runtime.config import EngineConfig, ResolvedConfig
+from stepgraph.runtime import resolved_config
+from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.errors import ConfigError, StepgraphError
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 MODEL = preset("smollm2-135m")  # bfloat16, 8192 positions
 INT_RANGES = {
@@ -37,14 +38,14 @@ OPTIONAL = {"num_blocks", "memory_bytes", "memory_tokens", "max_batch_tokens", "
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a compiler, whatever this machine has."""
-    monkeypatch.setattr(config_module, "have_compiler", lambda: True)
-    monkeypatch.setattr(config_module, "cpu_kernels_obstacle", lambda: None)
+    monkeypatch.setattr(resolved_config, "have_compiler", lambda: True)
+    monkeypatch.setattr(resolved_config, "cpu_kernels_obstacle", lambda: None)
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
-    monkeypatch.setattr(config_module, "cpu_kernels_obstacle", lambda: "a C++ compiler")
+    monkeypatch.setattr(resolved_config, "have_compiler", lambda: False)
+    monkeypatch.setattr(resolved_config, "cpu_kernels_obstacle", lambda: "a C++ compiler")
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def test_without_a_compiler_it_decodes_eagerly_and_warns(no_cuda: None, no_compi
 def test_a_library_that_was_found_serves_without_a_compiler(
     no_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "have_compiler", lambda: False)
+    monkeypatch.setattr(resolved_config, "have_compiler", lambda: False)
     resolved = resolve()
     assert (resolved.mode, resolved.kernels) == ("compile", "native")
     for needs_torch_compile in ({"kernels": "torch"}, {"dtype": "float16"}):
@@ -297,7 +298,7 @@ def test_kernels(kernels: str, mode: str, resolved: str, no_cuda: None) -> None:
 def test_native_kernels_without_what_they_need(
     two_cuda_devices: None, no_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "have_triton", lambda: False)
+    monkeypatch.setattr(resolved_config, "have_triton", lambda: False)
     for device, needed in (("cpu", "C++ compiler"), ("cuda", "package triton")):
         message = f"kernels='native' needs .*{re.escape(needed)}.*kernels='torch'"
         with pytest.raises(ConfigError, match=message):

@@ -102,7 +102,7 @@ def test_bytes_are_those_that_are_stored(
     engine = open_engine(variant, kv_dtype=kv_dtype, weight_dtype=weight_dtype)
     parts = engine._open_parts()
     arena = parts.arena.tensor
-    of_slot = arena.nbytes / (arena.shape[2] * engine.config.user.block_size)  # in one group
+    of_slot = arena.nbytes / (arena.shape[2] * engine.config.block_size)  # in one group
     assert engine.kv_bytes_read(1) == of_slot * len(parts.groups)
     weights = {p.data_ptr(): p.untyped_storage().nbytes() for p in parts.model.parameters()}
     gathered = 0

@@ -16,7 +16,6 @@ from stepgraph.cache.memory.memory_plan import format_bytes
 from stepgraph.cache.spec import group_layers
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.config import ResolvedConfig, max_prefill_rows
 from stepgraph.runtime.engine.startup import start
 from stepgraph.runtime.execution.inputs import StepInputs
 from stepgraph.runtime.execution.row_state import RowState
@@ -33,6 +32,7 @@ from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -128,18 +128,20 @@ def test_static_buffers_to_the_byte(
     )
     groups = group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
     footprint = model_footprint(model, config, kernels_that(False), groups, host_shared=True)
-    row_blocks = -(-model.max_position_embeddings // block_size)
+    fitted = config.fit_to_cache(
+        max_model_len=model.max_position_embeddings, max_batch_tokens=tokens
+    )
     inputs = StaticBuffers.allocate(
         StepInputs[torch.Tensor],
         StepInputs.layout(
             max_num_seqs=rows,
-            prefill_tokens=min(tokens, chunk),
-            prefill_rows=max_prefill_rows(rows),
-            table_updates=most_table_updates(config, len(groups)),
+            prefill_tokens=fitted.prefill_chunk,
+            prefill_rows=config.max_prefill_rows,
+            table_updates=most_table_updates(fitted, len(groups)),
         ),
         CPU,
     )
-    state = RowState.allocate(rows, len(groups), row_blocks, model.vocab_size, CPU)
+    state = RowState.allocate(rows, len(groups), fitted.max_blocks_per_row, model.vocab_size, CPU)
     terms = footprint.terms(footprint.most_blocks, tokens)
     assert terms["static_buffers"] == inputs.nbytes + state.nbytes
     assert terms["host_buffers"] == 0

@@ -11,12 +11,12 @@ import pytest
 import torch
 from stepgraph.graphs.steps import Capture
 from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, SamplingParams
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.self_test import check_kernels, dependent_launch_failure
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 pytest.importorskip("triton")
 

@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton.dependent import dependent_launch
 from stepgraph.runtime.kernels.triton.launch import launch
 from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import kernel_cases
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 

@@ -178,7 +178,7 @@ def test_what_this_user_may_not_read(tiny: Any, name: str) -> None:
 
 LIMITED = """
 import json, resource, sys
-from stepgraph.cache.device_memory import _status_bytes
+from stepgraph.cache.memory.device_memory import _status_bytes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.errors import MemoryBudgetError
 

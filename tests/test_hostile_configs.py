@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepgraph.cache.memory.device_memory import peak_bytes
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.errors import CheckpointError, ConfigError, MemoryBudgetError
 from stepgraph.runtime.loading.checkpoint import read_config
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 TYPED = (CheckpointError, ConfigError, MemoryBudgetError)
 LONGEST_MESSAGE = 3000

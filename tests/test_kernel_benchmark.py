@@ -10,9 +10,9 @@ from stepgraph.runtime import ConfigError, EngineConfig
 from stepgraph.runtime.bench.kernels import _measure, measure_kernels
 from stepgraph.runtime.bench.scenario_rows import KERNEL_COLUMNS
 from stepgraph.runtime.bench.tables import columns, rows
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
+from stepgraph.runtime.resolved_config import ResolvedConfig
 
 from .bench_rig import run_bench, schema_errors
 

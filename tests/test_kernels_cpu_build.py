@@ -94,7 +94,7 @@ PORTABLE_STACK = """
 import torch
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.loading import random_weights
+from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
 

@@ -13,13 +13,13 @@ from stepgraph.runtime import (
     EngineConfig,
     KernelSelfTestError,
     SamplingParams,
+    resolved_config,
 )
-from stepgraph.runtime import config as config_module
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.engine.self_test import check_kernels
 from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
 from stepgraph.runtime.kernels.result_check import disagreement
 from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampler import SAMPLERS
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
@@ -99,7 +99,7 @@ def test_a_wrong_stack_leaves_its_place_to_plain_layers(
     expected = open_engine("micro", mode="eager").generate(prompt, params)
     spoilt(monkeypatch, change)
     # Eager steps, as torch.compile would take most of the time.
-    monkeypatch.setattr(config_module, "resolve_kernels", lambda *_: "native")
+    monkeypatch.setattr(resolved_config, "resolve_kernels", lambda *_: "native")
     with pytest.warns(RuntimeWarning, match=r"C\+\+ decoder stack"):
         engine = open_engine("micro", mode="eager")
     outputs = engine.generate(prompt, params)

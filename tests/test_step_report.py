@@ -18,10 +18,10 @@ from stepgraph.profiling.kernel_costs import (
 )
 from stepgraph.profiling.roofline import floor_seconds, step_bytes
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.config import ResolvedConfig
 from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from stepgraph.runtime.kernels.triton.linear_configs import default_config
 from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools.step_report import MULTIPROCESSORS, decoder_shape, explain_step
 
 from .bench_rig import run_bench

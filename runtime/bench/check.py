@@ -47,7 +47,7 @@ class TokenCheck:
             source: its model, read again where the engine's weights are packed.
         """
         config = engine.config
-        self._block_size = config.user.block_size
+        self._block_size = config.block_size
         self._groups = layer_groups(engine.model_config, config)
         served = engine.decoder
         kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
@@ -57,7 +57,7 @@ class TokenCheck:
         if served.kernels.pack is None:
             _share_weights(served, self._model)
         else:
-            _load_weights(self._model, source, config.user.seed)
+            _load_weights(self._model, source, config.seed)
 
     def check(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Collection[tuple[int, ...]]]

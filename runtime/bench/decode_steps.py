@@ -27,7 +27,7 @@ __all__ = [
 
 def steps_under_way(engine: Engine) -> int:
     """Return how many steps are launched when `step` returns and have not told their tokens."""
-    return int(engine.config.beside_host)
+    return int(engine.config.is_async_device)
 
 
 @dataclass(frozen=True, slots=True)

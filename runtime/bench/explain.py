@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
-from ..config import EngineConfig, resolve_device
+from ..config import EngineConfig
+from ..resolved_config import resolve_device
 from ..tools.memory_report import explain_memory
 from ..tools.step_report import explain_step
 from .flag_types import gigabytes_per_second, memory_size, positive_integer

@@ -25,7 +25,7 @@ from ...cache.kv_cache import KVCache
 from ...graphs.library import StepLibrary
 from ...graphs.steps import EagerStep, Step
 from ...profiling.stats import Summary
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..engine.intake import Intake
 from ..engine.loop import StepLoop
 from ..engine.startup import layer_groups
@@ -34,6 +34,7 @@ from ..execution.step_functions import StepKey, StepOutput
 from ..kernels import select_kernels
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..resolved_config import ResolvedConfig
 from ..sampling.sampler import SampleOutput
 from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from ..scheduling.scheduler import Scheduler
@@ -131,7 +132,7 @@ class HostRig:
         kernels = select_kernels(config.device, config.mode, config.dtype)
         model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
-        self.runner = Runner(model, config, arena, groups, user.prefill_chunk)
+        self.runner = Runner(model, config, arena, groups)
         self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
         self.runner.prepare()
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)

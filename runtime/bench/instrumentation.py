@@ -54,7 +54,7 @@ def scopes_of_a_launch(engine: Engine) -> int:
     Runs a request of a few tokens on the engine, which is idle.
     """
     heard = _Scopes()
-    steps = engine.config.user.steps_per_launch
+    steps = engine.config.steps_per_launch
     params = SamplingParams(max_tokens=1 + steps, temperature=0.0, ignore_eos=True)
     with ranges.listening(heard), attribution.listening(heard):
         engine.generate([[0]], params)
@@ -67,7 +67,7 @@ def measure_instrumentation(engine: Engine) -> Overhead:
     Events of `Engine.device_timing` are not included: steps are timed on request only.
     """
     scopes = scopes_of_a_launch(engine)
-    if not engine.config.beside_host:
+    if not engine.config.is_async_device:
         return measure_overhead(scope=operation, scopes=scopes)
     return measure_overhead(
         scope=operation, scopes=scopes, begin=lambda: None, elapsed_ns=lambda: None

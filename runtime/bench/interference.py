@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...graphs.buckets import Buckets, default_token_buckets
+from ...graphs.buckets import Buckets
 from ...profiling.stats import Summary
 from ...profiling.timeline import StepRecord
 from ..engine.engine import Engine
@@ -159,10 +159,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
         _itl(latest[request_id])[first[request_id] - 1 :][: len(records)] for request_id in steady
     ]
     abort_all(engine, [*steady, *ids])
-    user = engine.config.user
-    most = min(user.prefill_chunk, engine.memory_plan.max_batch_tokens)
-    buckets = default_token_buckets(most, fine=user.max_itl_ms is not None)
-    decode_ms, chunks = _chunks(gaps[0], records, case, buckets)
+    decode_ms, chunks = _chunks(gaps[0], records, case, engine.config.token_buckets)
     ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
     return Interference(
         case=case,

@@ -18,10 +18,10 @@ import torch
 
 from ...profiling.kernel_costs import DEPENDENT_EDGE_SECONDS, KernelCost, kernel_costs
 from ...profiling.stats import Summary
-from ..config import ResolvedConfig
 from ..errors import ConfigError
 from ..kernels.triton.linear import ROW_CLASSES
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 from ..tools.step_report import decoder_shape, untuned_parts
 
 __all__ = ["measure_kernels"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..engine.startup import layer_groups
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["RequestBlocks"]
 

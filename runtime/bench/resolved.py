@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import ConfigError
 from ..loading.loader import resolve_source
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["resolve_engine"]
 

@@ -14,9 +14,10 @@ from rich.console import Console
 from ...cache.memory.device_memory import resident_bytes
 from ...profiling import bandwidth
 from ...profiling.device_state import DeviceMonitor, watch
-from ..config import EngineConfig, ResolvedConfig, resolve_device
+from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..loading.loader import resolve_source
+from ..resolved_config import ResolvedConfig, resolve_device
 from . import memory, neighbours, prefix
 from .churn import ChurnCase, churn_to_json, measure_churn
 from .document import Way, modes_of, new_document, ways_of, write_json

@@ -14,9 +14,10 @@ from rich.console import Console
 from ...cache.memory.handler import MemoryBudgetError
 from ...profiling import bandwidth
 from ...profiling.device_state import DeviceMonitor, watch
-from ..config import DTYPES, EngineConfig, resolve_device
+from ..config import DTYPES, EngineConfig
 from ..engine.engine import Engine
 from ..loading.loader import resolve_source
+from ..resolved_config import resolve_device
 from .baseline import BaselineCase, TransformersBaseline
 from .check import TokenCheck
 from .document import Way, modes_of, new_document, ways_of, write_json

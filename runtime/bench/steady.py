@@ -109,8 +109,8 @@ class CaseRun:
         self.case = case
         self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
-        user = engine.config.user
-        longest = longest_sequence(case, user.prefill_chunk, user.steps_per_launch)
+        config = engine.config
+        longest = longest_sequence(case, config.user.prefill_chunk, config.steps_per_launch)
         self._params = SamplingParams(
             max_tokens=longest - case.input_len, temperature=0.0, ignore_eos=True
         )
@@ -264,7 +264,7 @@ def to_json(
         "input_len": case.input_len,
         "output_len": case.output_len,
         "prefill_chunk": engine.config.user.prefill_chunk,
-        "steps_per_launch": engine.config.user.steps_per_launch,
+        "steps_per_launch": engine.config.steps_per_launch,
         "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
         "itl_ms": Summary.of(measurement.itl_ms).to_json(),
         "step_ms": step.to_json(),
@@ -285,7 +285,7 @@ def to_json(
         "instrumentation": instrumentation_to_json(
             measure_instrumentation(engine),
             measurement.step_ms,
-            engine.config.user.steps_per_launch,
+            engine.config.steps_per_launch,
         ),
         "baselines": list(baselines),
         "device_state": device_state,

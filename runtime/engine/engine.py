@@ -64,37 +64,37 @@ class Engine:
         self.config = parts.config
         self.model_config = parts.model.config
         self._parts: EngineParts | None = parts
-        user = parts.config.user
+        config = parts.config
         host = parts.runner.host_arena
         cache = KVCache(
             parts.groups,
             parts.plan.num_blocks,
-            user.block_size,
-            chunk=min(user.prefill_chunk, parts.plan.max_batch_tokens),
+            config.block_size,
+            chunk=config.prefill_chunk,
             host_blocks=0 if host is None else host.num_blocks,
         )
-        self.max_model_len = parts.config.max_model_len
+        self.max_model_len = config.max_model_len
         """Tokens of the longest sequence that can be served, prompt and output."""
         self._step_budget = None
-        if user.max_itl_ms is not None:
+        if config.max_itl_ms is not None:
             self._step_budget = calibrated_step_budget(
-                parts.runner, parts.groups, user.max_itl_ms, self.max_model_len
+                parts.runner, parts.groups, config.max_itl_ms, self.max_model_len
             )
         scheduler = Scheduler(
             cache,
-            max_num_seqs=user.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_batch_tokens=parts.plan.max_batch_tokens,
-            prefill_chunk=user.prefill_chunk,
-            max_prefill_rows=parts.runner.max_prefill_rows,
-            preemption=preemption_policy(parts.runner, user.preemption),
+            prefill_chunk=config.prefill_chunk,
+            max_prefill_rows=config.max_prefill_rows,
+            preemption=preemption_policy(parts.runner, config.preemption),
             step_budget=self._step_budget,
-            steps_per_launch=user.steps_per_launch,
+            steps_per_launch=config.steps_per_launch,
         )
         self._shared = SharedLoop(
             StepLoop(
                 scheduler,
                 parts.runner,
-                in_flight=int(parts.config.beside_host),
+                in_flight=int(config.is_async_device),
                 step_budget=self._step_budget,
             )
         )
@@ -102,13 +102,13 @@ class Engine:
             parts.model.config,
             parts.tokenizer,
             longest_sequence=self.max_model_len,
-            seed=user.seed,
-            prefix_block_size=user.block_size if user.prefix_cache else None,
-            embeds_dtype=parts.config.dtype if user.prompt_embeds else None,
+            seed=config.seed,
+            prefix_block_size=config.block_size if config.prefix_cache else None,
+            embeds_dtype=config.dtype if config.prompt_embeds else None,
         )
-        self._encoded = EncoderOutputCache(user.encoder_cache_bytes)
+        self._encoded = EncoderOutputCache(config.encoder_cache_bytes)
         self._encoding = LoopAccess()
-        if user.freeze_gc:
+        if config.freeze_gc:
             gc.collect()  # or what is garbage now would stay for ever
             gc.freeze()
 

@@ -17,7 +17,7 @@ import torch
 
 from ...cache.blocks import NULL_BLOCK
 from ...graphs.steps import Capture, CudaGraphCapturer, GraphCapturer
-from ..config import MAX_ROWS, ResolvedConfig
+from ..config import MAX_ROWS
 from ..errors import KernelSelfTestError
 from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
 from ..execution.step_functions import StepOutput, on_device
@@ -35,6 +35,7 @@ from ..kernels.result_check import (
 )
 from ..kernels.triton.dependent import dependent_launch
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 from ..sampling.sampler import SAMPLERS, SampleOutput, Sampler, SamplingState
 from ..sampling_params import SamplingParams
 
@@ -111,7 +112,7 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
     from ..kernels.triton.backend import gpu_kernels
     from ..kernels.triton.operation_check import OperationChecks
 
-    size = config.user.block_size
+    size = config.block_size
     checks = OperationChecks(config.dtype, config.storage, size, config.device)
     both = _with_operations(kernels, gpu_kernels(config.weights, checks.operations))
     both = dataclasses.replace(both, attention=checks.operations.paged_attention)
@@ -123,7 +124,7 @@ def _check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         both,
         generator,
         row_classes=_GPU_ROWS,
-        tokens=config.user.prefill_chunk,
+        tokens=config.prefill_chunk,
         longest=_GPU_LONGEST,
     )
     if config.device.type == "cuda":
@@ -257,7 +258,7 @@ def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
         config, kernels, generator, row_classes=_CPU_ROWS, tokens=_CPU_TOKENS, longest=_CPU_LONGEST
     )
     plain = SampleSteps(cut, config, reference, cases, seed)
-    size = config.user.block_size
+    size = config.block_size
     expected = [_step_results(plain, case, case.read_blocks(size)) for case in cases]
     fallbacks: list[Fallback] = []
     for native in (kernels, around):

@@ -25,7 +25,7 @@ from ...cache.memory.handler import MemoryBudgetError, MemoryPlan, Reconciliatio
 from ...cache.memory.memory_plan import format_bytes
 from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError, StepPreparationError
 from ..execution.runner import Runner
 from ..execution.step_functions import StepKey
@@ -45,6 +45,7 @@ from ..memory.footprint import model_footprint
 from ..memory.measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
+from ..resolved_config import ResolvedConfig
 from .self_test import check_kernels
 
 if TYPE_CHECKING:
@@ -189,8 +190,10 @@ def _start(
     groups = layer_groups(found.config, resolved)
     plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
     logger.info("memory plan\n%s", plan.format())
-    # No row grows longer than the cache: tables and reads need not be wider.
-    resolved = dataclasses.replace(resolved, max_model_len=plan.longest_request)
+    # No sequence outgrows the cache: block tables and reads need not be wider.
+    resolved = resolved.fit_to_cache(
+        max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
+    )
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
         model = _load(found, reader, resolved, kernels, groups, progress=progress)
     open_files.close()
@@ -198,7 +201,7 @@ def _start(
         arena = Arena(
             groups,
             plan.num_blocks,
-            config.block_size,
+            resolved.block_size,
             resolved.dtype,
             resolved.device,
             resolved.storage,
@@ -208,8 +211,7 @@ def _start(
         with log.phase("host_cache"):
             host = HostArena(arena, plan.host_blocks)
     with log.phase("static_buffers"):
-        prefill_tokens = min(config.prefill_chunk, plan.max_batch_tokens)
-        runner = Runner(model, resolved, arena, groups, prefill_tokens, host)
+        runner = Runner(model, resolved, arena, groups, host)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
@@ -246,7 +248,7 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     )
     if kernels.library is not None:
         limit_threads(config.threads)
-    kernels = dataclasses.replace(kernels, dependent_launch=config.user.dependent_launch)
+    kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
     kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
     if config.kernels == "torch" or config.native_obstacle is None:
         return kernels
@@ -293,7 +295,7 @@ def plan_engine(
         num_blocks=user.fixed_blocks,
         max_batch_tokens=user.max_batch_tokens,
         # As many batch tokens as slots, but no more than a step can use.
-        batch_tokens_per_block=user.block_size,
+        batch_tokens_per_block=config.block_size,
         cap_blocks=footprint.most_blocks if capped else None,
         reserve_bytes=RESERVE_BYTES[config.device.type],
     )
@@ -323,7 +325,7 @@ def _load(
 ) -> Decoder:
     model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
     if reader is None:
-        model.store(random_weights(source.config, config.dtype, config.user.seed))
+        model.store(random_weights(source.config, config.dtype, config.seed))
     else:
         model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
     return model.eval()

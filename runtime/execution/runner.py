@@ -27,10 +27,10 @@ from ...graphs.steps import (
     Step,
 )
 from ...profiling import ranges
-from ..config import ResolvedConfig, max_prefill_rows
 from ..kernels.cpu.threads import limit_threads
 from ..models.decoder import Decoder
 from ..request import Request
+from ..resolved_config import ResolvedConfig
 from ..scheduling.plan import StepPlan, TableUpdate
 from .inputs import (
     EmbedInputs,
@@ -61,27 +61,29 @@ class Runner:
         config: ResolvedConfig,
         arena: Arena,
         groups: Sequence[LayerGroup],
-        prefill_tokens: int,
         host: HostArena | None = None,
     ) -> None:
-        """Allocate buffers for steps of at most `prefill_tokens` prompt tokens.
+        """Allocate row state and input buffers of the sizes of `config`.
 
-        `host` is where requests are swapped to, if they are.
+        `host` is the arena that requests are swapped to, None for no swapping.
         """
-        user, device = config.user, config.device
+        device = config.device
         self.device = device
-        self.block_size = user.block_size
-        self.max_prefill_rows = max_prefill_rows(user.max_num_seqs)
-        max_blocks_per_row = -(-config.max_model_len // user.block_size)
+        self.block_size = config.block_size
+        self.max_prefill_rows = config.max_prefill_rows
         self.state = RowState.allocate(
-            user.max_num_seqs, len(groups), max_blocks_per_row, model.config.vocab_size, device
+            config.max_num_seqs,
+            len(groups),
+            config.max_blocks_per_row,
+            model.config.vocab_size,
+            device,
         )
         self.null_row = self.state.null_row
         self.inputs = StaticBuffers.allocate(
             StepInputs[torch.Tensor],
             StepInputs.layout(
-                max_num_seqs=user.max_num_seqs,
-                prefill_tokens=prefill_tokens,
+                max_num_seqs=config.max_num_seqs,
+                prefill_tokens=config.prefill_chunk,
                 prefill_rows=self.max_prefill_rows,
                 table_updates=most_table_updates(config, len(groups)),
             ),
@@ -89,11 +91,11 @@ class Runner:
         )
         self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
         self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
-        if user.prompt_embeds:
+        if config.prompt_embeds:
             self.embeds = StaticBuffers.allocate(
                 EmbedInputs[torch.Tensor],
                 EmbedInputs.layout(
-                    prefill_tokens=prefill_tokens, hidden_size=model.config.hidden_size
+                    prefill_tokens=config.prefill_chunk, hidden_size=model.config.hidden_size
                 ),
                 device,
             )
@@ -102,23 +104,23 @@ class Runner:
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
         self._outputs: HostOutputs | None = None
-        if config.beside_host:
+        if config.is_async_device:
             self._outputs = HostOutputs(
-                user.max_num_seqs,
+                config.max_num_seqs,
                 self.max_prefill_rows,
                 model.config.vocab_size,
-                user.steps_per_launch,
+                config.steps_per_launch,
                 device=device,
             )
         self._arena = arena
         self.host_arena = host
         self._addresses = self.addresses()
-        self.sizes = StepSizes.choose(config, model.kernels, prefill_tokens)
+        self.sizes = StepSizes.choose(config, model.kernels)
         bind = partial(
             StepFunctions,
             model,
             arena.tensor,
-            user.block_size,
+            config.block_size,
             self.state,
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,

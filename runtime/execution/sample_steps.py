@@ -16,12 +16,12 @@ import torch
 
 from ...cache.arena import Arena
 from ...cache.spec import SlidingWindowSpec, group_layers
-from ..config import ResolvedConfig, max_prefill_rows
 from ..kernels import Kernels
 from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
 from ..models.layout import fused_layout
+from ..resolved_config import ResolvedConfig
 from .inputs import StepInputs
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey
@@ -93,7 +93,7 @@ def sample_cases(
         tokens: the smallest prefill bucket gets a step, and the largest one up to this.
         longest: tokens of the longest row.
     """
-    sizes = StepSizes.choose(config, kernels, config.user.prefill_chunk)
+    sizes = StepSizes.choose(config, kernels)
     width, limit = sizes.read_blocks.largest, config.max_model_len
     fitting = (next((c for c in row_classes if rows <= c), None) for rows in sizes.rows)
     by_class = dict(zip(fitting, sizes.rows, strict=True))
@@ -108,7 +108,7 @@ def sample_cases(
         starts = [min(limit, longest) - 1, 0, *(below(_SHORT) for _ in range(used))][:used]
         chunks = tuple((start, 1) for start in starts)
         cases.append(SampleCase(StepKey("decode", rows, width, False), chunks))
-    most_rows = max_prefill_rows(config.user.max_num_seqs)
+    most_rows = config.max_prefill_rows
     prefills = [sizes.tokens.sizes[0], *(size for size in sizes.tokens if size <= tokens)]
     for size in dict.fromkeys((prefills[0], prefills[-1])):
         used = size - size // 8
@@ -152,7 +152,7 @@ class SampleSteps:
         seed: int,
     ) -> None:
         """Make a model as `sample_config` returns it; `seed` decides all that is random."""
-        device, size = config.device, config.user.block_size
+        device, size = config.device, config.block_size
         self._block_size, self._storage = size, config.storage
         self._seed = seed
         specs = attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes)
@@ -164,13 +164,13 @@ class SampleSteps:
         count = 2 + blocks * len(self.groups)  # the null block first, a block of NaN last
         arena = Arena(self.groups, count, size, config.dtype, device, config.storage)
         self.arena = arena.tensor
-        rows = max(config.user.max_num_seqs, max(len(case.chunks) for case in cases))
+        rows = max(config.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
         self.state = RowState.allocate(rows, len(self.groups), columns, model.vocab_size, device)
         layout = StepInputs.layout(
             max_num_seqs=rows,
             prefill_tokens=max(case.key.size for case in cases if case.key.phase == "prefill"),
-            prefill_rows=max_prefill_rows(config.user.max_num_seqs),
+            prefill_rows=config.max_prefill_rows,
             table_updates=1,
         )
         self.inputs = StepInputs(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...graphs.buckets import (
-    Buckets,
-    default_row_buckets,
-    default_token_buckets,
-    default_width_buckets,
-)
-from ..config import ResolvedConfig
+from ...graphs.buckets import Buckets, default_width_buckets
 from ..kernels import Kernels
+from ..resolved_config import ResolvedConfig
 from .step_functions import StepKey
 
 __all__ = ["StepSizes", "most_table_updates"]
@@ -28,20 +23,16 @@ class StepSizes:
     """Decode steps of a launch of several, beside which there are those of one."""
 
     @classmethod
-    def choose(cls, config: ResolvedConfig, kernels: Kernels, prefill_tokens: int) -> StepSizes:
-        """Choose the buckets; `prefill_tokens` is the largest chunk of a step."""
-        user = config.user
-        max_blocks_per_row = -(-config.max_model_len // user.block_size)
+    def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
+        """Return the sizes of an engine's steps."""
         return cls(
-            rows=default_row_buckets(user.max_num_seqs)
-            if user.buckets is None
-            else Buckets((*user.buckets, user.max_num_seqs)),
-            tokens=default_token_buckets(prefill_tokens, fine=user.max_itl_ms is not None),
+            rows=config.row_buckets,
+            tokens=config.token_buckets,
             # Kernels that stop at a row's own length read no more for a wider table.
-            read_blocks=Buckets([max_blocks_per_row])
+            read_blocks=Buckets([config.max_blocks_per_row])
             if kernels.bounded_by_length
-            else default_width_buckets(max_blocks_per_row, user.block_size),
-            steps=user.steps_per_launch,
+            else default_width_buckets(config.max_blocks_per_row, config.block_size),
+            steps=config.steps_per_launch,
         )
 
     def keys(self) -> list[StepKey]:
@@ -80,7 +71,6 @@ def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
     with more, whose prompt was found in the cache, is brought over in several copies: every copy
     has this size, so it is not made for the rare one.
     """
-    user = config.user
-    most_per_row = -(-min(config.max_model_len, user.prefill_chunk) // user.block_size)
-    most_per_launch = -(-user.steps_per_launch // user.block_size)
-    return num_groups * (2 * user.max_num_seqs * most_per_launch + most_per_row)
+    most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
+    most_per_launch = -(-config.steps_per_launch // config.block_size)
+    return num_groups * (2 * config.max_num_seqs * most_per_launch + most_per_row)

@@ -12,7 +12,6 @@ import torch
 from ...cache.memory.model_footprint import BufferBytes, ModelFootprint
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
-from ..config import ResolvedConfig, max_prefill_rows
 from ..errors import ConfigError
 from ..execution.inputs import EmbedInputs, StepInputs
 from ..execution.outputs import HostOutputs
@@ -21,6 +20,7 @@ from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
 from ..loading.loader import fused_layout
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["model_footprint", "weight_bytes"]
 
@@ -66,18 +66,17 @@ def model_footprint(
     Raises:
         ConfigError: `host_cache_bytes` is not zero and less than a block.
     """
-    user = config.user
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
-    steps = StepSizes.choose(config, kernels, user.prefill_chunk).keys()
+    steps = StepSizes.choose(config, kernels).keys()
     layer_weight, head_weight = _unpacked_bytes(model, kernels)
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(model, kernels, config.dtype),
         groups=groups,
-        block_size=user.block_size,
-        max_num_seqs=user.max_num_seqs,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
-        prefill_chunk=user.prefill_chunk,
+        prefill_chunk=config.prefill_chunk,
         activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + layer_weight,
         activation_bytes_per_token=math.ceil(heap * _activation_bytes(model, config, len(groups))),
         read_bytes_per_position=0
@@ -98,7 +97,7 @@ def model_footprint(
 
 
 def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
-    asked = config.user.host_cache_bytes
+    asked = config.host_cache_bytes
     if 0 < asked < block_bytes:
         raise ConfigError(
             f"host_cache_bytes={asked} has no room for a block, which takes {block_bytes} bytes:"
@@ -184,9 +183,7 @@ def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -
     inputs = _input_bytes(model, config, num_groups)
 
     def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        rows = RowState.bytes_for(
-            config.user.max_num_seqs, num_groups, row_blocks, model.vocab_size
-        )
+        rows = RowState.bytes_for(config.max_num_seqs, num_groups, row_blocks, model.vocab_size)
         return rows + inputs(prefill_tokens, row_blocks)
 
     return static_bytes
@@ -194,19 +191,20 @@ def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -
 
 def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """What the runner allocates for the inputs of its steps, alignment included."""
-    user = config.user
     alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
 
     def input_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        longest = dataclasses.replace(config, max_model_len=row_blocks * user.block_size)
+        fitted = config.fit_to_cache(
+            max_model_len=row_blocks * config.block_size, max_batch_tokens=prefill_tokens
+        )
         inputs = StepInputs.layout(
-            max_num_seqs=user.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             prefill_tokens=prefill_tokens,
-            prefill_rows=max_prefill_rows(user.max_num_seqs),
-            table_updates=most_table_updates(longest, num_groups),
+            prefill_rows=config.max_prefill_rows,
+            table_updates=most_table_updates(fitted, num_groups),
         )
         total = _allocation_bytes(inputs, alignment)
-        if user.prompt_embeds:
+        if config.prompt_embeds:
             embeds = EmbedInputs.layout(
                 prefill_tokens=prefill_tokens, hidden_size=model.hidden_size
             )
@@ -218,12 +216,12 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
 
 def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
-    inputs, user = _input_bytes(model, config, num_groups), config.user
+    inputs = _input_bytes(model, config, num_groups)
     outputs = HostOutputs.bytes_for(
-        user.max_num_seqs,
-        max_prefill_rows(user.max_num_seqs),
+        config.max_num_seqs,
+        config.max_prefill_rows,
         model.vocab_size,
-        user.steps_per_launch,
+        config.steps_per_launch,
     )
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:

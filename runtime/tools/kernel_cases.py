@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...cache.arena import Arena
-from ..config import ResolvedConfig
 from ..engine.startup import layer_groups
 from ..kernels import AttentionForm, quantise_weight
 from ..kernels.ops.kv_storage import read_blocks
@@ -44,6 +43,7 @@ from ..kernels.triton.split_attention import (
 from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.store import rotate_and_store, store_keys_and_values
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases", "launch_prefill"]
 
@@ -301,7 +301,7 @@ def launch_prefill(
 def _form(model: ModelConfig, config: ResolvedConfig) -> AttentionForm:
     """The attention of the first layer."""
     return AttentionForm(
-        config.user.block_size,
+        config.block_size,
         model.score_scale,
         model.window(0) or 0,
         model.attn_logit_softcapping or 0.0,

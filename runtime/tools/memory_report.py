@@ -14,12 +14,13 @@ import torch
 from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
 from ...cache.memory.memory_plan import format_bytes
-from ..config import MAX_ROWS, EngineConfig, Mode, ResolvedConfig, resolve_kernels
+from ..config import MAX_ROWS, EngineConfig
 from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine
-from ..kernels import Kernels, native_obstacle, select_kernels
+from ..kernels import Kernels, Mode, native_obstacle, select_kernels
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig, resolve_kernels
 
 __all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
 
@@ -136,7 +137,7 @@ class _Question:
     def answers(self) -> list[str]:
         """Return a line for each answer."""
         own = self.config.max_model_len
-        rows = self.config.user.max_num_seqs
+        rows = self.config.max_num_seqs
         lines = [
             f"longest context of {n:,} {_rows(n)}: {self._context(n)}"
             for n in dict.fromkeys((1, rows))
@@ -159,14 +160,9 @@ class _Question:
 
     def _fits(self, rows: int, tokens: int) -> bool:
         """Whether `rows` requests of `tokens` tokens fit at once, beside whole prefill chunks."""
-        user = dataclasses.replace(
-            self.config.user,
-            max_num_seqs=rows,
-            max_model_len=None,
-            max_batch_tokens=None,
-            buckets=None,
+        config = dataclasses.replace(
+            self.config, max_num_seqs=rows, max_model_len=tokens, buckets=None
         )
-        config = dataclasses.replace(self.config, user=user, max_model_len=tokens)
         footprint = model_footprint(
             self.model,
             config,

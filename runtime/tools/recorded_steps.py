@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ...cache.arena import Arena
-from ..config import EngineConfig, max_prefill_rows
+from ..config import EngineConfig
 from ..engine.startup import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
@@ -75,28 +75,28 @@ def record_steps(
     """
     model = resolve_source(source, config_only=True).config
     config = dataclasses.replace(config, device="cuda", mode="graph")
-    resolved = resolve_absent(config, model)
+    resolved = dataclasses.replace(resolve_absent(config, model), max_num_seqs=max(rows))
     groups = layer_groups(model, resolved)
     kernels = select_kernels(
         "cuda", resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
     )
-    arena = Arena(groups, _BLOCKS, config.block_size, resolved.dtype, _META, resolved.storage)
+    arena = Arena(groups, _BLOCKS, resolved.block_size, resolved.dtype, _META, resolved.storage)
     decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)
     decoder.store(
         (name, torch.empty(fused.shape, dtype=resolved.dtype, device=_META))
         for name, fused in fused_layout(model).items()
     )
     layout = StepInputs.layout(
-        max_num_seqs=max(rows),
+        max_num_seqs=resolved.max_num_seqs,
         prefill_tokens=max(tokens, default=1),
-        prefill_rows=max_prefill_rows(max(rows)),
+        prefill_rows=resolved.max_prefill_rows,
         table_updates=1,
     )
-    read_blocks = -(-resolved.max_model_len // config.block_size)
+    read_blocks = resolved.max_blocks_per_row
     functions = StepFunctions(
         decoder,
         arena.tensor,
-        config.block_size,
+        resolved.block_size,
         RowState.allocate(max(rows), len(groups), read_blocks, model.vocab_size, _META),
         StepInputs(
             **{

@@ -20,7 +20,7 @@ from ...profiling.kernel_costs import (
 from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ...profiling.roofline import floor_seconds
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
 from ..kernels.ops.weight_storage import quantised_dtype
@@ -29,6 +29,7 @@ from ..kernels.triton.linear_configs import default_config
 from ..kernels.triton.splits import choose_splits
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 __all__ = ["decode_operation_costs", "decoder_shape", "explain_step", "untuned_parts"]
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Tuned

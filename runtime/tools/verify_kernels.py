@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...profiling.whole_files import write_file
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..kernels.result_check import relative_error
 from ..kernels.triton.dependent import dependent_launch
@@ -33,6 +33,7 @@ from ..kernels.triton.launch import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
 from .kernel_cases import KernelCase, decode_cases
 
 __all__ = ["TOLERANCE", "Verified", "check_operations", "main"]

@@ -1,0 +1,299 @@
+"""ResolvedConfig: the configuration of one engine, with every open choice made and every size."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from ..cache.arena import SCALE_BYTES, Storage
+from ..graphs.buckets import Buckets, default_row_buckets, default_token_buckets
+from .bounded_repr import bounded_repr
+from .config import DEFAULT_MEMORY_FRACTION, DTYPES, EngineConfig
+from .errors import ConfigError
+from .kernels import (
+    KernelChoice,
+    Mode,
+    WeightStorage,
+    cpu_kernels_obstacle,
+    have_compiler,
+    have_triton,
+    native_obstacle,
+    resolve_threads,
+)
+from .kernels.result_check import warn
+from .models.config import ModelConfig
+
+__all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels"]
+
+MAX_PREFILL_ROWS = 8
+"""A prefill step computes logits for this many rows, used or not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedConfig:
+    """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
+
+    Every size that follows from the configuration is a field or a property here. The memory plan
+    reduces two of them: see `fit_to_cache`.
+
+    Attributes:
+        user: the `EngineConfig` as given, for budgets and for messages.
+        device: where the model runs.
+        dtype: of weights and activations.
+        weights: how the weights of linear layers are stored.
+        storage: how the cache stores keys and values.
+        kernels: which operations run; see `native_obstacle` for exceptions.
+        native_obstacle: why some operations of the model have no native kernel and run in plain
+            PyTorch; None if all of them have one.
+        mode: how steps run.
+        threads: threads of the native operators on a CPU.
+        block_size: tokens of a cache block.
+        max_num_seqs: rows of the largest decode step.
+        max_model_len: most tokens of one sequence, by model and configuration, and by the cache
+            once that is planned.
+        prefill_chunk: most prompt tokens of one step; at most the batch tokens of the memory plan
+            once there is one.
+        steps_per_launch: most decode steps of one launch.
+        buckets: numbers of rows to prepare decode steps for; None for the default ones.
+        max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
+        dependent_launch: whether Triton kernels may use programmatic dependent launch.
+        prompt_embeds: whether prompts may have embeddings.
+        prefix_cache: whether requests with a common beginning share its blocks.
+        host_cache_bytes: bytes of the host cache that requests are swapped to.
+        encoder_cache_bytes: bytes of the cache of encoder outputs.
+        preemption: what happens to a request when blocks run out.
+        freeze_gc: whether the garbage collector ignores what exists once the engine is ready.
+        seed: seeds requests without a seed of their own, and the weights of presets.
+    """
+
+    user: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    weights: WeightStorage
+    storage: Storage
+    kernels: KernelChoice
+    native_obstacle: str | None
+    mode: Mode
+    threads: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    steps_per_launch: int
+    buckets: tuple[int, ...] | None
+    max_itl_ms: float | None
+    dependent_launch: bool
+    prompt_embeds: bool
+    prefix_cache: bool
+    host_cache_bytes: int
+    encoder_cache_bytes: int
+    preemption: Literal["auto", "swap", "recompute"]
+    freeze_gc: bool
+    seed: int
+
+    @property
+    def is_async_device(self) -> bool:
+        """Whether launches return before the device has run them, as on CUDA."""
+        return self.device.type != "cpu"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `torch.compile` compiles steps without native layers."""
+        return self.mode == "compile" or (self.mode == "graph" and self.user.compile)
+
+    @property
+    def max_prefill_rows(self) -> int:
+        """Most prompts with a chunk in one prefill step."""
+        return min(MAX_PREFILL_ROWS, self.max_num_seqs)
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks of the longest sequence in one layer group: columns of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def row_buckets(self) -> Buckets:
+        """Numbers of rows that decode steps are prepared for; the largest is `max_num_seqs`."""
+        if self.buckets is None:
+            return default_row_buckets(self.max_num_seqs)
+        return Buckets((*self.buckets, self.max_num_seqs))
+
+    @property
+    def token_buckets(self) -> Buckets:
+        """Numbers of tokens that prefill steps are prepared for; the largest is `prefill_chunk`."""
+        return default_token_buckets(self.prefill_chunk, fine=self.max_itl_ms is not None)
+
+    @property
+    def kv_element_bytes(self) -> int:
+        """Bytes of one element of a stored key or value."""
+        return self.dtype.itemsize if self.storage == "model" else 1
+
+    @property
+    def kv_scale_bytes(self) -> int:
+        """Bytes of the scale of one stored key or value vector."""
+        return SCALE_BYTES[self.storage]
+
+    def fit_to_cache(self, *, max_model_len: int, max_batch_tokens: int) -> ResolvedConfig:
+        """Return the configuration with the sizes that the cache has room for.
+
+        Args:
+            max_model_len: tokens of the longest sequence that the cache holds.
+            max_batch_tokens: most tokens of one step.
+        """
+        return dataclasses.replace(
+            self,
+            max_model_len=max_model_len,
+            prefill_chunk=min(self.prefill_chunk, max_batch_tokens),
+        )
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+        """Return the configuration of an engine for a model on this machine.
+
+        Raises:
+            ConfigError: the device does not exist, does not support the mode or the kernels, or
+                `max_model_len` exceeds the positions of the model.
+        """
+        device = resolve_device(config.device)
+        longest = model.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
+            )
+        dtype = DTYPES[model.torch_dtype if config.dtype == "auto" else config.dtype]
+        weights = cast(
+            WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
+        )
+        obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
+        mode = _resolve_mode(config, device, obstacle)
+        native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
+        missing = _missing_for_native(device) if native else None
+        return cls(
+            user=config,
+            device=device,
+            dtype=dtype,
+            weights=weights,
+            storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
+            kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
+            native_obstacle=obstacle,
+            mode=mode,
+            threads=resolve_threads(config.threads),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or longest,
+            prefill_chunk=config.prefill_chunk,
+            steps_per_launch=config.steps_per_launch,
+            buckets=config.buckets,
+            max_itl_ms=config.max_itl_ms,
+            dependent_launch=config.dependent_launch,
+            prompt_embeds=config.prompt_embeds,
+            prefix_cache=config.prefix_cache,
+            host_cache_bytes=config.host_cache_bytes,
+            encoder_cache_bytes=config.encoder_cache_bytes,
+            preemption=config.preemption,
+            freeze_gc=config.freeze_gc,
+            seed=config.seed,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device, or none that stepgraph runs on.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"device {bounded_repr(name)} is not a device: use 'auto', 'cpu' or 'cuda'"
+        ) from error
+    if device.type not in DEFAULT_MEMORY_FRACTION:
+        raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
+    # torch wraps an index to 8 bits: what it made of the name must be the name.
+    exists = device.index is None or str(device) == name
+    if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
+        raise ConfigError(
+            f"device {bounded_repr(name)} does not exist: torch sees {torch.cuda.device_count()} "
+            "CUDA devices"
+        )
+    if device.type == "cpu" and (device.index or not exists):
+        raise ConfigError(f"device {bounded_repr(name)} does not exist: use 'cpu'")
+    return device
+
+
+def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | None) -> Mode:
+    mode = config.mode
+    if device.type == "cuda":
+        return "graph" if mode == "auto" else _as_mode(mode)
+    if mode == "graph":
+        raise ConfigError(
+            f"mode='graph' needs a CUDA device, but the device is {str(device)!r}:"
+            " use mode='compile' or mode='eager'"
+        )
+    if mode != "eager":
+        # Steps without native kernels are compiled by torch.compile, which needs the compiler.
+        compiled_by_torch = config.kernels == "torch" or obstacle is not None
+        missing = _missing_compiler() if compiled_by_torch else _missing_for_native(device)
+        if missing is not None and mode == "compile":
+            raise ConfigError(f"mode='compile' needs {missing} on a CPU, or use mode='eager'")
+        if missing is not None:
+            if config.kernels != "native":  # which is refused
+                warn(
+                    f"steps run in mode='eager', many times slower than mode='compile', which "
+                    f"needs {missing}"
+                )
+            return "eager"
+    return "compile" if mode == "auto" else _as_mode(mode)
+
+
+def resolve_kernels(
+    kernels: str, mode: Mode, obstacle: str | None, missing: str | None = None
+) -> KernelChoice:
+    """Return what runs where `kernels` was asked for.
+
+    Args:
+        kernels: `auto`, `native` or `torch`.
+        mode: how steps run.
+        obstacle: why the model has no native kernel for some operations, see `native_obstacle`.
+        missing: what native kernels need and this machine lacks.
+
+    Raises:
+        ConfigError: native kernels were asked for, and this machine or model cannot have them.
+    """
+    if kernels == "torch" or (kernels == "auto" and mode == "eager"):
+        return "torch"
+    if kernels == "native":
+        if missing is not None:
+            raise ConfigError(
+                f"kernels='native' needs {missing}, or use kernels='torch' or kernels='auto'"
+            )
+        if obstacle is not None:
+            raise ConfigError(
+                f"kernels='native' does not support this model: {obstacle}. Use kernels='auto',"
+                " which takes native kernels where there are any, or kernels='torch'"
+            )
+    elif missing is not None:
+        warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")
+        return "torch"
+    return "native"
+
+
+def _missing_for_native(device: torch.device) -> str | None:
+    """Return what native kernels need that this machine lacks."""
+    if device.type == "cpu":
+        return cpu_kernels_obstacle()
+    return None if have_triton() else "the package triton: install it"
+
+
+def _missing_compiler() -> str | None:
+    return None if have_compiler() else "a C++ compiler: install g++ (or set CXX)"
+
+
+def _as_mode(mode: str) -> Mode:
+    return cast(Mode, mode)  # one of `EngineConfig`'s checked choices
