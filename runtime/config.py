@@ -88,7 +88,7 @@ class EngineConfig:
             as with small models, and offline. A new request waits for the whole launch, and tokens
             computed after the end of a row are discarded. See `Scheduler` for when it applies.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
-            engine is ready (`gc.freeze`), process-wide and permanently. See docs/benchmarking.md.
+            engine is ready (`gc.freeze`), process-wide and permanently. See docs/embedding.md.
         buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill
