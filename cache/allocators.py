@@ -1,11 +1,11 @@
-"""Per layer group: which blocks a request holds, needs, drops and may share."""
+"""The block tables of one layer group: allocation, sliding windows and sharing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from .blocks import NULL_BLOCK, BlockPool
-from .prefix import PrefixHashes
+from .prefix_hashes import PrefixHashes
 from .spec import LayerGroup
 
 __all__ = ["GroupAllocator"]
@@ -15,13 +15,13 @@ class GroupAllocator:
     """The block tables of one layer group.
 
     Token `i` of a request lives in block `table[i // block_size]` at offset `i % block_size`:
-    columns are absolute positions, with a window too. What has left the window is given back, and
-    the null block stands in its place:
+    columns are absolute positions, with a sliding window too. Blocks that have left the window are
+    freed, and the null block takes their place:
 
         window 8, blocks of 4, next token 13: it reads positions 6 to 13
-        table [ 0 | 7 | 3 | 9 ]      column 0 (positions 0 to 3) is read by nobody any more
+        table [ 0 | 7 | 3 | 9 ]      column 0 (positions 0 to 3) is no longer read
 
-    A request that was never grown, or was released, holds the empty table.
+    A request without blocks has an empty table.
     """
 
     def __init__(self, pool: BlockPool, group: LayerGroup, block_size: int) -> None:
@@ -51,7 +51,7 @@ class GroupAllocator:
         return self._tables.get(request_id, ())
 
     def live_columns(self, request_id: str) -> range:
-        """The columns of a request's table that hold a block."""
+        """The columns of a request's table that hold a block of its own, and not the null block."""
         return range(self._firsts.get(request_id, 0), len(self.table(request_id)))
 
     def columns(self, num_tokens: int) -> int:
@@ -60,28 +60,28 @@ class GroupAllocator:
         return -(-num_tokens // self.block_size)
 
     def first_live_column(self, num_tokens: int) -> int:
-        """First column that a request of `num_tokens` tokens still needs for its next one."""
+        """First column that the token after the first `num_tokens` of a request reads."""
         return min(self.spec.first_column(num_tokens, self.block_size), self.columns(num_tokens))
 
     def lacking(self, request_id: str, num_tokens: int) -> int:
-        """Blocks that a request lacks to have room for tokens 0 to `num_tokens` - 1."""
+        """Return how many blocks a request lacks for tokens 0 to `num_tokens` - 1."""
         return max(0, self.columns(num_tokens) - len(self.table(request_id)))
 
     def grows(self, request_id: str, num_tokens: int, chunk: int) -> bool:
         """Whether a request may hold more blocks than now before it has `num_tokens` tokens.
 
-        `chunk` is the most tokens of it that one step computes. With a window it may go on taking
-        blocks and hold no more of them: it gives one back first.
+        `chunk` is the most tokens of it that one step computes. With a sliding window it may
+        allocate without ever holding more blocks, since it frees one first.
         """
         most = self.spec.most_blocks(num_tokens, self.block_size, chunk)
         held = len(self.live_columns(request_id))
         return held < most and self.lacking(request_id, num_tokens) > 0
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        """Give a request what it lacks to have room for `num_tokens` tokens; return the new blocks.
+        """Allocate the blocks that a request lacks for `num_tokens` tokens, and return them.
 
         Raises:
-            OutOfBlocksError: the pool has not enough free blocks; nothing was changed.
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
         """
         lacking = self.lacking(request_id, num_tokens)
         if lacking == 0:
@@ -91,9 +91,9 @@ class GroupAllocator:
         return blocks
 
     def slide(self, request_id: str, position: int) -> range:
-        """Give back what the token at `position`, and all after it, will not read.
+        """Free the blocks that the tokens from `position` on do not read.
 
-        Returns the columns where the null block stands now.
+        Returns the columns that now hold the null block.
         """
         table = self._tables.get(request_id, [])
         begin = self._firsts.get(request_id, 0)
@@ -106,17 +106,17 @@ class GroupAllocator:
         return range(begin, end)
 
     def slides_next(self, request_id: str) -> int:
-        """First position at which `slide` would give a block back; only for a group that slides."""
+        """Return the first position at which `slide` frees a block; needs a window."""
         window = self.spec.window_tokens
         assert window is not None, f"layer group {self.index} has no window"
         return (self._firsts.get(request_id, 0) + 1) * self.block_size + window - 1
 
     def find(self, hashes: PrefixHashes, column: int) -> int | None:
-        """Return a block of the pool with what a sequence has in `column`, or None."""
+        """Return the published block with the contents of a sequence in `column`, or None."""
         return self._pool.find(hashes[column] + self._key_suffix)
 
     def find_all(self, hashes: PrefixHashes, begin: int, end: int) -> list[int]:
-        """Return the blocks that `find` finds from column `begin` on, up to the first miss."""
+        """Return the blocks that `find` returns from column `begin` on, up to the first miss."""
         pool_find, suffix = self._pool.find, self._key_suffix
         blocks: list[int] = []
         for column in range(begin, end):
@@ -127,10 +127,10 @@ class GroupAllocator:
         return blocks
 
     def shareable(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Return the table with which another request can go on after `num_tokens` tokens of this.
+        """Return a table for another request that continues after `num_tokens` tokens of this.
 
-        Its last block is partly filled where `num_tokens` ends within a block: that one is to be
-        copied. None if this request has given back what the next token reads.
+        Its last block must be copied if `num_tokens` tokens fill only a part of it. None if this
+        request has freed blocks that the next token reads.
         """
         count = self.columns(num_tokens)
         first = self.first_live_column(num_tokens)
@@ -140,7 +140,7 @@ class GroupAllocator:
         return [NULL_BLOCK] * first + list(table[first:count])
 
     def adopt(self, request_id: str, table: Sequence[int]) -> None:
-        """Begin a request's table with blocks that others hold too, or the pool has cached.
+        """Start a request's table with shared blocks, held by others or cached.
 
         Null blocks, if any, come first.
         """
@@ -155,25 +155,25 @@ class GroupAllocator:
         self._firsts[request_id] = first
 
     def publish(self, request_id: str, hashes: PrefixHashes, begin: int, end: int) -> None:
-        """Make the blocks in columns `begin` to `end` - 1, which are full, findable by others."""
+        """Publish the blocks in columns `begin` to `end` - 1, which are full."""
         table, publish, suffix = self._tables[request_id], self._pool.publish, self._key_suffix
         for column in range(max(begin, self._firsts.get(request_id, 0)), end):
             publish(table[column], hashes[column] + suffix)
 
     def verify(self, hashes: PrefixHashes, begin: int, end: int) -> None:
-        """Let `withdraw` leave what a sequence has in columns `begin` to `end` - 1."""
+        """Protect the blocks of a sequence in columns `begin` to `end` - 1 from `withdraw`."""
         for column in range(begin, end):
             self._pool.verify(hashes[column] + self._key_suffix)
 
     def withdraw(self, hashes: PrefixHashes, begin: int) -> None:
-        """Make what a sequence has from column `begin` on unfindable, but for verified blocks."""
+        """Unpublish the blocks of a sequence from column `begin` on, except verified ones."""
         for column in range(begin, len(hashes)):
             self._pool.withdraw(hashes[column] + self._key_suffix)
 
     def forget(self, request_id: str) -> tuple[range, Sequence[int]]:
         """Drop a request's table and return its live columns and the table.
 
-        The blocks are still held: the caller frees them, in an order that suits all groups.
+        The blocks stay held: the caller frees them, in one order for all groups.
         """
         live = self.live_columns(request_id)
         self._firsts.pop(request_id, None)

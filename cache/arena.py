@@ -21,7 +21,7 @@ SCALE_BYTES: dict[Storage, int] = {"model": 0, "int8": 2, "fp8": 2}
 """Bytes of the scale of a stored vector."""
 
 COPY_BYTES = 16 << 20
-"""Of the blocks that are copied within an arena at a time."""
+"""Most bytes of blocks that are copied within an arena at a time."""
 
 BlockPair = tuple[int, int]
 """(source block, destination block) of a copy."""
@@ -101,7 +101,7 @@ class Arena:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The allocation, contiguous, in the shape told above."""
+        """The allocation, contiguous, in the shape of the class docstring."""
         return self._tensor
 
     @property
@@ -130,17 +130,17 @@ class Arena:
 
 
 class HostArena:
-    """Blocks in host memory (pinned for a CUDA arena), where swapped requests wait.
+    """Blocks in host memory (pinned for a CUDA arena) for swapped requests.
 
     `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so it crosses the bus in
-    one piece. Copies are queued on the arena's stream and nobody waits for them.
+    one piece. Copies are asynchronous, on the arena's stream.
 
-    torch's own allocator of pinned memory rounds up to a power of two and keeps what it got: the
-    memory is allocated plainly, and registered with CUDA until `close`.
+    torch's allocator of pinned memory rounds up to a power of two and never frees. So the memory is
+    allocated pageable, and registered with CUDA until `close`.
     """
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
-        """Allocate `num_blocks` host blocks for `arena`; there is no null block among them.
+        """Allocate `num_blocks` host blocks for `arena`, none of which is a null block.
 
         Raises:
             RuntimeError: CUDA cannot pin so much memory.
@@ -161,7 +161,7 @@ class HostArena:
             self._unpin.atexit = False
 
     def close(self) -> None:
-        """Unpin the memory; nothing is copied any more. Idempotent."""
+        """Unpin the memory; no copy may follow. Idempotent."""
         if self._unpin is not None:
             self._unpin()
 

@@ -1,6 +1,4 @@
-"""The block pool: which blocks are free, and in what order they are handed out again, who shares
-the others, and which hold contents that somebody may ask for by key.
-"""
+"""The block pool: the free list, reference counts, and blocks that are found by content key."""
 
 from __future__ import annotations
 
@@ -14,27 +12,25 @@ NULL_BLOCK = 0
 
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than are free. Internal: callers look at `num_free` first."""
+    """More blocks were requested than are free. Internal: callers check `num_free` first."""
 
 
 class BlockPool:
     """Reference counts, a free list and content keys over the block ids `1 .. num_blocks - 1`.
 
-    A block whose contents are complete may be published under a key: bytes of a hash, so that the
-    first of them spreads evenly. It keeps the key, held or free, until it is handed out again: a
-    free block with a key is the cache of the pool.
+    A block whose contents are complete may be published under a key, the bytes of a hash. It keeps
+    the key, held or free, until it is allocated again. Free blocks with a key are the prefix cache.
 
     The free list is doubly linked through two preallocated arrays, so adding at either end, taking
     from the front and removing from the middle cost O(1) and allocate nothing. It is circular and
-    closes over the null block, which is never free itself: `next[0]` is the front, handed out
-    first, `prev[0]` the back. Blocks without a key stand before those with one, which are in the
-    order in which they became free: nothing cached is lost while another block is left, and then
-    the least recently used goes first.
+    closes over the null block, which is never free itself: `next[0]` is the front, allocated first,
+    `prev[0]` the back. Blocks without a key come before those with one, which are in the order in
+    which they became free. So cached contents are evicted only when no other block is free, the
+    least recently used first.
 
-    No operation costs more in a larger pool. That takes more than O(1) on average: a dictionary of
-    a million keys is rebuilt now and then, which holds a step up for a tenth of a second, so there
-    are 256 of them, by the first byte of the key. What is one number a block is in arrays, which
-    Python's garbage collector does not walk through; the keys it does.
+    No operation takes longer in a larger pool, not even in the worst case. Resizing one dictionary
+    of a million keys would delay a step by a tenth of a second, so there are 256 dictionaries, by
+    the first byte of the key. Numbers are in arrays, which Python's garbage collector skips.
 
     Misuse (a double free, the null block, an id that does not exist) is an `AssertionError`.
     """
@@ -73,7 +69,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with at least one holder."""
         return self._num_blocks - 1 - self._num_free
 
     @property
@@ -83,7 +79,7 @@ class BlockPool:
 
     @property
     def num_evictions(self) -> int:
-        """How often a block with a key was handed out again, and the key forgotten."""
+        """How many blocks with a key were allocated again, which drops the key."""
         return self._num_evictions
 
     def find(self, key: bytes) -> int | None:
@@ -91,10 +87,10 @@ class BlockPool:
         return self._block_of[key[0]].get(key)
 
     def publish(self, block: int, key: bytes) -> bool:
-        """Make a held block findable; False, and nothing done, if block or key is taken already.
+        """Publish a held block under a key; return False if the block or the key is published.
 
-        A block that is shared is published by the first of its holders. Two blocks may have the
-        same contents; the first is found. The contents must not change from now on.
+        The first holder of a shared block publishes it. Of two blocks with the same contents, the
+        first one published is found. The contents must not change from now on.
         """
         assert 0 < block < self._num_blocks, f"there is no block {block} to publish"
         assert self._ref_counts[block] > 0, f"free block {block} cannot be published"
@@ -107,21 +103,21 @@ class BlockPool:
         return True
 
     def verify(self, key: bytes) -> None:
-        """Let `withdraw` leave the block that is published under `key`, if there is one."""
+        """Protect the block published under `key`, if any, from `withdraw`."""
         block = self.find(key)
         if block is not None:
             self._verified[block] = True
 
     def withdraw(self, key: bytes) -> None:
-        """Make the block under `key` unfindable, if there is one and it is not verified.
+        """Unpublish the block under `key`, unless it is verified.
 
-        Its holders keep it; without any it is the next to be handed out.
+        Its holders keep it. If it has none, it moves to the front of the free list.
         """
         block = self.find(key)
         if block is None or self._verified[block]:
             return
         self._forget_key(block, key)
-        if not self._ref_counts[block]:  # those without a key stand first in the free list
+        if not self._ref_counts[block]:  # to the front, where blocks without a key are
             self.share((block,))
             self.free((block,))
 
@@ -132,7 +128,7 @@ class BlockPool:
         self._num_published -= 1
 
     def forget_contents(self) -> None:
-        """Make no block findable any more; who holds one keeps it. O(blocks)."""
+        """Unpublish every block; holders keep theirs. O(blocks)."""
         for block_of in self._block_of:
             for block in block_of.values():
                 self._keys[block] = None
@@ -141,17 +137,17 @@ class BlockPool:
         self._num_published = 0
 
     def ref_count(self, block: int) -> int:
-        """How many holders `block` has; 0 if it is free."""
-        assert 0 < block < self._num_blocks, f"there is no block {block}, or nobody holds it"
+        """Return how many holders `block` has; 0 if it is free."""
+        assert 0 < block < self._num_blocks, f"there is no block {block} that can be held"
         return self._ref_counts[block]
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody holds."""
+        """Return how many of `blocks` have no holder."""
         ref_counts = self._ref_counts
         return sum(1 for block in blocks if not ref_counts[block])
 
     def allocate(self, n: int) -> list[int]:
-        """Take the first `n` blocks of the free list, each with one holder. All or nothing.
+        """Take the first `n` blocks of the free list, each with one holder.
 
         Raises:
             OutOfBlocksError: fewer than `n` blocks are free; nothing was taken.
@@ -178,8 +174,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add one holder to each of `blocks`.
 
-        A free block keeps its contents until it is allocated again, so it may be shared too: it
-        leaves the free list, from wherever in it it stands.
+        A free block keeps its contents until it is allocated again, so it can be shared too. It
+        leaves the free list.
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         for block in blocks:
@@ -193,11 +189,11 @@ class BlockPool:
             ref_counts[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Take one holder from each of `blocks`; those without any join the free list.
+        """Remove one holder from each of `blocks`; those without holders join the free list.
 
-        Those with a key join its back, the others its front, either in the order given, of which
-        the first is handed out first. A caller that frees a chain of blocks gives its tail first:
-        the head of a chain is what others may still share.
+        Blocks with a key join its back and others its front, each in the given order. A caller that
+        frees a sequence passes its last blocks first, since other requests are more likely to share
+        its beginning.
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         keys, front = self._keys, NULL_BLOCK
@@ -251,4 +247,4 @@ class BlockPool:
         verified = [block for block, flag in enumerate(self._verified) if flag]
         assert all(self._keys[block] for block in verified), "a block without a key is verified"
         for first, block_of in enumerate(self._block_of):
-            assert all(key[0] == first for key in block_of), "a key is where nobody looks for it"
+            assert all(key[0] == first for key in block_of), "a key is in a wrong dictionary"

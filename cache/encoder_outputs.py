@@ -1,4 +1,4 @@
-"""What encoders made of images, sounds and so on: kept by content, so nothing is encoded twice."""
+"""A cache of encoder outputs (of images, audio and so on), keyed by content."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["EncoderOutputCache", "content_key"]
 
 
 def content_key(content: bytes, kind: str) -> bytes:
-    """Return 32 bytes that stand for a content: its BLAKE2b hash.
+    """Return the BLAKE2b-256 hash of a content.
 
-    Contents of different kinds (at most 16 bytes of name) never have a key in common, whatever
-    their bytes: nobody can pass one off as the other.
+    It is personalised by `kind`, a name of at most 16 bytes: contents of different kinds never have
+    the same key.
     """
     return hashlib.blake2b(content, digest_size=32, person=kind.encode()).digest()
 
 
 class EncoderOutputCache:
-    """Tensors by content key, least recently used out first, bounded by their bytes.
+    """Tensors by content key, limited by their bytes; the least recently used is evicted first.
 
-    Whoever got a tensor keeps it: eviction only forgets it here.
+    Eviction drops the reference of the cache only.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Keep at most `max_bytes` bytes.
+        """Cache at most `max_bytes` bytes.
 
         Raises:
             ValueError: `max_bytes` is negative.
@@ -41,16 +41,16 @@ class EncoderOutputCache:
         self.evictions = 0
 
     def __len__(self) -> int:
-        """Tensors that are kept."""
+        """Number of cached tensors."""
         return len(self._tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the cached tensors."""
         return self._num_bytes
 
     def get(self, key: bytes) -> torch.Tensor | None:
-        """Return what is kept under `key`, and count a hit or a miss."""
+        """Return the tensor under `key`, or None; count a hit or a miss."""
         tensor = self._tensors.get(key)
         if tensor is None:
             self.misses += 1
@@ -60,7 +60,7 @@ class EncoderOutputCache:
         return tensor
 
     def put(self, key: bytes, tensor: torch.Tensor) -> bool:
-        """Keep a tensor; False, and nothing else is forgotten for it, if it is too large."""
+        """Cache a tensor; return False, without evicting any, if it exceeds `max_bytes`."""
         if tensor.nbytes > self.max_bytes:
             return False
         before = self._tensors.pop(key, None)
@@ -75,7 +75,7 @@ class EncoderOutputCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all tensors."""
         self._tensors.clear()
         self._num_bytes = 0
 

@@ -1,6 +1,6 @@
-"""The one face of the cache that the scheduler talks to. Host bookkeeping only, no tensors.
+"""`KVCache`: the block tables of all requests, as the scheduler uses them. No tensors.
 
-What a request finds when it is admitted, and need not compute, is the matter of `reuse.py`.
+`reuse.py` finds the tokens that an admitted request need not compute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .allocators import GroupAllocator
 from .blocks import NULL_BLOCK, BlockPool
-from .prefix import PrefixHashes
+from .prefix_hashes import PrefixHashes
 from .reuse import Admitted, find_reuse
 from .spec import LayerGroup
 from .swap import HostBlocks
@@ -25,20 +25,20 @@ TableChange = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Held:
-    """What of a request's tables is asked for in every step, so that most steps look no further."""
+    """State of a request that every step checks, so that most steps need not visit the groups."""
 
     room: int = 0
-    """Tokens that all groups have room for."""
+    """Tokens that the blocks have room for, in every group."""
     slides_next: int = sys.maxsize
-    """Position at which the first group gives a block back."""
+    """First position at which a group frees a block."""
     published: int = 0
-    """Full blocks that `publish` has seen."""
+    """Full blocks that `publish` has processed."""
     verified: int = 0
-    """Full blocks that `verify` has seen."""
+    """Full blocks that `verify` has processed."""
 
 
 class KVCache:
-    """Which blocks each request holds in each layer group, all groups drawing on one pool.
+    """The blocks that each request holds in each layer group; all groups share one pool.
 
     Operations are atomic over the groups: a request grows in all of them or in none. It holds
     blocks from `admit` on, until `release` or `swap_out`.
@@ -78,8 +78,8 @@ class KVCache:
             ("queried_tokens", "hit_tokens", "forks", "copied_blocks", "swapped_out", "swapped_in"),
             0,
         )
-        """Tokens that requests asked for and found when they first came; forks, blocks copied for
-        them; blocks swapped. What was done, as `count_admission` and `count_swapped_out` are told.
+        """Tokens queried and found at first admissions, forks, blocks copied for forks, and blocks
+        swapped. Updated by `count_admission` and `count_swapped_out`.
         """
 
     @property
@@ -94,7 +94,7 @@ class KVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, those with cached contents included."""
+        """Blocks that no request holds, including those with cached contents."""
         return self._pool.num_free
 
     @property
@@ -109,7 +109,7 @@ class KVCache:
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks that were handed out again."""
+        """Cached blocks that were allocated again, losing their contents."""
         return self._pool.num_evictions
 
     @property
@@ -133,19 +133,20 @@ class KVCache:
         hashes: PrefixHashes | None = None,
         siblings: Sequence[tuple[str, int]] = (),
     ) -> Admitted | None:
-        """Give a request that holds nothing the blocks to begin, or go on, with.
+        """Allocate the blocks that a request needs to start, or to resume after preemption.
 
         Args:
-            request_id: the request.
+            request_id: a request that holds no blocks.
             num_tokens: its known tokens. At least the last of them will be computed.
             chunk: the most tokens that the next step computes.
-            headroom: blocks that must be left free for others.
-            hashes: of its known tokens, if blocks with the same content may be shared.
-            siblings: (request, tokens) of those that have computed the same first tokens.
+            headroom: blocks that must stay free for other requests.
+            hashes: of its known tokens; None if it shares no blocks by content.
+            siblings: (request, tokens) of requests that have computed the same first tokens.
 
         Returns:
-            What was found, or None if there are not enough blocks and nothing was changed. Full
-            attention gets room for all known tokens, sliding windows for the next chunk.
+            What the cache holds of the request; None if too few blocks are free, in which case
+            nothing has changed. Groups with full attention get blocks for all known tokens, those
+            with a sliding window for the next chunk.
         """
         assert num_tokens > 0, f"request {request_id} has no token to compute"
         assert chunk > 0, f"a step computes {chunk} tokens of a request"
@@ -175,13 +176,13 @@ class KVCache:
         return found
 
     def count_admission(self, found: Admitted, num_tokens: int, *, first: bool) -> None:
-        """Count an admission that is not taken back any more: what it copies has been queued.
+        """Count an admission once it is final and its copies are queued.
 
         Args:
             found: what `admit` returned.
-            num_tokens: the request's known tokens then.
-            first: the request was never admitted before, so it counts in the hit rate. Later ones
-                find what the request has computed itself.
+            num_tokens: the request's known tokens at that time.
+            first: whether it is the first admission of the request. Only those count in the hit
+                rate: later ones find what the request has computed itself.
         """
         if first:
             self.counts["queried_tokens"] += num_tokens
@@ -195,11 +196,11 @@ class KVCache:
         self.counts["swapped_out"] += num_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
-        """Make room for tokens 0 to `num_tokens` - 1 in all groups; never shrinks.
+        """Allocate what tokens 0 to `num_tokens` - 1 need in all groups; never shrinks.
 
         Returns:
-            What changed in the block tables of the request, which was admitted (often nothing), or
-            None if blocks ran out and nothing was changed.
+            The changed entries of the request's block tables (often none); None if too few blocks
+            are free, in which case nothing has changed.
         """
         held = self._held[request_id]
         if num_tokens <= held.room:
@@ -216,29 +217,29 @@ class KVCache:
         return changes
 
     def lacking(self, request_id: str, num_tokens: int) -> int:
-        """Blocks, over all groups, that `grow` would take."""
+        """Return how many blocks `grow` would allocate, over all groups."""
         lacking = 0
         for allocator in self._allocators:
             lacking += allocator.lacking(request_id, num_tokens)
         return lacking
 
     def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
-        """Layer groups in which a request may hold more blocks before it has `num_tokens` tokens.
+        """Count the groups in which a request may need more blocks to reach `num_tokens` tokens.
 
-        `decodes`: a step computes one token of it, else up to a chunk.
+        `decodes`: whether a step computes one token of it, and not up to a chunk.
         """
         chunk = 1 if decodes else self._chunk
         return sum(a.grows(request_id, num_tokens, chunk) for a in self._allocators)
 
     def quiet_until(self, request_id: str) -> int:
-        """The first position for whose token `slide` or `grow` has something to do."""
+        """Return the first position at which `slide` or `grow` changes a block table."""
         held = self._held[request_id]
         return min(held.room, held.slides_next)
 
     def slide(self, request_id: str, position: int) -> list[TableChange]:
-        """Give back the blocks that the token at `position`, the next one, does not read any more.
+        """Free the blocks that the next token, at `position`, no longer reads.
 
-        Returns where the null block stands instead.
+        Returns the entries that are now the null block.
         """
         held = self._held[request_id]
         if position < held.slides_next:
@@ -251,9 +252,9 @@ class KVCache:
         return changes
 
     def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
-        """Let others share the request's blocks that its first `num_tokens` tokens fill.
+        """Make the blocks that the request's first `num_tokens` tokens fill shareable.
 
-        Those tokens are known, hashed, and computed by steps launched before anybody's next one.
+        Those tokens are hashed, and computed by steps launched before any step that reads them.
         """
         held, end = self._held[request_id], num_tokens // self._block_size
         if end > held.published:
@@ -262,9 +263,10 @@ class KVCache:
             held.published = end
 
     def verify(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
-        """Let `withdraw` leave what the logits after the first `num_tokens` tokens were read from.
+        """Protect blocks from `withdraw`: the logits after `num_tokens` tokens are finite.
 
-        Those logits are finite. Blocks that had left a sliding window by then are not included.
+        Applies to the full blocks that those logits were computed from; not to blocks that had left
+        a sliding window by then.
         """
         assert num_tokens > 0, f"request {request_id} has no token to verify"
         held, end = self._held[request_id], num_tokens // self._block_size
@@ -277,17 +279,17 @@ class KVCache:
     def withdraw(self, hashes: PrefixHashes, num_tokens: int) -> None:
         """Stop sharing the blocks that hold tokens after the first `num_tokens` of a sequence.
 
-        What was verified stays, by whichever request; requests keep what they hold. The sequence
-        need not hold blocks any more.
+        Blocks that any request has verified stay shareable. Requests keep the blocks they hold. The
+        sequence itself need not hold any.
         """
         for allocator in self._allocators:
             allocator.withdraw(hashes, num_tokens // self._block_size)
 
     def release(self, request_id: str) -> None:
-        """Give back every block of a request, in all groups.
+        """Free every block of a request, in all groups.
 
-        The end of a chain of blocks is of use only with all that precedes it, so it goes first: it
-        is handed out again before its beginning is.
+        A cached block is useful only together with all blocks before it. So the last blocks are
+        freed first, and evicted first.
         """
         self._held.pop(request_id, None)
         forgotten = [allocator.forget(request_id) for allocator in self._allocators]
@@ -300,19 +302,19 @@ class KVCache:
         )
 
     def forget_contents(self) -> None:
-        """Let nothing that is cached now be shared any more. Requests keep what they hold."""
+        """Drop all cached contents. Requests keep the blocks they hold."""
         self._pool.forget_contents()
 
     def num_blocks_of(self, request_id: str, num_tokens: int) -> int:
-        """Blocks that `swap_out` would copy of a request with `num_tokens` computed tokens."""
+        """Return how many blocks `swap_out` copies for `num_tokens` computed tokens."""
         return len(self._computed(request_id, num_tokens))
 
     def swap_out(self, request_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
-        """Release a request whose first `num_tokens` tokens are computed, keeping them on the host.
+        """Release a request and reserve host blocks for its `num_tokens` computed tokens.
 
         Returns:
-            (block, host block) to copy before the blocks are written again, or None if the host
-            cache lacks room and nothing was changed.
+            (block, host block) to copy before the blocks are written again; None if the host cache
+            has too few free blocks, in which case nothing has changed.
         """
         blocks = self._computed(request_id, num_tokens)
         hosts = self.host.put(request_id, num_tokens, [(g, column) for g, column, _ in blocks])
@@ -322,11 +324,11 @@ class KVCache:
         return [(block, host) for (_, _, block), host in zip(blocks, hosts, strict=True)]
 
     def is_swapped(self, request_id: str) -> bool:
-        """Whether a request waits on the host."""
+        """Whether the host cache holds a request."""
         return self.host.find(request_id) is not None
 
     def forget_swapped(self, request_id: str) -> None:
-        """Give back the host blocks of a request, if it has any: it computes its tokens again."""
+        """Free the host blocks of a request, if it has any: its tokens will be recomputed."""
         self.host.drop(request_id)
 
     def block_table(self, request_id: str, group: int = 0) -> Sequence[int]:
@@ -334,7 +336,7 @@ class KVCache:
         return self._allocators[group].table(request_id)
 
     def table_of(self, request_id: str) -> list[TableChange]:
-        """The entries of a request's tables that hold a block, in all groups."""
+        """Return the entries of a request's tables that hold a block, in all groups."""
         return [
             (a.index, column, a.table(request_id)[column])
             for a in self._allocators
@@ -346,9 +348,9 @@ class KVCache:
     ) -> int:
         """Return how many blocks must be free to admit a request of `num_tokens` tokens.
 
-        In each group: those that it takes at once, to have a table of `lengths` columns, or those
-        that it will have taken at its peak, if that is more; and those of `tables`, which it
-        shares, that nobody holds: they leave the free list too.
+        In each group these are the blocks to allocate now, for a table of `lengths` columns, or at
+        the request's peak if that is more, and the shared blocks of `tables` without a holder,
+        which leave the free list too.
         """
         needed = 0
         for allocator, length, table in zip(self._allocators, lengths, tables, strict=True):
@@ -359,7 +361,7 @@ class KVCache:
         return needed
 
     def _computed(self, request_id: str, num_tokens: int) -> list[TableChange]:
-        """The entries of a request's tables with what it goes on from after `num_tokens` tokens."""
+        """Return the table entries that the token after the first `num_tokens` reads."""
         return [
             (a.index, column, a.table(request_id)[column])
             for a in self._allocators

@@ -1,13 +1,13 @@
-"""What a request that is admitted finds there already. Nothing is changed here.
+"""Finds the tokens that an admitted request need not compute. Changes nothing.
 
-It comes from one of three places: the host first, then whichever of the others has more:
+There are three sources, the host cache first, then whichever of the others has more tokens:
 
-    swap     its own blocks wait in the host cache: new blocks, and a copy from the host
+    swap     its own blocks are in the host cache: they are copied into new blocks
     fork     a sibling (same prompt, `n` > 1) has computed the prompt: its full blocks are shared,
-             and the one that both will write into is copied
-    prefix   blocks with the same content are in the pool, held by others or cached: shared
+             and the block that both will write to is copied
+    prefix   blocks with the same contents are in the pool, held or cached: they are shared
 
-The cache says which copies that takes; the runner makes them, all at once, before the step.
+`KVCache.admit` lists the copies; the runner makes all of them before the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 from .allocators import GroupAllocator
 from .blocks import NULL_BLOCK
-from .prefix import PrefixHashes
+from .prefix_hashes import PrefixHashes
 from .swap import HostBlocks
 
 __all__ = ["Admitted", "Reuse", "find_reuse"]
@@ -26,7 +26,7 @@ __all__ = ["Admitted", "Reuse", "find_reuse"]
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What a request found when it was admitted."""
+    """What the cache held of a request when it was admitted."""
 
     num_tokens: int
     """Tokens whose keys and values need not be computed."""
@@ -39,14 +39,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What an admission can build on."""
+    """The reusable beginning of a request, and the block tables that it gives."""
 
     found: Admitted
-    """Its copies are listed by whoever allocates their destinations."""
+    """`KVCache.admit` adds the copies, since it allocates their destinations."""
     tables: list[list[int]]
-    """Of each group: blocks to share, null blocks where nothing will be read."""
+    """For each group: blocks to share, and null blocks in columns that are not read."""
     copied: list[int] = field(default_factory=list)
-    """Of each group the sibling's partly filled block, to be copied; empty if there is none."""
+    """For each group the sibling's partly filled block, to be copied; empty if there is none."""
 
 
 def find_reuse(
@@ -57,10 +57,10 @@ def find_reuse(
     hashes: PrefixHashes | None,
     siblings: Sequence[tuple[str, int]],
 ) -> Reuse:
-    """Return the most that a request of `num_tokens` known tokens can build on.
+    """Return the longest reusable beginning of a request of `num_tokens` known tokens.
 
-    Never all of them: the last one is to be computed, since its logits are wanted. `hashes` and
-    `siblings` are those of `KVCache.admit`.
+    It never has all tokens: the last one must be computed for its logits. `hashes` and `siblings`
+    are those of `KVCache.admit`.
     """
     swapped = host.find(request_id)
     if swapped is not None:
@@ -84,7 +84,7 @@ def find_reuse(
 
 
 def _fork(allocators: Sequence[GroupAllocator], sibling: str, num_tokens: int) -> Reuse | None:
-    """Return how to go on from a sibling, or None if it has given back what that takes."""
+    """Return the reuse of a sibling's tokens, or None if it has freed blocks of them."""
     tables: list[list[int]] = []
     for allocator in allocators:
         table = allocator.shareable(sibling, num_tokens)
@@ -99,11 +99,11 @@ def _fork(allocators: Sequence[GroupAllocator], sibling: str, num_tokens: int) -
 def _match(
     allocators: Sequence[GroupAllocator], hashes: PrefixHashes, count: int
 ) -> list[list[int]]:
-    """Return tables of the blocks, at most `count`, that a sequence can begin with as they are.
+    """Return tables of the published blocks, at most `count` columns, that a sequence starts with.
 
-    Groups with full attention need all of them, those with a window what the next token reads. A
-    block that is missing there bounds the count, and what was seen behind it is of no use any more:
-    one pass, from the end, over the columns that some group needs.
+    Groups with full attention need every column, those with a window the columns that the next
+    token reads. A block that is missing there limits the count to its column. One backward pass
+    visits the columns that some group needs.
     """
     size = allocators[0].block_size
     sliding = [allocator for allocator in allocators if allocator.slides]

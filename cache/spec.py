@@ -1,4 +1,4 @@
-"""What a layer stores of a token, and which layers share a block table."""
+"""What a layer stores per token, and which layers share a block table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What every kind of layer says of its part of the cache.
+    """What one layer stores per token, for any kind of attention.
 
     Attributes:
         num_kv_heads: heads of keys and values (after grouping of query heads).
@@ -55,7 +55,7 @@ class LayerSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what one layer keeps of one token."""
+        """Bytes that one layer stores per token."""
         vector = self.head_dim * self.element_bytes + self.scale_bytes
         return self.sides * self.num_kv_heads * vector
 
@@ -83,9 +83,8 @@ class LayerSpec:
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
         """The most blocks that a request of `num_tokens` tokens holds at once in one group.
 
-        `chunk` is the most tokens of it that one step computes. Between them, what the first of
-        them reads and the last of them writes, lie `window - 1 + chunk` tokens, which may begin
-        anywhere in a block.
+        `chunk` is the most tokens of it that one step computes. With a window, the step reads and
+        writes `window - 1 + chunk` consecutive tokens, which may begin anywhere in a block.
         """
         blocks = -(-num_tokens // block_size)
         if self.window_tokens is None:
@@ -94,10 +93,10 @@ class LayerSpec:
         return min(blocks, -(-(span - 1) // block_size) + 1)
 
     def shard(self, count: int) -> Self:
-        """Return the spec of one of `count` devices that divide the heads among them.
+        """Return the spec of one of `count` devices that share the heads evenly.
 
         Raises:
-            ValueError: the heads cannot be divided so.
+            ValueError: `count` does not divide the heads.
         """
         if count < 1 or self.num_kv_heads % count:
             raise ValueError(
@@ -128,7 +127,7 @@ class SlidingWindowSpec(LayerSpec):
 class LatentSpec(LayerSpec):
     """A layer of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    It keeps one vector a token, which all query heads share: the compressed keys and values and
+    It stores one vector per token, which all query heads share: the compressed keys and values and
     the rotated part of the key. `head_dim` counts both parts.
     """
 
@@ -182,7 +181,7 @@ def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     and 4, and the groups are `A(0 2)`, `B(1 3)`, `B(4 5)`.
 
     Raises:
-        ValueError: there is no layer, or two layers store different things of a token.
+        ValueError: there is no layer, or two layers differ in more than their window.
     """
     if not specs:
         raise ValueError("a model needs at least one layer to have a cache, got no layer specs")

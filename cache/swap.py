@@ -1,4 +1,4 @@
-"""Which blocks of the host cache hold the keys and values of requests that lost their own."""
+"""The blocks of the host cache, and the preempted requests whose keys and values they hold."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["HostBlocks", "SwappedRequest"]
 
 @dataclass(frozen=True, slots=True)
 class SwappedRequest:
-    """What of a request waits on the host."""
+    """The keys and values of a preempted request in the host cache."""
 
     num_tokens: int
-    """Tokens whose keys and values wait."""
+    """Tokens whose keys and values are kept."""
     blocks: list[tuple[int, int, int]]
     """(layer group, column of its block table, host block)."""
 
 
 class HostBlocks:
-    """The blocks `0 .. num_blocks - 1` of the host arena; there is no null block among them."""
+    """The blocks `0 .. num_blocks - 1` of the host arena, none of which is a null block."""
 
     def __init__(self, num_blocks: int) -> None:
-        """Manage `num_blocks` blocks, which may be none."""
-        # Block i is block i + 1 of the pool, whose first one nobody gets.
+        """Manage `num_blocks` blocks; 0 for no host cache."""
+        # Host block i is block i + 1 of the pool, which never allocates its block 0.
         self._pool = BlockPool(num_blocks + 1) if num_blocks else None
         self._requests: dict[str, SwappedRequest] = {}
 
@@ -41,13 +41,13 @@ class HostBlocks:
         return 0 if self._pool is None else self._pool.num_blocks - 1
 
     def find(self, request_id: str) -> SwappedRequest | None:
-        """Return what waits of a request, or None."""
+        """Return what the host cache holds of a request, or None."""
         return self._requests.get(request_id)
 
     def put(
         self, request_id: str, num_tokens: int, columns: Sequence[tuple[int, int]]
     ) -> list[int] | None:
-        """Take a block for each (group, column) of a request; None if there are not enough."""
+        """Allocate a block for each (group, column) of a request; None if too few are free."""
         assert request_id not in self._requests, f"request {request_id} is swapped already"
         if len(columns) > self.num_free:
             return None
@@ -59,7 +59,7 @@ class HostBlocks:
         return taken
 
     def drop(self, request_id: str) -> None:
-        """Forget what waits of a request, if anything does."""
+        """Free the host blocks of a request, if it has any."""
         swapped = self._requests.pop(request_id, None)
         if swapped is not None and self._pool is not None:
             self._pool.free(host + 1 for _, _, host in swapped.blocks)

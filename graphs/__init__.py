@@ -4,7 +4,7 @@
 |---|---|
 | `buckets` | which sizes exist, and which one fits n (imports no torch) |
 | `buffers` | fixed device buffers for a dataclass of tensors, one host mirror, one copy a step |
-| `steps` | a step run eagerly, compiled, or as a captured CUDA graph, behind one face |
+| `steps` | a step run eagerly, compiled, or as a captured CUDA graph, with one interface |
 | `library` | key -> step: prepared largest first, with hits, misses, padding, bytes and seconds |
 
 Nothing here knows a model. This file imports nothing, so that the scheduler can use `buckets`

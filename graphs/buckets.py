@@ -1,8 +1,8 @@
 """Which sizes a step is compiled and captured for, and which of them fits n. Imports no torch.
 
 A step has a fixed shape, so a batch of n runs in the smallest bucket of at least n and the rest of
-the bucket is padding. Every bucket costs a compilation or a capture at start; every gap between
-two buckets costs padded lanes while serving. The ladders below are that trade.
+the bucket is padding. More buckets cost more compilations and captures at start; fewer buckets cost
+more padding while serving.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Buckets:
     def __init__(self, sizes: Iterable[int]) -> None:
         given = tuple(sizes)
         for size in given:
-            # `True` is an int to Python, and never a size that somebody meant.
+            # `True` is an int in Python, but no size.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"bucket sizes must be positive integers, got {size!r}")
         if not given:
@@ -88,10 +88,10 @@ def default_row_buckets(max_num_seqs: int) -> Buckets:
 def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:
     """Return prefill buckets, in tokens: the powers of two from 16, and `max_tokens` itself.
 
-    A prefill chunk is launched now and then and the scheduler fills it up where it can, so powers
-    of two are enough: few steps to prepare, and less than half of one is padding. Where chunks are
-    chosen by the time of their bucket there are `fine` ones, one more halfway between two: a chunk
-    then is at least two thirds of what there is time for.
+    The scheduler fills chunks where it can, so powers of two are enough: there are few steps to
+    prepare, and less than half of a step is padding. `fine` adds a bucket halfway between each two,
+    for chunks that are sized by the measured time of their bucket: such a chunk has at least two
+    thirds of the tokens that the time allows.
 
     Raises:
         ValueError: `max_tokens` is less than 1.

@@ -7,10 +7,10 @@ into buffers that are allocated once and never move. All fields lie in one alloc
           | token_ids |positions | token_rows ...  |      each field starts on an aligned boundary
 
 so a step's inputs reach the device in one transfer, however many fields they have. On a CPU the
-mirror *is* the device buffer, and a write through it is already there.
+mirror *is* the device buffer, and nothing is copied.
 
 What a step itself writes (fed-back tokens, advanced positions) does not belong here: the next copy
-would put the mirror's old values over it.
+would overwrite it with the mirror's old values.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CUDA_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and resting value of one field.
+    """Shape, dtype and padding value of one field.
 
-    `fill` is the value that makes a lane harmless: the null row, position 0, a slot of the null
-    block. Buffers hold it in every lane from allocation on, and again after `reset()`.
+    `fill` is the padding value: the null row, position 0, a slot of the null block. Buffers hold it
+    everywhere after allocation and after `reset()`.
 
     Raises:
         ValueError: a dimension is less than 1.
@@ -103,8 +103,8 @@ class StaticBuffers(Generic[T]):
         """Allocate buffers for `layout`, a dataclass with one tensor field for each spec.
 
         `layout` may be a generic dataclass, given with its argument (`StepInputs[Tensor]`); it is
-        called with one keyword argument a field. Every lane starts with its `fill`, on the device
-        too, so that steps can be warmed up on buffers that nobody has written yet.
+        called with one keyword argument a field. Every field starts with its `fill`, on the device
+        too, so that steps can be warmed up on buffers that have not been written.
 
         Raises:
             TypeError: `layout` is no dataclass.
@@ -168,19 +168,19 @@ class StaticBuffers(Generic[T]):
         return layout(**arrays)
 
     def begin_write(self) -> None:
-        """Wait until the last copy has read the mirror. To be called before each round of writes.
+        """Wait until the last copy has read the mirror. Call it before each round of writes.
 
-        A copy from pinned memory is under way after `copy_to_device` returns; writing meanwhile
-        would hand the earlier step some of the later step's inputs. Waits for that copy only, never
-        for the device, and not at all on a CPU.
+        A copy from pinned memory is still running when `copy_to_device` returns; writing meanwhile
+        would mix the inputs of two steps. Waits for that copy only, never for the device, and not
+        at all on a CPU.
         """
         if self._copied is not None:
             self._copied.synchronize()
 
     def copy_to_device(self) -> None:
-        """Bring the whole mirror to the device: one transfer on the current stream, not waited for.
+        """Copy the whole mirror to the device: one asynchronous transfer on the current stream.
 
-        On a CPU there is nothing to bring; the call is counted all the same.
+        On a CPU nothing is copied; the call is counted all the same.
         """
         if self._host_bytes is not self._device_bytes:
             self._device_bytes.copy_(self._host_bytes, non_blocking=self._copied is not None)
@@ -189,7 +189,7 @@ class StaticBuffers(Generic[T]):
         self.copies += 1
 
     def reset(self) -> None:
-        """Put every lane of the mirror back to its `fill` (and `begin_write` first)."""
+        """Fill every field of the mirror with its `fill`, after `begin_write`."""
         self.begin_write()
         for name, spec in self._specs.items():
             getattr(self.host, name).fill_(spec.fill)

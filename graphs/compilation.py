@@ -1,11 +1,11 @@
 """Runs a callable until torch.compile has nothing left to compile in it.
 
-torch has two settings for this, `fail_on_recompile_limit_hit` and `error_on_recompile`. They hold
-for the whole process in torch 2.11, so they would fail what another thread compiles meanwhile. Here
-no setting is changed. torch calls two hooks in the thread that compiles: one when it begins a
-frame, one when it has code for it. A context variable holds what is counted in this thread. A frame
-that was begun and got no code runs in eager mode from then on: torch has reached its recompile
-limit, or cannot compile it.
+torch has two settings for this, `fail_on_recompile_limit_hit` and `error_on_recompile`. In torch
+2.11 they apply to the whole process, so they would fail compilations of other threads. This module
+changes no setting. torch calls two hooks in the compiling thread: one when it begins a frame, one
+when it has code for it. A context variable holds the counts of this thread. A frame that was begun
+and got no code runs in eager mode from then on: torch has reached its recompile limit, or cannot
+compile it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
 
-from .errors import StepCompilationError
+from .step_errors import StepCompilationError
 
 __all__ = ["run_until_compiled"]
 
@@ -38,7 +38,7 @@ _watched: ContextVar[_Compilations | None] = ContextVar("watched compilations", 
 def run_until_compiled(fn: Callable[[], object]) -> None:
     """Run `fn` once; if that compiled anything, run it again and check that nothing is left.
 
-    Other threads may compile meanwhile: what they compile does not count.
+    Compilations of other threads do not count.
 
     Raises:
         StepCompilationError: torch runs a part of `fn` in eager mode, or the second run compiled.
@@ -89,7 +89,7 @@ def _install_hooks() -> None:
     """Register both hooks with torch, once a process; outside of `_watching` they do nothing."""
     from torch._dynamo import convert_frame, utils
 
-    # The lock that torch holds while it compiles: it must not find the hooks changed meanwhile.
+    # torch holds this lock while it compiles: the hooks must not change meanwhile.
     with convert_frame.compile_lock:
         _install_code_hook()
         if _begin not in (utils.get_hook_for_recompile_user_context() or ()):
@@ -104,7 +104,7 @@ def _install_code_hook() -> None:
 
 
 def _begin() -> str:
-    """Count a frame that torch begins to compile; the answer goes into torch's own metrics."""
+    """Count a frame that torch begins to compile; the result is a label in torch's metrics."""
     compilations = _watched.get()
     if compilations is None:
         return ""
@@ -113,7 +113,7 @@ def _begin() -> str:
 
 
 def _end(code: CodeType, new_code: CodeType) -> CodeType | None:
-    """Note a frame that was compiled; None: its code stays as torch made it."""
+    """Record a frame that was compiled; None leaves its code unchanged."""
     compilations = _watched.get()
     if compilations is not None:
         place = f"{code.co_filename}:{code.co_firstlineno}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..profiling import ranges
-from .errors import StepPreparationError
+from .step_errors import StepPreparationError
 from .steps import Step, StepKind
 
 __all__ = ["LibraryStats", "PreparationWatcher", "StepLibrary", "StepReport"]
@@ -28,8 +28,8 @@ O = TypeVar("O")  # noqa: E741  what a step returns
 class StepReport(Generic[K]):
     """What one prepared step cost: wall-clock `seconds`, and `bytes` of the device.
 
-    `bytes` is what the free memory of the device lost while the step was captured, and 0 for steps
-    that are not. Steps that share a pool use each other's memory: it is what this one added.
+    `bytes` is the decrease of the device's free memory during the capture, 0 for steps that are not
+    captured. Steps share a pool, so it is what this step added to it.
     """
 
     key: K
@@ -39,7 +39,7 @@ class StepReport(Generic[K]):
 
 
 class PreparationWatcher(Protocol[K_contra]):
-    """What measures memory while a library is prepared; called from `StepLibrary.prepare`."""
+    """Callbacks of `StepLibrary.prepare` that measure memory."""
 
     def warmed_up(self, key: K_contra) -> None:
         """The step of `key` has been warmed up, and no other since the last call."""
@@ -53,15 +53,15 @@ class PreparationWatcher(Protocol[K_contra]):
 
 @dataclass(frozen=True, slots=True)
 class LibraryStats(Generic[K]):
-    """What a library has served since it was made.
+    """Counters of a library since it was made.
 
     Attributes:
         steps: prepared steps.
         hits: lookups of a prepared step.
         misses: lookups that fell back to a slower step.
         missed_keys: the keys of those, in order of their first miss.
-        used_lanes: rows or tokens that launches were for.
-        padded_lanes: rows or tokens that launches computed for nothing.
+        used_lanes: rows or tokens of requests that launches computed.
+        padded_lanes: rows or tokens of padding that launches computed.
     """
 
     steps: int
@@ -73,7 +73,7 @@ class LibraryStats(Generic[K]):
 
     @property
     def padding_fraction(self) -> float:
-        """Padded lanes among all lanes that were computed; 0.0 before the first launch."""
+        """Padding as a fraction of all rows and tokens computed; 0.0 before the first launch."""
         lanes = self.used_lanes + self.padded_lanes
         return self.padded_lanes / lanes if lanes else 0.0
 
@@ -102,8 +102,7 @@ class StepLibrary(Generic[K, O]):
         """
         self._make_step = make_step
         self._make_fallback = make_fallback
-        # Largest first: memory that a large capture leaves in the pool has room for every smaller
-        # one, where the other way round each would make the pool grow.
+        # Largest first: smaller captures then fit the pool, which would otherwise grow with each.
         self._keys = sorted(dict.fromkeys(keys), key=size_of, reverse=True)
         self._size_of = size_of
         self._steps: dict[K, Step[O]] = {}
@@ -176,7 +175,7 @@ class StepLibrary(Generic[K, O]):
         return self.lookup(key).launch()
 
     def record_padding(self, used: int, bucket: int) -> None:
-        """Count a launch of `bucket` lanes (rows or tokens) of which `used` were for somebody."""
+        """Count a launch of `bucket` rows or tokens, of which `used` belong to requests."""
         assert 0 <= used <= bucket, f"{used} lanes used of a bucket of {bucket}"
         self._used_lanes += used
         self._padded_lanes += bucket - used
@@ -200,7 +199,7 @@ class StepLibrary(Generic[K, O]):
         ]
 
     def close(self) -> None:
-        """Let go of all steps, and with them of the memory they hold. The counters stay."""
+        """Drop all steps and the memory they hold. The counters stay."""
         self._steps.clear()
         self._fallbacks.clear()
         self._open = False

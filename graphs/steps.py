@@ -1,16 +1,16 @@
-"""A step run in one of three ways, eagerly, compiled, or as a captured CUDA graph: one face.
+"""Steps that run eagerly, compiled, or as a captured CUDA graph, with one interface.
 
 A step wraps a callable without arguments over static buffers: whatever it reads lies at a fixed
 address, so the same callable can be called, compiled or captured.
 
 A step is prepared in two stages, `warm_up()` and `record()`, so that a library can warm up all of
-its steps before the first is captured: memory that warm-ups leave in the allocator's cache is given
-back once, and not between captures.
+its steps before the first is captured: memory that warm-ups leave in the allocator's cache is freed
+once, and not between captures.
 
-The contract of warm-up: both stages run the callable, several times, before there is a request.
-A callable that changes device state (writes keys and values, feeds tokens back) must find inputs
-for which that is harmless: every lane points to the null row, every write to the null block. That
-is what `StaticBuffers` hold after `allocate` and after `reset` followed by a copy.
+The contract of warm-up: both stages run the callable several times before the first request. A
+callable that changes device state (writes keys and values, feeds tokens back) needs inputs of
+padding only: every row is the null row, every write goes to the null block. `StaticBuffers` hold
+such inputs after `allocate`, and after `reset` followed by a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from ..profiling import attribution
 from ..profiling.graph_nodes import cuda_graph_nodes
 from .compilation import run_until_compiled
-from .errors import StepPreparationError
+from .step_errors import StepPreparationError
 
 __all__ = [
     "Capture",
@@ -46,7 +46,7 @@ __all__ = [
 O = TypeVar("O")  # noqa: E741  what a step returns
 
 StepKind = Literal["eager", "compile", "graph"]
-"""How a step runs; the words are those of the engine's `mode`."""
+"""How a step runs, named as the engine's `mode`."""
 
 
 class Step(ABC, Generic[O]):
@@ -54,9 +54,9 @@ class Step(ABC, Generic[O]):
 
     Attributes:
         kind: how it runs.
-        name: what errors call it.
+        name: in error messages.
         seconds: wall-clock seconds that both stages took so far.
-        bytes: device memory that recording took and the step holds while it lives.
+        bytes: device memory that recording allocated and the step holds.
     """
 
     kind: ClassVar[StepKind]
@@ -69,15 +69,15 @@ class Step(ABC, Generic[O]):
         self.bytes = 0
 
     def prepare(self) -> None:
-        """Do both stages. Raises as they do."""
+        """Run both stages; raises as they do."""
         self.warm_up()
         self.record()
 
     def warm_up(self) -> None:
-        """Run what only the first run needs. See the contract of warm-up above.
+        """Compile, load and allocate what the first run needs; see the contract of warm-up above.
 
         Raises:
-            StepPreparationError: whatever went wrong, with its cause. The step cannot be launched.
+            StepPreparationError: any failure, with its cause. The step cannot be launched.
         """
         self._timed(self._warm_up)
 
@@ -106,7 +106,7 @@ class Step(ABC, Generic[O]):
 
 
 class EagerStep(Step[O]):
-    """The callable as it is. There is nothing to prepare, so it may be launched unprepared."""
+    """The callable as it is. It needs no preparation."""
 
     kind = "eager"
 
@@ -121,9 +121,9 @@ class EagerStep(Step[O]):
 class CompiledStep(Step[O]):
     """A callable made of `torch.compile`d parts, compiled before the first request.
 
-    Preparing fails where compilation would later, silently, cost time in traffic: if the parts have
-    reached their recompile limit (torch would go on in eager mode), or if a second run over the
-    same buffers would compile again. A callable without compiled parts is run once.
+    Preparation fails where compilation would silently slow down requests later: if the parts have
+    reached their recompile limit (torch would fall back to eager mode), or if a second run over the
+    same buffers compiles again. A callable without compiled parts is run once.
     """
 
     kind = "compile"
@@ -153,7 +153,7 @@ class Capture(Generic[O]):
 
 
 class GraphCapturer(Protocol):
-    """What a `CapturedStep` needs of a device that can record its work and replay it."""
+    """The device interface of a `CapturedStep`: runs work, records it and replays it."""
 
     def warm_up(self, fn: Callable[[], object]) -> None:
         """Run `fn` once, as it will run while captured but for real."""
@@ -166,8 +166,8 @@ class CapturedStep(Step[O]):
     """The callable recorded once by a capturer and replayed: the host pays for one launch.
 
     `launch` returns the same tensors each time, with new contents. Captures of one capturer share
-    their memory, so an output is valid on the stream until the next launch of *any* of them: what
-    must last longer is copied, on the same stream, before that.
+    their memory, so an output is valid on the stream until the next launch of *any* of them. Copy
+    what must last longer on the same stream before that.
     """
 
     kind = "graph"
@@ -179,9 +179,9 @@ class CapturedStep(Step[O]):
         capturer: GraphCapturer,
         identity: attribution.StepIdentity | None = None,
     ) -> None:
-        """Wrap `fn`; steps that share memory are given the same `capturer`, the largest first.
+        """Wrap `fn`; steps that share memory have the same `capturer`, the largest comes first.
 
-        `identity` is what the names of its kernels are recorded under; None: they are not.
+        `identity` is the key for the recorded names of its kernels; None records none.
         """
         super().__init__(fn, name)
         self._capturer = capturer
@@ -189,8 +189,7 @@ class CapturedStep(Step[O]):
         self._capture: Capture[O] | None = None
 
     def _warm_up(self) -> None:
-        # What runs for the first time may allocate for good, load a module or compile, none of
-        # which a capture can record: it happens here.
+        # A first run may allocate permanently, load a module or compile: no capture can record it.
         self._capturer.warm_up(partial(run_until_compiled, self._fn))
 
     def _record(self) -> None:
@@ -211,9 +210,8 @@ class CudaGraphCapturer:
 
     One pool: graphs never run at the same time, so each may use the scratch memory of the others,
     and all of them together take about as much as the largest, if that is captured first. One
-    stream: memory is only shared between captures from the same stream, and libraries keep a
-    workspace a stream. After a capture that failed the pool is in an unknown state: the capturer
-    is done with, and whoever tries again makes a new one.
+    stream: captures share memory only within a stream, and libraries keep a workspace for each
+    stream. A failed capture leaves the pool in an unknown state: make a new capturer after it.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -261,8 +259,7 @@ class CudaGraphCapturer:
                     with attribution.capturing(self._nodes) as tape:
                         output = fn()
                 except BaseException:
-                    # Ends the capture. What it raises of its own follows from the failure of `fn`,
-                    # which is what is to be known.
+                    # Ends the capture; an error here only follows from that of `fn`.
                     with suppress(RuntimeError):
                         graph.capture_end()
                     raise
@@ -274,13 +271,13 @@ class CudaGraphCapturer:
         return Capture(graph.replay, output, max(0, free_before - free_after))
 
     def _nodes(self) -> attribution.NodeSource:
-        """Return what tells the nodes of the capture that has begun."""
+        """Return the source of the graph nodes of the current capture."""
         return cuda_graph_nodes(self._stream.cuda_stream)
 
     def _settle(self) -> None:
-        """After warm-ups, give back the memory that they left in the allocator's cache.
+        """Free the memory that warm-ups left in the allocator's cache.
 
-        Captures allocate from a pool of their own, which cannot use it: the device would hold the
+        Captures allocate from their own pool, which cannot use it: the device would hold the
         activations of the largest step twice.
         """
         if not self._settled:

@@ -8,7 +8,7 @@ here so that there is one place to import errors from. No torch: the scheduler r
 from __future__ import annotations
 
 from ..cache.memory.handler import MemoryBudgetError
-from ..graphs.errors import StepPreparationError
+from ..graphs.step_errors import StepPreparationError
 
 __all__ = [
     "StepgraphError",

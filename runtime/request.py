@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..cache.prefix import PrefixHashes
+from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
 from .sampling_params import SamplingParams
 
@@ -119,7 +119,12 @@ class Request:
     error: Exception | None = None
     row: int | None = None
     num_computed: int = 0
+    """Tokens whose keys and values launched steps have computed, at most: a verify step counts as
+    if all of its drafts were accepted, until it is committed."""
+    num_unsure: int = 0
+    """Of them, those that depend on drafts of launched steps; 0 without verify steps."""
     num_pending: int = 0
+    """Tokens that launched steps have sampled and that the host does not know yet, at most."""
     decoding: bool = False
     """Whether a launched step has sampled from its last known token, so that the device holds the
     next one. False while its prompt, or after a preemption its whole sequence, is prefilled."""
@@ -138,8 +143,33 @@ class Request:
         return len(self.prompt_ids) + self.num_output
 
     @property
+    def least_computed(self) -> int:
+        """Tokens whose keys and values launched steps have computed, at least.
+
+        What gives blocks away or shares them goes by this, what takes blocks by `num_computed`.
+        """
+        return self.num_computed - self.num_unsure
+
+    def launched(self, count: int) -> None:
+        """Note a launched verify step of `count` tokens, the newest one and drafts."""
+        self.num_computed += count
+        self.num_unsure += count - 1
+        self.num_pending += count
+
+    def advanced(self, count: int, accepted: int) -> None:
+        """Take back what a verify step of `count` tokens was counted for, but for `accepted` ones.
+
+        The tokens themselves are appended one by one. A request that has been preempted since has
+        no computed tokens to take back.
+        """
+        self.num_pending -= count - accepted
+        if self.row is not None:
+            self.num_unsure -= count - 1
+            self.num_computed -= count - accepted
+
+    @property
     def num_unsampled(self) -> int:
-        """Tokens that it may have beyond those that launched steps have sampled."""
+        """Tokens that it may have beyond those that launched steps have sampled, at least."""
         return self.max_tokens - self.num_output - self.num_pending
 
     @property

@@ -25,6 +25,7 @@ from .kernels import (
 )
 from .kernels.result_check import warn
 from .models.config import ModelConfig
+from .models.plan import model_plan
 
 __all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels"]
 
@@ -167,7 +168,7 @@ class ResolvedConfig:
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
-        obstacle = native_obstacle(device.type, dtype, weights, latent=model.latent is not None)
+        obstacle = native_obstacle(device.type, dtype, weights, model_plan(model))
         mode = _resolve_mode(config, device, obstacle)
         native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
         missing = _missing_for_native(device) if native else None

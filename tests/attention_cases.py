@@ -1,10 +1,12 @@
 """Calls of paged attention over poisoned memory, and what float64 makes of them."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.ops import kv_storage
 from torch import Tensor
 
@@ -19,58 +21,49 @@ class Case:
     k: Tensor
     v: Tensor | None
     arena: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    token_rows: Tensor
-    rows: Tensor
-    positions: Tensor
+    batch: RaggedBatch
     form: AttentionForm
     expected: Tensor
     valid_tokens: int
     layer: int = 1
 
-    @property
-    def read_blocks(self) -> int:
-        return -(-(int(self.positions.max()) + 1) // self.form.block_size)
-
-    def run(self, attention: Attention, read_blocks: int | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, attention: Attention) -> tuple[Tensor, Tensor]:
         """Output and arena of a call that owns its arena."""
-        arena = self.arena.clone()
-        out = attention(
-            self.q,
-            self.k,
-            self.v,
-            arena,
-            self.layer,
-            self.slots,
-            self.block_tables,
-            self.token_rows,
-            self.rows,
-            self.positions,
-            self.read_blocks if read_blocks is None else read_blocks,
-            self.form,
-        )
+        arena, place = self.arena.clone(), LayerPlace(0, self.layer)
+        out = attention(self.q, self.k, self.v, arena, place, self.batch, self.form)
         return out, arena
+
+    def with_batch(self, **changes: Any) -> "Case":
+        """The same call with another batch."""
+        return replace(self, batch=replace(self.batch, **changes))
 
     def to(self, device: str) -> "Case":
         """The same call on a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **tensors)
+        return moved(replace(self, batch=moved(self.batch, device)), device)
 
     def select(self, tokens: list[int]) -> "Case":
-        """The same call for some of its tokens."""
-        token_rows = self.token_rows[tokens]
-        return replace(
+        """The same call for some of its tokens, each in a row of its own."""
+        token_rows = self.batch.token_rows[tokens]
+        selected = replace(
             self,
             q=self.q[tokens],
             k=self.k[tokens],
             v=None if self.v is None else self.v[tokens],
-            slots=self.slots[tokens],
+        )
+        return selected.with_batch(
+            slots=self.batch.slots[:, tokens],
             token_rows=token_rows,
             rows=token_rows,
-            positions=self.positions[tokens],
+            positions=self.batch.positions[tokens],
+            tokens_per_row=1,
+            query_start_loc=None,
         )
+
+
+def moved(made: Any, device: str) -> Any:
+    """The same dataclass with its tensors on a device."""
+    values = {field.name: getattr(made, field.name) for field in fields(made)}
+    return replace(made, **{n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)})
 
 
 def poisoned_arena(shape: tuple[int, ...], dtype: torch.dtype, storage: str) -> Tensor:
@@ -121,7 +114,7 @@ def make_case(
     """
     rng = torch.Generator().manual_seed(seed)
     h, g, d = heads
-    form = AttentionForm(block_size, scale, window, softcap, storage, value_dim or d)
+    form = AttentionForm(scale, window, softcap, storage, value_dim or d)
     max_blocks = max(-(-(cached + new) // block_size) for cached, new in chunks) + 1
     num_blocks = 2 + len(chunks) * max_blocks
     null_row = len(chunks)
@@ -162,21 +155,25 @@ def make_case(
                 q[first + t].double(), keys, values, scale, softcap
             )
         first += new
-    rows = token_rows if all(new == 1 for _, new in chunks) else torch.arange(null_row + 1)
-    return Case(
-        q,
-        kv[0],
-        None if latent else kv[1],
-        arena,
-        slots,
-        block_tables,
-        token_rows,
-        rows,
-        positions,
-        form,
-        expected,
-        first,
+    counts = [new for _, new in chunks]
+    starts = torch.tensor([0, *itertools.accumulate(counts), first])
+    batch = RaggedBatch(
+        positions=positions,
+        slots=slots[None],
+        token_rows=token_rows,
+        rows=torch.arange(null_row + 1),
+        block_tables=block_tables[None],
+        read_blocks=-(-(int(positions.max()) + 1) // block_size),
+        block_size=block_size,
+        tokens_per_row=None,
+        query_start_loc=starts,
     )
+    n = counts[0]
+    if set(counts) == {n} and padding % n == 0:
+        rows = torch.cat([torch.arange(null_row), torch.full((padding // n,), null_row)])
+        batch = replace(batch, tokens_per_row=n, rows=rows, query_start_loc=None)
+    values = None if latent else kv[1]
+    return Case(q, kv[0], values, arena, batch, form, expected, first)
 
 
 def check(case: Case, attention: Attention, tolerance: float) -> None:
@@ -188,7 +185,6 @@ def check(case: Case, attention: Attention, tolerance: float) -> None:
     written = case.arena.clone()
     for side, x in zip(written[case.layer], (case.k, case.v), strict=False):
         if x is not None:
-            kv_storage.write_blocks(
-                side, case.slots[:n], x[:n], case.form.block_size, case.form.storage
-            )
+            slots = case.batch.slots[0, :n]
+            kv_storage.write_blocks(side, slots, x[:n], case.batch.block_size, case.form.storage)
     assert torch.equal(arena[:, :, 1:].view(torch.uint8), written[:, :, 1:].view(torch.uint8))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from stepgraph.__main__ import main
-from stepgraph.runtime.bench import run_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 BANDWIDTH_GB_S = 30.0
@@ -32,22 +31,3 @@ def run_bench(patch: pytest.MonkeyPatch, arguments: str) -> int:
     )
     patch.setattr("sys.argv", ["bench.py", *arguments.split()])
     return main(["bench", *arguments.split()])
-
-
-def refusal(
-    patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, arguments: str
-) -> str:
-    """Return the one line that a scenario is refused with, before an engine is started."""
-
-    def start(*_: object) -> None:
-        raise AssertionError("an engine was started")
-
-    patch.setattr(run_scenarios.ScenarioRun, "_start", start)
-    path = folder / "a.json"
-    assert run_bench(patch, f"{arguments} --output-json {path}") in (1, 2)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("bench.py: error: ")
-    assert not path.exists()
-    return line

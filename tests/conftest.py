@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,16 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
     install()
 
+import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+# No deadline: a busy machine is no fault of an example.
+hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
+hypothesis.settings.load_profile("stepgraph")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, which the tests send.
@@ -256,6 +262,17 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     corpus = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    counts: Counter[str] = Counter()
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[function] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ at the wrong time, a token too many or a missed recomputation shows as another o
 
 from __future__ import annotations
 
+import random
 import time
 import zlib
 from collections import Counter, deque
@@ -22,7 +23,7 @@ from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.runtime.execution.outputs import Sampled
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import Request
-from stepgraph.runtime.scheduling.plan import Preemption, StepPlan
+from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
 VOCAB = 11
@@ -156,6 +157,7 @@ class FakeLaunch:
     arrived: object
     device_ns: int
     sampled: list[Sampled]  # seen by the host when it reads the launch, not before
+    advanced: list[int] | None  # likewise
 
     def elapsed_ns(self) -> None:
         return None
@@ -184,6 +186,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.sampling: list[bool] = []  # for each chunk of the last plan
         self.launched = 0
+        self._drafts = random.Random(0)
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
         self._fresh: list[int] = []  # blocks handed out since contents were last forgotten
@@ -264,8 +267,14 @@ class FakeRunner:
             device.tables[update.group][update.row][update.column] = update.block
         check_plan(plan, self.scheduler)
         self._check_tables()
-        sampled = []
-        for _ in range(plan.steps):
+        sampled, advanced = [], None
+        if plan.tokens_per_row > 1:
+            device.written.clear()
+            verified = [self._verify(span) for span in plan.decode_spans()]
+            advanced = [len(tokens) for tokens in verified]
+            rows = zip(plan.decode, verified, strict=True)
+            sampled += [(request, token, None) for request, tokens in rows for token in tokens]
+        for _ in range(plan.steps if plan.tokens_per_row == 1 else 0):
             device.written.clear()
             for request in plan.decode:
                 row = request.row
@@ -282,10 +291,30 @@ class FakeRunner:
             if chunk.samples:
                 sampled.append((chunk.request, device.sample(chunk.row, stop - 1), None))
         launch = FakeLaunch(
-            number, plan, len(plan.decode), time.perf_counter_ns(), object(), 0, sampled
+            number, plan, len(plan.decode), time.perf_counter_ns(), object(), 0, sampled, advanced
         )
         self.unread.append(launch)
         return launch
+
+    def _verify(self, span: RowSpan) -> list[int]:
+        """Compute the newest token and drafts, most of them right; return what is accepted."""
+        device, row = self.device, span.row
+        first, token = device.positions[row], device.tokens[row]
+        accepted: list[int] = []
+        right = True
+        for position in range(first, first + span.count):
+            self._write(row, position, token)
+            seen = device.seen(row, position, position + 1)
+            sampled = next_token(device.seeds[row], seen)
+            if right:
+                accepted.append(sampled)
+            draft = sampled if self._drafts.random() < 0.7 else self._drafts.randrange(VOCAB)
+            right = right and draft == sampled
+            token = max(draft, 0)
+        self.seen["rejected"] += len(accepted) < span.count
+        self.seen["accepted"] += len(accepted) > 1
+        device.tokens[row], device.positions[row] = max(accepted[-1], 0), first + len(accepted)
+        return accepted
 
     def _write(self, row: int, position: int, token: int) -> None:
         """Write a token to blocks that nobody else reads, now or later."""
@@ -332,7 +361,9 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
 
     assert plan.prefill_tokens == sum(chunk.count for chunk in plan.prefill)
     assert plan.prefill_tokens <= scheduler.prefill_chunk
-    assert plan.prefill_tokens + len(plan.decode) <= scheduler.max_batch_tokens
+    assert plan.prefill_tokens + plan.decode_tokens <= scheduler.max_batch_tokens
+    for span in plan.decode_spans():
+        assert 1 <= span.count <= plan.tokens_per_row <= scheduler.tokens_per_row
     assert len(plan.prefill) <= scheduler.max_prefill_rows
     assert plan.steps in (1, scheduler.steps_per_launch)
     if plan.steps > 1:

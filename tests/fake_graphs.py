@@ -38,7 +38,7 @@ from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.resolved_config import ResolvedConfig
-from stepgraph.runtime.sampling.sampler import SamplingState
+from stepgraph.runtime.sampling.sampling_state import SamplingState
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 

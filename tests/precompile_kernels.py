@@ -32,7 +32,6 @@ compiled: list[tuple[str, str]] = []
 """Name of each kernel that Triton was asked for, and of the thread."""
 found: list[str] = []
 """Name of each of them that was on disk."""
-launchers: list[str] = []
 launched: Counter[str] = Counter()
 
 
@@ -60,7 +59,6 @@ class Launcher:
     """In the place of the C code that launches a kernel."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
-        launchers.append(src.name)
         self._name = src.name
 
     def __call__(self, *args: Any) -> None:
@@ -131,7 +129,7 @@ def small_kernels() -> dict[str, Any]:
     named = steps()
     failing = {"wide": wide, "lost": lost}
     report = compile_kernels([*failing.items(), *named.items()], threads=2)
-    ahead, built = [*compiled], [*launchers]
+    ahead = [*compiled]
     refused = ""
     with FilledMemory(torch.Tensor.zero_):
         for step in named.values():
@@ -149,7 +147,6 @@ def small_kernels() -> dict[str, Any]:
         "found": found,
         "compiled_later": compiled[len(ahead) :],
         "imports_dynamo": "torch._dynamo" in sys.modules,
-        "launchers": built,
         "launched": launched,
         "refused": refused,
         "again": [again.kernels, list(again.failures)],

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from math import nan
 from typing import Any
 
 import torch
-from stepgraph.runtime.sampling.sampler import SampleOutput, SamplingState
+from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
+from stepgraph.runtime.sampling.reference_sampler import sample_full
+from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams
+
+Sampler = Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
 
 PROMPT, OUTPUT = [3, 5, 7, 7, 250], [5, 9, 9, 9]
 FIRST = len(PROMPT) + len(OUTPUT)
@@ -99,3 +105,41 @@ def assert_same(ours: SampleOutput, reference: SampleOutput, logits: torch.Tenso
     ours_ids, logits = ours.top_ids[sound], logits[sound]
     assert torch.equal(logits.gather(1, ours_ids), logits.gather(1, reference.top_ids[sound]))
     assert all(len(set(ids)) == len(ids) for ids in ours_ids.tolist())
+
+
+def check_bad_lanes_stay_alone(full: Sampler, case: dict[str, Any], device: str = "cpu") -> None:
+    """Lanes that are not distributions get no token, and others what they draw by themselves."""
+    params = [SamplingParams(**case, seed=seed) for seed in range(9)]
+    logits = with_bad_lanes(logits_of(9, 300, 3, torch.bfloat16)).to(device)
+    good = [lane for lane in range(9) if lane not in BAD_LANES]
+    rows = torch.arange(9, device=device)
+    positions = torch.full_like(rows, FIRST)
+    reference, state = (state_of(params, 300, device) for _ in range(2))
+    counts = reference.token_counts.clone()
+    alone = sample_full(logits[good], reference, rows[good], positions[good])
+    output = full(logits, state, rows, positions)
+    assert output.tokens[BAD_LANES].eq(NON_FINITE).all()
+    assert torch.equal(output.tokens[good], alone.tokens)
+    torch.testing.assert_close(output.logprob[good], alone.logprob)
+    torch.testing.assert_close(output.top_logprobs[good], alone.top_logprobs)
+    assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
+    assert torch.equal(state.token_counts[good], reference.token_counts[good])
+    assert torch.equal(state.token_counts[BAD_LANES], counts[BAD_LANES])
+
+
+def check_parameters_that_leave_no_distribution(full: Sampler, device: str = "cpu") -> None:
+    """Stop ids are held back and no other token is possible; a penalty overflows."""
+    logits = logits_of(3, 300, 2, torch.float32).to(device)
+    logits[0] = -math.inf
+    logits[0, [11, 12]] = 1.0
+    logits[1, 7] = 1e30
+    for case in ({"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}):
+        params = [
+            SamplingParams(**case, min_tokens=8),
+            SamplingParams(**case, repetition_penalty=1e-20),
+            SamplingParams(**case),
+        ]
+        state, rows = state_of(params, 300, device), torch.arange(3, device=device)
+        tokens = full(logits, state, rows, torch.full_like(rows, FIRST)).tokens.tolist()
+        assert tokens[:2] == [NON_FINITE, NON_FINITE]
+        assert tokens[2] >= 0

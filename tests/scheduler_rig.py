@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import (
     FullAttentionSpec,
     LayerGroup,
@@ -58,6 +58,7 @@ class Rig:
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
+        tokens_per_row: int = 1,
         nan_tokens: frozenset[int] = NO_TOKENS,
         make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
@@ -87,6 +88,7 @@ class Rig:
             preemption=preemption,
             step_budget=step_budget,
             steps_per_launch=steps_per_launch,
+            tokens_per_row=tokens_per_row,
         )
         self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens)
         self.loop = StepLoop(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.allocators import GroupAllocator
-from stepgraph.cache.blocks import BlockPool, OutOfBlocksError
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.blocks import BlockPool
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
 
 
@@ -23,53 +23,6 @@ def hashes_of(tokens: list[int], block_size: int) -> PrefixHashes:
     hashes = PrefixHashes(block_size)
     hashes.extend(lambda start, stop: tokens[start:stop], len(tokens))
     return hashes
-
-
-def test_grow_and_forget() -> None:
-    pool = BlockPool(8)
-    allocator = make(pool, 4)
-    assert allocator.lacking("a", 5) == 2
-    assert allocator.grow("a", 5) == [1, 2]
-    assert allocator.grow("a", 8) == []  # the second block has room for tokens 5..8
-    assert allocator.grow("b", 1) == [3]
-    assert allocator.grow("a", 9) == [4]
-    assert allocator.table("a") == [1, 2, 4]
-    assert dict(allocator.tables) == {"a": [1, 2, 4], "b": [3]}
-
-    assert allocator.forget("a") == (range(3), [1, 2, 4])
-    assert allocator.table("a") == ()
-    assert dict(allocator.tables) == {"b": [3]}
-    assert pool.num_free == 3  # the caller frees what was forgotten
-
-
-def test_request_without_blocks() -> None:
-    pool = BlockPool(3)
-    allocator = make(pool, 4)
-    assert allocator.grow("a", 0) == []
-    assert allocator.table("a") == ()
-    assert not allocator.tables
-    assert allocator.forget("a") == (range(0), [])
-    assert len(allocator.slide("a", 9)) == 0
-    assert pool.num_free == 2
-
-
-def test_failed_growth_changes_nothing() -> None:
-    pool = BlockPool(4)
-    allocator = make(pool, 2)
-    allocator.grow("a", 4)
-    for request_id in ("a", "b"):
-        before = list(allocator.table(request_id))
-        with pytest.raises(OutOfBlocksError):
-            allocator.grow(request_id, 9)
-        assert list(allocator.table(request_id)) == before
-    assert pool.num_free == 1
-
-
-def test_never_shrinks() -> None:
-    allocator = make(BlockPool(4), 2)
-    allocator.grow("a", 5)
-    assert allocator.grow("a", 1) == []
-    assert len(allocator.table("a")) == 3
 
 
 def test_bad_arguments() -> None:
@@ -155,42 +108,3 @@ def test_shareable_is_what_the_next_token_reads_if_all_of_it_is_there(
             block if column in read else 0
             for column, block in enumerate(allocator.table("a")[: len(table)])
         ]
-
-
-def test_adopted_blocks_have_one_holder_more() -> None:
-    pool = BlockPool(6)
-    allocator = make(pool, 2, window=3)
-    allocator.grow("a", 6)
-    allocator.adopt("b", [0, 2, 3])
-    assert allocator.table("b") == [0, 2, 3]
-    assert allocator.live_columns("b") == range(1, 3)
-    assert [pool.ref_count(block) for block in (1, 2, 3)] == [1, 2, 2]
-    allocator.adopt("c", [])
-    assert "c" not in allocator.tables
-    with pytest.raises(AssertionError, match="holds blocks already"):
-        allocator.adopt("b", [1])
-
-
-def test_groups_do_not_find_each_others_blocks() -> None:
-    pool = BlockPool(6)
-    spec = FullAttentionSpec(num_kv_heads=2, head_dim=8, element_bytes=2)
-    first, second = (GroupAllocator(pool, LayerGroup(i, spec, (i,)), 2) for i in range(2))
-    hashes = hashes_of([1, 2, 3, 4], 2)
-    first.grow("a", 4)
-    first.publish("a", hashes, 0, 2)
-    assert [first.find(hashes, column) for column in range(2)] == [1, 2]
-    assert [second.find(hashes, column) for column in range(2)] == [None, None]
-    assert first.find_all(hashes, 0, 2) == [1, 2]
-    assert second.find_all(hashes, 0, 2) == []
-
-
-def test_publish_leaves_out_what_has_slid_away() -> None:
-    pool = BlockPool(6)
-    allocator = make(pool, 2, window=2)
-    hashes = hashes_of([1, 2, 3, 4, 5, 6], 2)
-    allocator.grow("a", 6)
-    allocator.slide("a", 4)
-    allocator.publish("a", hashes, 0, 3)
-    assert [allocator.find(hashes, column) for column in range(3)] == [None, 2, 3]
-    assert allocator.find_all(hashes, 1, 3) == [2, 3]
-    assert allocator.find_all(hashes, 0, 3) == []  # up to the first miss

@@ -61,23 +61,6 @@ def randomise(tensor: torch.Tensor, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
-def test_layout(spec: LayerSpec, storage: Storage, shape: tuple[int, ...]) -> None:
-    arena = make_arena(spec, storage)
-    assert arena.tensor.shape == shape
-    assert arena.tensor.dtype == (torch.bfloat16 if storage == "model" else torch.uint8)
-    assert arena.tensor.is_contiguous()
-    assert arena.nbytes == 2 * NUM_BLOCKS * spec.block_bytes(BLOCK_SIZE)
-    assert arena.address == arena.tensor.data_ptr()
-    assert arena.storage == storage
-
-
-def test_a_head_of_a_block_is_one_run_of_memory() -> None:
-    tensor = make_arena().tensor
-    assert tensor[1, 0, 5, 2].is_contiguous()
-    assert tensor.stride()[2:] == (3 * BLOCK_SIZE * 8, BLOCK_SIZE * 8, 8, 1)
-
-
-@pytest.mark.parametrize(("spec", "storage", "shape"), LAYOUTS)
 def test_null_block_is_zero_and_nothing_else_is_touched(
     spec: LayerSpec, storage: Storage, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +74,6 @@ def test_null_block_is_zero_and_nothing_else_is_touched(
     assert as_bytes(tensor[:, :, NULL_BLOCK]).eq(0).all()
     rest = tensor[:, :, 1:]
     assert (rest.isnan() if storage == "model" else rest.eq(255)).all()
-
-
-def test_groups_share_the_arena() -> None:
-    groups = (LayerGroup(0, SPEC, (0, 2)), LayerGroup(1, WINDOW, (1, 3)))
-    arena = Arena(groups, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, CPU)
-    assert arena.tensor.shape[0] == 2
 
 
 def test_unequal_groups_are_refused() -> None:
@@ -163,9 +140,3 @@ def test_to_the_host_and_back(
     expected[:, :, 6], expected[:, :, 4] = before[:, :, 4], before[:, :, 1]
     assert torch.equal(as_bytes(arena.tensor), expected)
     assert (arena.address, host.address) == addresses
-
-
-def test_a_host_block_is_one_run_of_memory() -> None:
-    arena = make_arena()
-    assert HostArena(arena, 2)._tensor[1].is_contiguous()
-    assert HostArena(arena, 0).nbytes == 0

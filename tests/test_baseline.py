@@ -8,20 +8,28 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from stepgraph.runtime.bench import continuous, static_generate
-from stepgraph.runtime.bench.baseline import BaselineCase, BaselineError, TransformersBaseline
-from stepgraph.runtime.bench.continuous import ContinuousBatching, whole_batch_steps
-from stepgraph.runtime.bench.hf_config import import_transformers
-from stepgraph.runtime.bench.hf_model import load_model
-from stepgraph.runtime.bench.static_generate import StaticGenerate
-from stepgraph.runtime.bench.steady_rows import baseline_columns
-from stepgraph.runtime.bench.tables import columns, rows
+from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.runtimes import continuous_batching as continuous
+from stepgraph.runtime.bench.runtimes import static_generate
+from stepgraph.runtime.bench.runtimes.continuous_batching import (
+    ContinuousBatching,
+    whole_batch_steps,
+)
+from stepgraph.runtime.bench.runtimes.static_generate import StaticGenerate
+from stepgraph.runtime.bench.runtimes.transformers_baseline import (
+    BaselineCase,
+    BaselineError,
+    TransformersBaseline,
+)
+from stepgraph.runtime.bench.runtimes.transformers_config import import_transformers
+from stepgraph.runtime.bench.runtimes.transformers_model import load_model
 from stepgraph.runtime.bench.workload import equal_share
 from stepgraph.runtime.loading.loader import read_config
 
@@ -62,9 +70,8 @@ def test_tokens_are_compared_position_by_position() -> None:
 def test_every_repetition_counts_as_many_steps(base: TinyModel) -> None:
     config = read_config(base.directory)
     prompts = base.prompts(9, 9, 9)
-    with TransformersBaseline(
-        config, base.directory, dtype=torch.float32, device=CPU, seed=0
-    ) as baseline:
+    baseline = TransformersBaseline(config, base.directory, dtype=torch.float32, device=CPU, seed=0)
+    with closing(baseline):
         assert baseline.dtype == "float32"
         case = baseline.prepare(prompts, steps=5, max_batch_tokens=16)
         case.run()
@@ -89,9 +96,10 @@ def test_what_a_checkpoint_asks_generate_for_is_left_out(base: TinyModel, tmp_pa
     plain = base.greedy(prompts, 20)
     settings = {"repetition_penalty": 9.0, "eos_token_id": plain[0][2], "do_sample": True}
     (directory / "generation_config.json").write_text(json.dumps(settings))
-    with TransformersBaseline(
+    baseline = TransformersBaseline(
         read_config(directory), directory, dtype=torch.float32, device=CPU, seed=0
-    ) as baseline:
+    )
+    with closing(baseline):
         case = baseline.prepare(prompts, steps=19, max_batch_tokens=64)
         case.run()
         assert [entry["tokens_equal"] for entry in case.to_json([1.0], plain)] == [1.0, 1.0]
@@ -104,7 +112,7 @@ class FakeMethod:
         self.name = name
         self.fails_at = fails_at
         self.calls = 0
-        self.forgotten = False
+        self.released = False
 
     def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
         self._call()
@@ -113,11 +121,11 @@ class FakeMethod:
         self._call()
         return [1.0, 1.0], [[7, 8, self.calls]]
 
-    def how(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {"compiled": True, "cuda_graphs": True, "async": False}
 
-    def forget(self) -> None:
-        self.forgotten = True
+    def release(self) -> None:
+        self.released = True
 
     def _call(self) -> None:
         if self.calls == self.fails_at:
@@ -146,7 +154,7 @@ def test_one_that_fails_stops_not_the_other() -> None:
         "tokens_equal": None,
         "error": "no such layer",
     }
-    assert bad.forgotten
+    assert bad.released
     assert said == ["bad is left out: no such layer"]
     assert went_on["step_ms"]["n"] == 6
     assert (went_on["speedup"], went_on["tokens_equal"]) == (0.5, 0.75)  # of the first run
@@ -176,7 +184,7 @@ def test_failures_of_transformers_are_errors_of_ours(
             methods[0].run()
         with pytest.raises(BaselineError, match="decoded -1 steps, not 2"):
             methods[1].run()
-    methods[0].forget()
+    methods[0].release()
     monkeypatch.setattr(model, "forward", None)
     for method in methods:
         with pytest.raises(BaselineError, match="transformers"):
@@ -228,10 +236,10 @@ def test_the_benchmark_takes_turns(
     for entry in case["baselines"]:
         assert case["step_ms"]["n"] == entry["step_ms"]["n"] == 14
         assert (entry["name"], entry["dtype"]) == ("transformers", "float32")
-    assert columns(document)[-6:] == (*baseline_columns("continuous"), *baseline_columns("static"))
-    (cells,) = rows(document)
-    assert cells[-2:] == (f"{case['baselines'][1]['speedup']:.2f}", "100%")
-    assert cells[-3].endswith("(14)")
+    ((_, (row,)),) = tables(document)
+    assert row["times faster than static"] == f"{case['baselines'][1]['speedup']:.2f}"
+    assert row["= static"] == row["= continuous"] == "100%"
+    assert row["transformers static step ms p50 (n)"].endswith("(14)")
     assert "weights and cache in float32" in " ".join(capsys.readouterr().err.split())
     assert schema_errors(document) == []
 
@@ -250,9 +258,9 @@ def test_a_failing_method_is_a_dash(
     document = json.loads(file.read_text())
     failed, static = document["cases"][0]["baselines"]
     assert (failed["error"], static["error"]) == ("of no such kind", None)
-    (cells,) = rows(document)
-    assert cells[-6:-3] == ("-", "-", "-")
-    assert cells[-3] != "-"
+    ((_, (row,)),) = tables(document)
+    assert row["times faster than continuous"] == row["= continuous"] == "-"
+    assert row["times faster than static"] != "-"
     monkeypatch.setattr(StaticGenerate, "prepare", fail)
     assert run_bench(monkeypatch, f"{ARGUMENTS} 1") == 1
     message = "continuous: of no such kind; static: of no such kind\n"

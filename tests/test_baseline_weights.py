@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench import hf_model
-from stepgraph.runtime.bench.baseline import BaselineError, TransformersBaseline
-from stepgraph.runtime.bench.hf_config import hf_config
-from stepgraph.runtime.bench.hf_model import load_model
+from stepgraph.runtime.bench.runtimes import transformers_model as hf_model
+from stepgraph.runtime.bench.runtimes.transformers_baseline import (
+    BaselineError,
+    TransformersBaseline,
+)
+from stepgraph.runtime.bench.runtimes.transformers_config import hf_config
+from stepgraph.runtime.bench.runtimes.transformers_model import load_model
 from stepgraph.runtime.models.config import LatentConfig, ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 
@@ -73,9 +77,10 @@ def compare(engine: Engine, directory: Path | None, prompts: list[list[int]]) ->
     """What both methods say of prompts that an engine decodes, by their names."""
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     ours = [output.token_ids for output in engine.generate(prompts, params)]
-    with TransformersBaseline(
+    baseline = TransformersBaseline(
         engine.model_config, directory, dtype=torch.float32, device=CPU, seed=0
-    ) as baseline:
+    )
+    with closing(baseline):
         case = baseline.prepare(prompts, NEW_TOKENS - 1, max_batch_tokens=32)
         case.run()
         return {entry["method"]: entry for entry in case.to_json([1.0], ours)}

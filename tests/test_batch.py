@@ -23,7 +23,7 @@ from stepgraph.runtime.execution.inputs import (
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduling.plan import PrefillChunk, TableUpdate
+from stepgraph.runtime.scheduling.plan import RowSpan, TableUpdate
 
 POISON = -(2**40) - 7
 
@@ -64,19 +64,19 @@ def test_the_example_of_the_module() -> None:
     more_to_come = make_request([a, b, c, 104], prompt_len=4)
     last_known = make_request([*range(50, 57), x, y], prompt_len=6)
     host = poisoned()
-    chunks = [PrefillChunk(more_to_come, 4, 0, 3), PrefillChunk(last_known, 1, 7, 2)]
+    chunks = [RowSpan(more_to_come, 4, 0, 3, False), RowSpan(last_known, 1, 7, 2, True)]
     write_prefill(chunks, null_row=9, bucket=8, host=host)
     assert host.token_ids[:5].tolist() == [a, b, c, x, y]
     assert host.positions[:8].tolist() == [0, 1, 2, 7, 8, 0, 0, 0]
     assert host.token_rows[:8].tolist() == [4, 4, 4, 1, 1, 9, 9, 9]
     assert host.prefill_rows.tolist() == [4, 1, 9, 9]
     assert host.sample_rows.tolist() == [9, 1, 9, 9]
-    assert host.sample_index[:2].tolist() == [2, 4]
+    assert host.query_start_loc.tolist() == [0, 3, 5, 5, 5]
     assert host.token_ids[5:8].min() >= 0
 
 
 @st.composite
-def prefills(draw: st.DrawFn) -> tuple[list[PrefillChunk], int]:
+def prefills(draw: st.DrawFn) -> tuple[list[RowSpan], int]:
     """Chunks of several rows in any order, and a bucket that they fit in."""
     rows = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True))
     chunks = []
@@ -85,12 +85,16 @@ def prefills(draw: st.DrawFn) -> tuple[list[PrefillChunk], int]:
         prompt_len = draw(st.integers(1, len(tokens)))
         start = draw(st.integers(0, len(tokens) - 1))
         count = draw(st.integers(1, min(len(tokens) - start, 4)))
-        chunks.append(PrefillChunk(make_request(tokens, prompt_len), row, start, count))
+        chunks.append(
+            RowSpan(
+                make_request(tokens, prompt_len), row, start, count, start + count == len(tokens)
+            )
+        )
     bucket = draw(st.integers(sum(chunk.count for chunk in chunks), 16))
     return chunks, bucket
 
 
-def tokens_of(chunks: list[PrefillChunk]) -> Iterator[tuple[int, int, int]]:
+def tokens_of(chunks: list[RowSpan]) -> Iterator[tuple[int, int, int]]:
     """(row, position, token) of every token."""
     for chunk in chunks:
         known = chunk.request.prompt_ids + chunk.request.output_ids
@@ -99,7 +103,7 @@ def tokens_of(chunks: list[PrefillChunk]) -> Iterator[tuple[int, int, int]]:
 
 
 @given(prefills())
-def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
+def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
     chunks, bucket = prefill
     null_row = 9
     host = poisoned()
@@ -114,8 +118,9 @@ def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
 
     assert host.prefill_rows[: len(chunks)].tolist() == [chunk.row for chunk in chunks]
     assert (host.prefill_rows[len(chunks) :] == null_row).all()
+    assert host.query_start_loc[0] == 0
     for lane in range(len(host.sample_rows)):
-        index = host.sample_index[lane]
+        index = host.query_start_loc[lane + 1] - 1
         assert 0 <= index < bucket  # padded lanes too: they are gathered all the same
         if lane >= len(chunks):
             assert host.sample_rows[lane] == null_row
@@ -127,25 +132,26 @@ def test_prefill(prefill: tuple[list[PrefillChunk], int]) -> None:
         assert host.sample_rows[lane] == (chunk.row if reaches_the_end else null_row)
     assert untouched(
         host,
-        *("token_ids", "positions", "token_rows", "prefill_rows", "sample_rows", "sample_index"),
+        *("token_ids", "positions", "token_rows"),
+        *("prefill_rows", "sample_rows", "query_start_loc"),
     )
 
 
 def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     host, fresh = poisoned(), poisoned()
-    long = [PrefillChunk(make_request([*range(70, 76)], 6), row, 0, 4) for row in (2, 5, 7)]
-    short = [PrefillChunk(make_request([5, 6], 2), 3, 0, 2)]
+    long = [RowSpan(make_request([*range(70, 76)], 6), row, 0, 4, False) for row in (2, 5, 7)]
+    short = [RowSpan(make_request([5, 6], 2), 3, 0, 2, True)]
     write_prefill(long, 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
-    for name in ("prefill_rows", "sample_rows", "sample_index"):
+    for name in ("prefill_rows", "sample_rows", "query_start_loc"):
         assert (getattr(host, name) == getattr(fresh, name)).all()
     for name in ("token_ids", "positions", "token_rows"):
         assert (getattr(host, name)[:4] == getattr(fresh, name)[:4]).all()
 
 
 @given(prefills(), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=3))
-def test_embeds(prefill: tuple[list[PrefillChunk], int], places: list[tuple[int, int]]) -> None:
+def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]]) -> None:
     """Each token of a chunk shows the vector of its position, if a span covers it."""
     chunks, _ = prefill
     layout = EmbedInputs.layout(prefill_tokens=16, hidden_size=2)
@@ -170,7 +176,7 @@ def test_embeds(prefill: tuple[list[PrefillChunk], int], places: list[tuple[int,
 
 
 def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
-    chunk = PrefillChunk(make_request([1, 2, 3, 4, 5], 5), 0, 0, 5)
+    chunk = RowSpan(make_request([1, 2, 3, 4, 5], 5), 0, 0, 5, True)
     with pytest.raises(AssertionError):
         write_prefill([chunk], 9, 4, poisoned())
 
@@ -203,10 +209,10 @@ def test_fresh_buffers_point_at_the_null_row() -> None:
         "token_rows": (4,),
         "prefill_rows": (2,),
         "sample_rows": (2,),
-        "sample_index": (2,),
+        "query_start_loc": (3,),
         "table_updates": (5, 4),
     }
     for name in ("decode_rows", "token_rows", "prefill_rows", "sample_rows"):
         assert (getattr(inputs, name) == 3).all(), name
-    for name in ("token_ids", "positions", "sample_index"):
+    for name in ("token_ids", "positions", "query_start_loc"):
         assert not getattr(inputs, name).any(), name

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from stepgraph.profiling.plot import PlotError
-from stepgraph.runtime.bench import plot
 from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.results import step_plot as plot
 
 from .bench_rig import run_bench
 
@@ -49,7 +49,7 @@ def test_steady_draws_the_repetitions_of_the_largest_case(
     engine, what = call["title"].splitlines()
     assert engine == f"demo, bfloat16, eager, {document['environment']['device']}"
     assert what == (
-        "steady: 2 rows, prompts of 24 tokens, 12 decoded (of 2 cases the largest, in its"
+        "steady: 2 rows, prompts of 24 tokens, 12 decoded (the largest of 2 cases, in its"
         " fastest mode)"
     )
     records = call["records"]
@@ -60,16 +60,20 @@ def test_steady_draws_the_repetitions_of_the_largest_case(
 
 
 @needs_matplotlib
-def test_of_two_modes_the_faster_one_is_drawn() -> None:
+def test_of_two_modes_the_faster_one_is_drawn(drawn: list[dict[str, Any]]) -> None:
     def case(mode: str, size: int, ms: float) -> dict[str, Any]:
-        return {"mode": mode, "roofline": {"bytes_per_step": size}, "step_ms": {"p50": ms}}
+        dtypes = dict.fromkeys(("dtype", "weight_dtype", "kv_dtype"), "bfloat16")
+        sizes = {"batch_size": 1, "input_len": 8, "output_len": 2}
+        reached = {"roofline": {"bytes_per_step": size}, "step_ms": {"p50": ms}}
+        return {"model": "m", "mode": mode, **dtypes, **sizes, **reached}
 
     options = parse_arguments(["--plot", "a.png"])
     steps = plot.MeasuredSteps(options)
     for mode, size, ms in (("a", 1, 0.1), ("b", 5, 3.0), ("c", 5, 2.0), ("d", 5, 2.5)):
         steps.add(case(mode, size, ms), [])
-    assert steps._drawn is not None
-    assert steps._drawn[0]["mode"] == "c"
+    steps.write({"cases": [], "environment": {"device": "cpu", "command": ""}})
+    (call,) = drawn
+    assert call["title"].startswith("m, bfloat16, c, cpu")
 
 
 @needs_matplotlib
@@ -104,45 +108,6 @@ def test_churn_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     contents = (tmp_path / "a.png").read_bytes()
     assert struct.unpack(">II", contents[16:24]) == (1600, 1000)
     assert os.listdir(tmp_path) == ["a.png"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--plot {tmp}/a.jpg", "its suffix must be one of .png, .svg, .pdf"),
-        ("--plot {tmp}/a", "its suffix must be one of .png, .svg, .pdf"),
-        ("--plot {tmp}/none/a.png", "none is not a directory"),
-        ("--plot {tmp}/a.png --output-md {tmp}/a.png", "--output-md and --plot are one file"),
-        ("--plot {tmp}/a.png --scenario cache", "--plot: no effect together with --scenario cache"),
-        ("--plot {tmp}/a.png --explain-memory", "--plot: no effect together with --explain-memory"),
-        ("--plot", "--plot: expected one argument"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(arguments.format(tmp=tmp_path).split())
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("stepgraph bench: error: ")
-    assert message in line
-    assert os.listdir(tmp_path) == []
-
-
-def test_without_matplotlib_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, package=None: None if name == "matplotlib" else real(name, package),
-    )
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--plot", f"{tmp_path}/a.png"])
-    assert ended.value.code == 2
-    assert 'pip install "stepgraph[plot]"' in capsys.readouterr().err.splitlines()[-1]
 
 
 @needs_matplotlib

@@ -1,7 +1,5 @@
 """The sizes that exist, and which one fits n."""
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -32,36 +30,10 @@ def test_fit_is_the_smallest_that_holds_n(given_sizes, n):
     assert Buckets(given_sizes).fit(n) == min((s for s in given_sizes if s >= n), default=None)
 
 
-def test_an_empty_step_has_no_bucket():
-    with pytest.raises(AssertionError, match="n=0"):
-        Buckets([4]).fit(0)
-
-
-@pytest.mark.parametrize("bad", [[0], [4, -1], [2, True], [1.5], ["8"]])
+@pytest.mark.parametrize("bad", [[], [0], [4, -1], [2, True], [1.5], ["8"]])
 def test_sizes_that_are_none(bad):
-    with pytest.raises(ValueError, match="positive integers, got"):
+    with pytest.raises(ValueError, match=r"positive integers|at least one"):
         Buckets(bad)
-
-
-def test_no_sizes():
-    with pytest.raises(ValueError, match="at least one"):
-        Buckets([])
-
-
-def test_buckets_are_frozen():
-    with pytest.raises(AttributeError):
-        Buckets([1]).sizes = (2,)
-
-
-def test_row_ladder():
-    assert list(default_row_buckets(1)) == [1]
-    assert list(default_row_buckets(3)) == [1, 2, 3]
-    assert list(default_row_buckets(8)) == [1, 2, 4, 8]
-    assert list(default_row_buckets(50)) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
-    assert list(default_row_buckets(256)) == [
-        *(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64),
-        *(80, 96, 112, 128, 160, 192, 224, 256),
-    ]
 
 
 @given(st.integers(1, 4096))
@@ -93,11 +65,6 @@ def test_fine_token_ladder(max_tokens):
     assert all(b <= 1.5 * a for a, b in pairwise(buckets))
 
 
-def test_fine_token_ladder_of_the_usual_chunk():
-    fine = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
-    assert list(default_token_buckets(512, fine=True)) == fine
-
-
 @given(st.integers(1, 10_000), st.sampled_from([1, 8, 16, 32, 128, 256]))
 def test_width_ladder(max_blocks, block_size):
     buckets = default_width_buckets(max_blocks, block_size)
@@ -106,10 +73,6 @@ def test_width_ladder(max_blocks, block_size):
     assert ladder[0] * block_size >= min(128, max_blocks * block_size)
     assert all(b <= 2 * a for a, b in pairwise(ladder))
     assert all(b == 2 * a for a, b in pairwise(ladder[:-1]))
-
-
-def test_width_ladder_of_a_long_context():
-    assert list(default_width_buckets(8192, 16)) == [8 << k for k in range(11)]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +87,3 @@ def test_width_ladder_of_a_long_context():
 def test_ladders_name_the_wrong_argument(make, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got"):
         make()
-
-
-def test_imports_no_torch():
-    code = "import sys, stepgraph.graphs.buckets; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -99,34 +99,17 @@ def test_any_layout_on_cuda(specs, seed):
 
 
 @pytest.mark.parametrize("device", devices)
-def test_every_lane_rests_at_its_fill(device):
-    buffers = allocate(device)
-    for _ in range(2):
-        for name, spec in SPECS.items():
-            field = getattr(buffers.device, name)
-            assert field.shape == spec.shape
-            assert (field == spec.fill).all()
-        buffers.begin_write()
-        for name in SPECS:  # poison, which only a reset takes away
-            getattr(buffers.host, name).fill_(77)
-        buffers.copy_to_device()
-        assert (buffers.device.rows == 77).all()
-        buffers.reset()
-        buffers.copy_to_device()
-
-
-@pytest.mark.parametrize("device", devices)
 def test_addresses_never_change(device):
     buffers = allocate(device)
     arrays = buffers.arrays(Inputs[np.ndarray])
     addresses = buffers.addresses()
     host_addresses = [getattr(buffers.host, name).data_ptr() for name in SPECS]
     rng = np.random.default_rng(1)
-    for _ in range(5000):
+    for _ in range(500):
         buffers.begin_write()
         arrays.token_ids[:] = rng.integers(0, 1 << 40, 7)
         buffers.copy_to_device()
-    assert buffers.copies == 5000
+    assert buffers.copies == 500
     assert buffers.addresses() == addresses
     assert [getattr(buffers.host, name).data_ptr() for name in SPECS] == host_addresses
     assert buffers.device.token_ids.tolist() == arrays.token_ids.tolist()
@@ -154,23 +137,6 @@ def test_memory_of_its_own_is_reached_by_one_copy():
     assert names == ["copy_"]
     assert buffers.device.rows.tolist() == list(range(7))
     buffers.check_integrity()
-
-
-def test_a_replaced_field_is_found():
-    buffers = allocate()
-    buffers.device.positions = buffers.device.positions.clone()
-    with pytest.raises(AssertionError, match="moved"):
-        buffers.check_integrity()
-
-
-def test_arrays_are_views_of_the_mirror():
-    buffers = allocate()
-    arrays = buffers.arrays(Inputs[np.ndarray])
-    arrays.rows[2:5] = [3, 1, 4]
-    arrays.temperature[1] = np.arange(5)
-    assert buffers.host.rows.tolist() == [NULL_ROW, NULL_ROW, 3, 1, 4, NULL_ROW, NULL_ROW]
-    assert buffers.host.temperature[1].tolist() == [0, 1, 2, 3, 4]
-    assert arrays.temperature.flags.c_contiguous
 
 
 def test_arrays_of_some_of_the_fields():

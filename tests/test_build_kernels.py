@@ -59,22 +59,6 @@ def test_a_library_for_each_cpu_that_was_named(
         assert path.stat().st_mode & 0o044, "an image is built by one user and run by another"
 
 
-@needs_compiler
-def test_builds_are_announced_unless_quiet(
-    fake_build: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels.build_cpu_ops()
-    assert str(fake_build) in capsys.readouterr().err
-    kernels.build_cpu_ops()
-    assert capsys.readouterr().err == "", "it was found"
-    monkeypatch.setenv("STEPGRAPH_QUIET", "1")
-    kernels.build_kernels(fake_build / "other")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.delenv("STEPGRAPH_QUIET")
-    kernels.build_kernels(fake_build / "third")
-
-
 def test_what_fails_is_the_exit_status(
     fake_build: Path,
     tmp_path: Path,
@@ -138,6 +122,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_slim_container(base: object) -> None:
     """No compiler, home or cache; a user without an entry in the password database."""

@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 from stepgraph.cache.kv_cache import KVCache
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
-from stepgraph.runtime.bench.cache_bookkeeping import CacheOperation, measure_cache
+from stepgraph.runtime.bench.scenarios.cache_bookkeeping import CacheOperation, measure_cache
 
 BLOCK_SIZE = 4
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
 
 Content = tuple[int, str, tuple[int, ...]] | None
@@ -478,10 +478,11 @@ RUN = settings(
 
 def test_every_token_reads_its_own_past() -> None:
     run_state_machine_as_test(
-        CacheMachine, settings=settings(RUN, max_examples=300, stateful_step_count=50)
+        CacheMachine, settings=settings(RUN, max_examples=60, stateful_step_count=50)
     )
 
 
+@pytest.mark.slow
 def test_the_machine_meets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     monkeypatch.setattr(CacheMachine, "seen", seen)

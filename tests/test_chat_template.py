@@ -118,7 +118,9 @@ def test_where_templates_are_found(directory: Path) -> None:
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "more.jinja").write_text("more")
     assert same(chat_template="more") == "more"
-    with pytest.raises(RequestError, match=r"1 \}\}' is none of the checkpoint's: default, more"):
+    with pytest.raises(
+        RequestError, match=r"1 \}\}' is not one of the checkpoint's: default, more"
+    ):
         load(directory).apply_chat_template(SAID, chat_template="{{ 1 }}")
 
 
@@ -166,12 +168,12 @@ HARMFUL = {
 
 @pytest.mark.parametrize("kind", HARMFUL)
 def test_harm_is_ended(directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.2)
     tokenizer = load(save(directory, "{% set r = range(99999) | list %}" + HARMFUL[kind]))
     began = time.perf_counter()
     with pytest.raises(RequestError, match="chat template 'default'") as caught:
         tokenizer.apply_chat_template(SAID)
-    assert time.perf_counter() - began < 8, "half a second on an idle machine"
+    assert time.perf_counter() - began < 8, "a fifth of a second on an idle machine"
     assert len(str(caught.value)) < 400
     names = {thread.name for thread in threading.enumerate()}
     assert "stepgraph-template" not in names, "what was ended still runs"

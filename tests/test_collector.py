@@ -69,58 +69,6 @@ def test_a_mark_says_what_the_collector_did() -> None:
     assert 0 <= young[1] + old[1] <= watch.total_ns // 1000
 
 
-def test_two_watches_count_the_same_and_tell_once() -> None:
-    heard = Heard(collections=True)
-    first, second = CollectorWatch(), CollectorWatch()
-    assert gc.callbacks.count(collector._on_collection) == 1
-    with ranges.listening(heard):
-        gc.collect()
-        first.close()
-        gc.collect()
-        second.close()
-        gc.collect()
-    assert (first.collections, second.collections) == (1, 2)
-    assert len(heard.events) == 2
-
-
-def test_a_watch_that_is_dropped_leaves_nothing() -> None:
-    watch = CollectorWatch()
-    gone = weakref.ref(watch)
-    del watch
-    assert gone() is None
-    assert collector._on_collection not in gc.callbacks
-
-
-def test_a_watch_that_is_dropped_in_a_cycle_leaves_nothing() -> None:
-    """It goes in the middle of a collection, which nobody is told the end of."""
-    cycle: list[object] = [CollectorWatch()]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    assert collector._on_collection not in gc.callbacks
-    assert collector._started_ns == 0
-
-
-def test_a_collection_that_began_before_anybody_watched_is_not_counted() -> None:
-    made: list[CollectorWatch] = []
-
-    class Appearing:
-        """Makes a watch when it is found unreachable: between start and stop."""
-
-        def __del__(self) -> None:
-            made.append(CollectorWatch())
-
-    cycle: list[object] = [Appearing()]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    (watch,) = made
-    assert (watch.collections, watch.total_ns) == (0, 0)
-    gc.collect()
-    assert watch.collections == 1
-    watch.close()
-
-
 def test_an_engine_watches_as_long_as_it_is_open(open_engine: Callable[..., Engine]) -> None:
     first, second = open_engine("base"), open_engine("micro")
     assert len(collector._watches) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench.decode_steps import (
+from stepgraph.runtime.bench.step_watch import (
     DecodeStep,
     StepWatch,
     decode_roofline,

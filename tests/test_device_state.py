@@ -13,8 +13,8 @@ import pytest
 import torch
 from stepgraph.profiling import device_state
 from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling, watch
-from stepgraph.runtime.bench import environment
-from stepgraph.runtime.bench.environment import describe_environment
+from stepgraph.runtime.bench.results import document as environment
+from stepgraph.runtime.bench.results.document import describe_environment
 
 from .bench_rig import run_bench, schema_errors
 

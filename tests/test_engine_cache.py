@@ -41,6 +41,7 @@ def shared_prompts(model: TinyModel) -> list[list[int]]:
     return [stem, *(stem + tail for tail in tails), stem[:33] + tails[2], tails[2] + stem]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_prefix_cache_changes_no_token(
@@ -70,34 +71,6 @@ def test_prefix_cache_changes_no_token(
         assert stats["blocks"]["cached"] > 0
 
 
-def test_what_was_cached_can_be_forgotten(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine = open_engine("base", block_size=4)
-    (prompt,) = base.prompts(30, seed=41)
-    cached = []
-    for reset in (False, False, True, False):
-        if reset:
-            poison(engine)  # whoever still shared a block would read NaN
-        (output,) = engine.generate([prompt], GREEDY)
-        cached.append(output.cached_tokens)
-        assert [output.token_ids] == base.greedy([prompt], 40)
-        engine.check_integrity()
-    assert cached == [0, 28, 0, 28]
-    # Forgotten in the middle: who runs keeps its blocks, who comes finds none.
-    first = engine.add_request(prompt, GREEDY)
-    engine.step()
-    engine.reset_prefix_cache()
-    second = engine.add_request(prompt, GREEDY)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            done[output.request_id] = output
-        engine.check_integrity()
-    assert [done[i].token_ids for i in (first, second)] == base.greedy([prompt] * 2, 40)
-    assert done[second].cached_tokens == 0
-
-
 def test_what_is_generated_can_be_shared(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
@@ -110,24 +83,6 @@ def test_what_is_generated_can_be_shared(
     # The newest token was sampled and never computed.
     assert again.cached_tokens == (len(longer) - 1) // 4 * 4
     assert [again.token_ids] == base.greedy([longer], 40)
-
-
-def test_a_prompt_is_shared_while_it_is_prefilled(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine = open_engine("base", block_size=8, prefill_chunk=16)
-    (prompt,) = base.prompts(120, seed=33)
-    first = engine.add_request(prompt, GREEDY)
-    for _ in range(3):
-        engine.step()
-    second = engine.add_request(prompt[:100], GREEDY)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            done[output.request_id] = output
-    assert done[second].cached_tokens >= 32
-    expected = base.greedy([prompt, prompt[:100]], 40)
-    assert [done[first].token_ids, done[second].token_ids] == expected
 
 
 def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
@@ -170,6 +125,7 @@ def test_a_malformed_salt_is_refused(
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("prefix_cache", sweep([True, False], False))
@@ -220,6 +176,7 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
     return outputs[0].token_ids
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", sweep([1, 4, 16, 32], 1, 16))
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -260,25 +217,7 @@ def test_preemption_changes_no_token(
     assert stats["blocks"]["host_free"] == stats["blocks"]["host"]
 
 
-def test_a_host_cache_that_is_full_means_recomputation(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    block_bytes = 4 * 2 * 2 * 16 * 4 * 3  # slots, sides, heads, head_dim, bytes, layers
-    engine = open_engine(
-        "base",
-        block_size=4,
-        num_blocks=41,
-        preemption="swap",
-        host_cache_bytes=9 * block_bytes,
-        prefix_cache=False,
-    )
-    prompts = base.prompts(20, 31, 32, 7, seed=37)
-    outputs = engine.generate(prompts, GREEDY)
-    assert [o.token_ids for o in outputs] == base.greedy(prompts, 40)
-    assert engine.stats()["preemptions"] > 0
-    engine.check_integrity()
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_call", [0, 1, 2])
 @pytest.mark.parametrize("where", ["swap_out", "swap_in", "copy_blocks"])
 def test_copies_that_fail_cost_time_and_nothing_else(
@@ -371,6 +310,7 @@ def test_quantised_cache_is_shared_and_swapped_too(
     assert stats["cache"]["hit_tokens"] > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)
@@ -434,24 +374,6 @@ def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
     assert done[second].cached_tokens == 72
     expected = base.greedy([stem + one, stem + other], 40)
     assert [done[first].token_ids, done[second].token_ids] == expected
-
-
-def test_nobody_waits_for_a_child_that_waits_for_its_sibling(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
-    engine = open_engine("base", max_num_seqs=8, prefill_chunk=256)
-    prompts = base.prompts(10, 11, 12, 13, seed=43)
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, n=2)
-    for prompt in prompts:
-        engine.add_request(prompt, params)
-    engine.step()
-    assert engine.stats()["running"] == 4  # the first completion of each
-    engine.step()
-    assert engine.stats()["running"] == 8
-    assert engine.stats()["cache"]["forks"] == 4
-    while engine.has_unfinished():
-        engine.step()
-    engine.check_integrity()
 
 
 def test_what_ran_during_a_reset_is_not_shared_afterwards(

@@ -107,20 +107,6 @@ def test_steps_beside_decoding_rows_stay_within_the_budget(
     assert engine.stats()["fallbacks"] == 0
 
 
-def test_a_machine_that_slows_down_gets_smaller_chunks(
-    open_engine: Callable[..., Engine], base: TinyModel, clock: Clock
-) -> None:
-    engine = open_engine("base", prefill_chunk=64, max_itl_ms=12.0)
-    clock.slower = 2.0
-    serve(engine, base, clock)
-    for _ in range(6):
-        _, took = serve(engine, base, clock)
-    assert max(took[1:]) <= 12.0 * 1.1
-    stats = engine.stats()["step_budget"]
-    assert 0 < stats["over_budget"] < stats["n"]
-    assert stats["forced"] == 0
-
-
 def test_a_budget_that_nothing_fits_still_serves(
     open_engine: Callable[..., Engine], base: TinyModel, clock: Clock
 ) -> None:
@@ -142,14 +128,6 @@ def test_calibration_leaves_nothing_behind(open_engine: Callable[..., Engine]) -
     assert stats["step_budget"]["calibration_seconds"] > 0
     assert stats["step_budget"]["costs"]["prefill"]["sizes"] == [16, 24, 32, 48, 64]
     assert stats["padding"] == 0.0
-
-
-def test_chunks_may_be_larger_than_the_longest_sequence(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base", prefill_chunk=64, max_itl_ms=50, max_model_len=20)
-    assert engine.stats()["step_budget"]["costs"]["prefill"]["sizes"][-1] == 64
-    prompts = [[1 + i] * 15 for i in range(4)]
-    engine.generate(prompts, greedy(5))
-    assert engine.timeline().records()[0].prefill_tokens == 60
 
 
 @pytest.mark.parametrize("max_itl_ms", [None, 500.0])

@@ -11,11 +11,11 @@ import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.kernels import pack_linear, select_kernels
+from stepgraph.runtime.kernels import RaggedBatch, pack_linear, select_kernels
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.memory.footprint import weight_bytes
-from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -77,15 +77,18 @@ class Driver:
         padded = [*tokens, (self.null_row, 0, 0), (self.null_row, 0, 1)]
         rows, positions, ids = (x.contiguous() for x in torch.tensor(padded).unbind(1))
         blocks = self.tables[:, rows, positions // self.BLOCK_SIZE].long()
-        distinct = sorted({row for row, _, _ in tokens})
-        inputs = AttentionInputs(
+        changes = rows.diff().nonzero()[:, 0] + 1
+        starts = torch.cat([torch.tensor([0]), changes, torch.tensor([len(rows)])])
+        inputs = RaggedBatch(
             positions=positions,
             slots=blocks * self.BLOCK_SIZE + positions % self.BLOCK_SIZE,
             token_rows=rows,
-            rows=rows if decoding else torch.tensor([*distinct, self.null_row]),
+            rows=rows if decoding else rows[starts[:-1]],
             block_tables=self.tables,
             read_blocks=self.tables.shape[2],
             block_size=self.BLOCK_SIZE,
+            tokens_per_row=1 if decoding else None,
+            query_start_loc=None if decoding else starts,
         )
         with torch.no_grad():
             hidden = self.decoder(ids, self.arena, inputs)
@@ -159,7 +162,7 @@ def test_weights_take_the_bytes_that_were_planned(
     groups = group_layers(attention_specs(config, 4))
     decoder = Decoder(config, kernels, dtype, CPU, groups)
     decoder.store(random_weights(config, dtype))
-    assert decoder.weight_bytes == weight_bytes(config, kernels, dtype)
+    assert decoder.weight_bytes == weight_bytes(decoder.plan, kernels, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

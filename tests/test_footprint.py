@@ -32,6 +32,7 @@ from stepgraph.runtime.memory.footprint import model_footprint, weight_bytes
 from stepgraph.runtime.memory.measurement import Phase
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
+from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def test_weights_before_and_after_loading(
     model: ModelConfig, dtype: torch.dtype, pack: bool, weights: WeightStorage
 ) -> None:
     kernels = kernels_that(pack and weights != "fp8", weights)  # fp8 has no packed form
-    planned = weight_bytes(model, kernels, dtype)
+    planned = weight_bytes(model_plan(model), kernels, dtype)
     groups = group_layers(attention_specs(model, dtype.itemsize))
     decoder = Decoder(model, kernels, dtype, CPU, groups)
     decoder.store(random_weights(model, dtype))

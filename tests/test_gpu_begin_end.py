@@ -22,6 +22,7 @@ from stepgraph.runtime.kernels.triton.greedy import pick_greedy, reference_pick_
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8", "fp8", "fp8 blocks"])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "half", "factor"), [(1, 21, 5, 1.0), (5, 300, 32, 6.5)]

@@ -34,6 +34,7 @@ def random_splits(count: int, heads: int, splits: int, head_dim: int) -> tuple[T
     return acc, maxima, sums
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 7), (6, 10), (2, 64)])
 @pytest.mark.parametrize("count", [1, 3])

@@ -6,7 +6,6 @@ On the CPU they run in Triton's interpreter, so models and prompts are as small 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,9 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels
-from stepgraph.runtime.tools import recorded_steps
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton import operations, stack, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
@@ -39,8 +36,8 @@ pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
 )
 VARIANTS = [  # each takes seconds of interpretation
-    *("odd", "gemma2", "deepseek_v2"),
-    *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("base", "gemma3", "mistral")),
+    *("odd", "deepseek_v2"),
+    *(pytest.param(v, marks=pytest.mark.slow) for v in ("base", "gemma2", "gemma3", "mistral")),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3", "qwen3_yarn", "deepseek_v3")),
 ]
 
@@ -101,6 +98,7 @@ def test_logits_are_those_of_transformers(
         torch.testing.assert_close(logits, expected[16:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_the_plain_engine(
     gpu_engine: Callable[..., Engine],
     open_engine: Callable[..., Engine],
@@ -155,18 +153,6 @@ def test_two_steps_a_launch(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
-def test_two_steps_a_launch_are_twice_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(max_num_seqs=4)
-    single = record_steps("demo", config, rows=[2], tokens=[])
-    monkeypatch.setattr(recorded_steps, "StepKey", functools.partial(StepKey, steps=2))
-    double = record_steps("demo", config, rows=[2], tokens=[])
-    for one, two in zip(single, double, strict=True):
-        assert len(one.launches) > 5
-        assert [launch.name for launch in two.launches] == 2 * [
-            launch.name for launch in one.launches
-        ]
-
-
 @pytest.mark.parametrize(
     "settings",
     [pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.slow), {"kv_dtype": "int8"}],
@@ -204,33 +190,6 @@ def test_more_rows_than_the_kernels_for_few_take(
     with gpu_engine("micro", max_num_seqs=34, buckets=(34,), max_model_len=8) as engine:
         outputs = engine.generate(prompts, params)
     assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
-
-
-def test_a_step_ends_in_the_kernels_of_its_sampler() -> None:
-    steps = record_steps("demo", EngineConfig(max_num_seqs=4), rows=[2], tokens=[16])
-    greedy, sampled, prefill = ([launch.name for launch in step.launches] for step in steps)
-    assert sampled == [*greedy[:-1], "chunk_statistics", "finish_rows"]
-    assert greedy[-1:] == ["_pick_greedy"]
-    assert prefill[-2:] == ["_best_of_chunks", "_pick_greedy"]
-
-
-def test_kernels_of_a_layer_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five up to four rows, however many splits attention has. Above, the library makes the
-    products between six kernels (norms, attention, sums, an activation), or ten make all of it."""
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
-    splits = {1: 16, 3: 11, 8: 4, 32: 1}
-    config = EngineConfig(max_num_seqs=32)
-
-    def launches(*rows: int, library: bool = True) -> list[list[launching.KernelLaunch]]:
-        steps = record_steps("preset:llama-3.2-1b", config, rows=rows, tokens=[], library=library)
-        return [step.launches for step in steps if step.name.split()[2] == "greedy"]
-
-    found = [*launches(*splits), *launches(8, 32, library=False)]
-    few, library, own = 1 + 5 * 16 + 2, 1 + 6 * 16 + 3, 1 + 10 * 16 + 3
-    assert [*map(len, found)] == [few, few, library, library, own, own]
-    for step, (rows, count) in zip(found, splits.items(), strict=False):
-        attention = [each.grid for each in step if each.name == "_decode_attention"]
-        assert attention == [(8, count, rows)] * 16
 
 
 @pytest.mark.slow  # the positions of a tile are many for the interpreter
@@ -295,17 +254,15 @@ def test_layers_run_in_pairs_that_were_tuned_faster(
     assert called == kernels
 
 
-@pytest.mark.parametrize(
-    ("model", "launches"), [("preset:llama-3.2-1b", 52), ("preset:gemma-2-2b", 5 * 26 + 3)]
-)
-def test_a_layer_in_pairs_is_three_kernels(
-    monkeypatch: pytest.MonkeyPatch, model: str, launches: int
+@pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 3)])
+def test_few_rows_take_few_kernels_a_layer(
+    monkeypatch: pytest.MonkeyPatch, pairs: bool, most: int
 ) -> None:
-    """But for models that norm what attention and the MLP return."""
+    """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
     monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
     config = EngineConfig(max_num_seqs=4)
-    for step in record_steps(model, config, rows=[1, 4], tokens=[], pairs=True):
-        if "greedy" in step.name:
-            assert step.name.endswith("in pairs")
-            assert len(step.launches) == launches
-            assert all(s.cooperative == (s.name == "linear_pair") for s in step.launches)
+    steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs)
+    greedy = [step for step in steps if "greedy" in step.name]
+    assert len(greedy) >= 2
+    for step in greedy:
+        assert len(step.launches) <= most * 16 + 5, step.name

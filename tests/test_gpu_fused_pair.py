@@ -12,19 +12,14 @@ from stepgraph.runtime.kernels.triton import launch as launching
 from stepgraph.runtime.kernels.triton.fused_pair import (
     PairShape,
     PairTiles,
-    default_pair_config,
     fused_pair,
     new_barrier,
-    pair_tiles,
     reference_fused_pair,
 )
 from stepgraph.runtime.kernels.triton.gate_up import gate_up
 from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
-from stepgraph.runtime.kernels.triton.linear_configs import config_error
 from stepgraph.runtime.kernels.triton.residual_linear import residual_linear
-from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.tools.pair_problems import PairProblem, pair_problems
-from triton import cdiv
+from stepgraph.runtime.tools.pair_problems import PairProblem
 
 from .gpu_linear_rig import (
     DEVICE,
@@ -79,6 +74,7 @@ def check(
         assert barrier.item() == (0 if number % 2 else -(2**31))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
@@ -91,6 +87,7 @@ def test_gelu_and_a_norm_of_one_plus_its_weight(count: int) -> None:
     check(count, torch.bfloat16, SMALL, gated=True, gelu=True, offset=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_weights_of_8_bits(gated: bool, storage: str) -> None:
@@ -102,6 +99,7 @@ def test_the_counter_serves_launch_after_launch() -> None:
     check(1, torch.bfloat16, PairTiles(8, 64, 16, 32), gated=True, launches=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [(64, 16), (16, 16), (64, 8)])
 def test_tiles_of_one_step_and_of_many(steps: tuple[int, int]) -> None:
     """Runs of an odd and of an even number of steps, with and without a part of a step."""
@@ -135,25 +133,6 @@ def test_results_are_those_of_the_separate_kernels() -> None:
     gate_up(separate_TD, norm, second, separate_TF, gelu=False, config=LinearConfig(8, 32))
     assert torch.equal(x_TD, separate_TD)
     assert torch.equal(inner_TF, separate_TF)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_tiles_are_shared_out_evenly(count: int, gated: bool, size: int) -> None:
-    for hidden, k, n in ((1024, 2048, 3072), (2048, 8192, 3072), (576, 576, 1536), (21, 45, 37)):
-        shape = PairShape(count, k, hidden, n, gated, size)
-        config = default_pair_config(shape)
-        tiles = pair_tiles(shape, config, 132)
-        values = (tiles.block_n, tiles.block_k, tiles.next_block_n, tiles.next_block_k)
-        assert all(value & (value - 1) == 0 < value for value in values)
-        halves = 2 if gated else 1
-        most = config.block_n * config.block_k
-        assert tiles.block_n * tiles.block_k <= most
-        assert tiles.next_block_n * tiles.next_block_k * halves <= most
-        for features, block_n in ((hidden, tiles.block_n), (n, tiles.next_block_n)):
-            slowest = cdiv(cdiv(features, block_n), 132) * block_n
-            assert slowest <= 1.04 * cdiv(features, 132)
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -192,22 +171,3 @@ def test_what_is_timed_is_right(gated: bool, weights: WeightStorage) -> None:
         assert not operands.error() < 1
         operands.run(2, config)  # of two copies the first one
         assert operands.error() < 1e-4
-
-
-def test_the_pairs_of_a_model() -> None:
-    model = preset("qwen3-0.6b")
-    found = list(pair_problems(model, torch.bfloat16, "int8", [1, 3, 8, 4]))
-    assert [problem.shape.rows for problem in found] == [1, 1, 4, 4]
-    assert found[0].shape == PairShape(1, 2048, 1024, 3072, True, 1)
-    assert found[1].shape == PairShape(1, 3072, 1024, 4096, False, 1)
-    assert found[0].weight_bytes == 1024 * (2048 + 2 * 3072)
-    assert len({problem.key(torch.device("cpu")) for problem in found}) == 4
-    assert not list(pair_problems(preset("gemma-2-2b"), torch.bfloat16, "model", [1]))
-    configs = found[0].configs(132)
-    assert configs[:2] == [SEPARATE, default_pair_config(found[0].shape)]
-    assert len(set(configs)) == len(configs)
-    for config in configs:
-        assert config_error(config, "down_qkv", 4) is None
-        assert config_error(config, "gate_up", 4) is not None
-    assert config_error(configs[1], "down_qkv", 5) is not None
-    assert config_error(LinearConfig(16, 512), "down_qkv", 1) is not None

@@ -31,6 +31,7 @@ ROWS = LinearConfig(8, 16, kind="rows", stages=2)
 PARTS = LinearConfig(16, 16, kind="rows", stages=2, splits=2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
 def test_odd_shapes(count: int, config: LinearConfig, gelu: bool, dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def test_odd_shapes(count: int, config: LinearConfig, gelu: bool, dtype: torch.d
     assert error(out_TF, expected) < tolerance(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
     ("count", "config"),

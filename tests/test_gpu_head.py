@@ -14,6 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, kind="rows", stages=2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "config", "chunk"),

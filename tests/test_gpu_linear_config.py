@@ -15,14 +15,13 @@ from stepgraph.runtime.kernels.triton.linear import (
     LIBRARY,
     ROW_CLASSES,
     LinearConfig,
-    row_class,
 )
 from stepgraph.runtime.kernels.triton.linear_configs import (
     candidate_configs,
     config_error,
     default_config,
 )
-from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight, without_library
+from stepgraph.runtime.kernels.triton.tuning import best_config, is_tight
 
 KERNELS = ("norm_linear", "gate_up", "residual_linear", "combine_output", "head")
 SHAPES = ((3072, 2048), (8192, 2048), (2048, 8192), (1024, 3072), (4096, 14336), (37, 21), (1, 1))
@@ -62,19 +61,6 @@ def test_what_runs_untuned(weight_bytes: int) -> None:
             assert config == (own if weight_bytes == 1 else LIBRARY)
 
 
-def test_many_rows_occupy_the_device() -> None:
-    """Programs of 64 rows of the weight or more, in parts where these are too few."""
-    shapes = [("norm_linear", 3072, 2048), ("residual_linear", 2048, 8192)]
-    shapes += [("gate_up", 8192, 2048), ("residual_linear", 1024, 2048), ("head", 128256, 2048)]
-    for kernel, n, k in shapes:
-        config = default_config(kernel, 32, n, k, 2, 132, library=False)
-        stored = config.block_n * (2 if kernel == "gate_up" else 1)
-        assert stored >= 64
-        assert -(-n // config.block_n) * config.splits >= 0.7 * 132
-        assert k // config.splits >= 256
-        assert stored * config.block_k * 2 * (config.stages - 1) >= 40 << 10
-
-
 @pytest.mark.parametrize(
     ("config", "kernel", "rows", "error"),
     [
@@ -95,23 +81,6 @@ def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: st
     assert error in (config_error(config, kernel, rows) or "")
 
 
-def test_one_row_is_one_wave_of_programs() -> None:
-    """Four programs of four warps fit on a multiprocessor together, whatever they are of."""
-    for kernel, (n, k) in itertools.product(KERNELS[:3], SHAPES):
-        config = default_config(kernel, 1, n, k, 2, 132)
-        assert -(-n // config.block_n) <= 4 * 132
-
-
-def test_a_program_has_16_kib_on_their_way() -> None:
-    """In one tile or two, of weights that have so much: 64 KiB of four programs."""
-    for kernel, (n, k) in itertools.product(KERNELS[:3], SHAPES[:5]):
-        config = default_config(kernel, 1, n, k, 2, 132)
-        features = config.block_n * (2 if kernel == "gate_up" else 1)
-        whole = features * k * 2
-        tiles = 1 if config.block_k >= k else 2
-        assert min(whole, tiles * features * config.block_k * 2) >= min(whole, 16384)
-
-
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:
     assert not is_tight(pending=False) or torch.cuda.is_available()
     for capability, tight in ((80, True), (89, True), (90, False)):
@@ -125,21 +94,3 @@ def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> Non
     with record_launches(90):
         assert best_config(*shape, pending=True) == older
         assert best_config(*shape) != older
-
-
-def test_the_library_can_be_left_out() -> None:
-    shape = ("norm_linear", 8, 3072, 2048, torch.bfloat16, torch.bfloat16, torch.device("meta"))
-    assert best_config(*shape) == LIBRARY
-    with without_library():
-        assert best_config(*shape).kind == "rows"
-    assert best_config(*shape) == LIBRARY
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 16), (17, 32), (32, 32)])
-def test_row_class(rows: int, size: int) -> None:
-    assert row_class(rows) == size
-
-
-def test_too_many_rows_are_an_error() -> None:
-    with pytest.raises(ValueError, match="at most 32 rows, got 33"):
-        row_class(33)

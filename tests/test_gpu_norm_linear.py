@@ -32,6 +32,7 @@ def config_for(count: int) -> LinearConfig:
     return FEW if count <= 4 else PARTS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("count", "config", "dtype"), cases(FEW, ROWS, PARTS, LIBRARY))
 def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> None:
     """The last part of the input features is empty, the one before cut off."""
@@ -42,6 +43,7 @@ def test_odd_shapes(count: int, config: LinearConfig, dtype: torch.dtype) -> Non
     assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < tolerance(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 3, 5, 17])
 @pytest.mark.parametrize("offset", [False, True])
 def test_against_float64(count: int, offset: bool) -> None:
@@ -55,6 +57,7 @@ def test_against_float64(count: int, offset: bool) -> None:
     assert error(out_TN, x @ linear.weight.double().T) < 1e-2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("k", [21, 256, 300])
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ def test_weights_of_8_bits(count: int, config: LinearConfig, k: int, storage: st
     assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < 1e-2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
@@ -106,15 +110,6 @@ def test_a_row_is_its_own(count: int) -> None:
     norm_linear(memory[:count], norm, linear, out_TN, config=config_for(count))
     assert out_TN[1].isnan().all()
     assert torch.equal(out_TN[2:], alone_TN[2:])
-
-
-def test_default_configs_compute_the_same() -> None:
-    for count, storage in ((1, "model"), (4, "model"), (7, "model"), (7, "int8")):
-        x_TK, norm = rows(count, 96, torch.float32), random_norm(96, torch.float32)
-        linear = random_linear(80, 96, torch.float32, storage)
-        out_TN = poisoned(count, 80, dtype=torch.float32)
-        norm_linear(x_TK, norm, linear, out_TN)
-        assert error(out_TN, reference_norm_linear(x_TK, norm, linear)) < 1e-5
 
 
 def test_what_does_not_fit_is_an_error() -> None:

@@ -94,6 +94,7 @@ def _write_both(storage: str, x: torch.Tensor, slots: torch.Tensor, block_size: 
     return kv, expected, views
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
     ("heads", "width", "block_size"), [(1, 64, 16), (3, 10, 1), (2, 80, 5), (1, 36, 64)]

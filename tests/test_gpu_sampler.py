@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE, Feedback
 from stepgraph.runtime.kernels.triton import sampler as sampler_module
-from stepgraph.runtime.sampling.sampler import (
-    SampleOutput,
-    sample_full,
-    sample_greedy,
-    torch_sampler,
-    triton_sampler,
-)
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.sample_output import SampleOutput
+from stepgraph.runtime.sampling.samplers import torch_sampler, triton_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (
@@ -28,6 +23,8 @@ from .sampling_cases import (
     CASES,
     FIRST,
     assert_same,
+    check_bad_lanes_stay_alone,
+    check_parameters_that_leave_no_distribution,
     logits_of,
     params_for,
     state_of,
@@ -147,42 +144,13 @@ def test_more_weights_than_a_program_holds(monkeypatch: pytest.MonkeyPatch, roun
     "case", [CASES[15], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)]
 )
 def test_logits_that_are_not_a_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
-    params = [SamplingParams(**case, seed=seed) for seed in range(9)]
-    logits = with_bad_lanes(logits_of(9, 300, 3, torch.bfloat16)).to(DEVICE)
-    good = [lane for lane in range(9) if lane not in BAD_LANES]
-    rows = torch.arange(9, device=DEVICE)
-    positions = torch.full_like(rows, FIRST)
-    states = [state_of(params, 300, DEVICE) for _ in range(3)]
-    counts = states[0].token_counts.clone()
-    alone = sample_full(logits[good], states[0], rows[good], positions[good])
-    for sampler, state in ((triton_sampler, states[1]), (torch_sampler, states[2])):
-        output = sampler.full(logits, state, rows, positions)
-        assert output.tokens[BAD_LANES].eq(NON_FINITE).all()
-        assert torch.equal(output.tokens[good], alone.tokens)
-        torch.testing.assert_close(output.logprob[good], alone.logprob)
-        torch.testing.assert_close(output.top_logprobs[good], alone.top_logprobs)
-        assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
-        assert torch.equal(state.token_counts[good], states[0].token_counts[good])
-        assert torch.equal(state.token_counts[BAD_LANES], counts[BAD_LANES])
-
-
-@pytest.mark.parametrize("case", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}])
-def test_parameters_that_leave_no_distribution(case: dict[str, Any]) -> None:
-    """Stop ids are held back and no other token is possible; a penalty overflows."""
-    logits = logits_of(3, 300, 2, torch.float32).to(DEVICE)
-    logits[0] = -math.inf
-    logits[0, [11, 12]] = 1.0
-    logits[1, 7] = 1e30
-    params = [
-        SamplingParams(**case, min_tokens=8),
-        SamplingParams(**case, repetition_penalty=1e-20),
-        SamplingParams(**case),
-    ]
-    state, rows = state_of(params, 300, DEVICE), torch.arange(3, device=DEVICE)
     for sampler in (triton_sampler, torch_sampler):
-        tokens = sampler.full(logits, state, rows, torch.full_like(rows, FIRST)).tokens.tolist()
-        assert tokens[:2] == [NON_FINITE, NON_FINITE]
-        assert tokens[2] >= 0
+        check_bad_lanes_stay_alone(sampler.full, case, DEVICE)
+
+
+def test_parameters_that_leave_no_distribution() -> None:
+    for sampler in (triton_sampler, torch_sampler):
+        check_parameters_that_leave_no_distribution(sampler.full, DEVICE)
 
 
 def test_fewer_possible_tokens_than_top_tokens() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.ops.kv_storage import read_blocks
+from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.store import (
     reference_rotate_and_store,
     reference_store,
@@ -42,43 +43,31 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 16, 4), (3, 10, 5), (1, 34, 1), (9, 128, 16)])
-def test_store_is_bitwise_the_reference(
-    storage: str, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> None:
-    g, e, block_size = shape
-    fused = torch.randn(6, 2 * g * e, device=DEVICE).to(dtype)
-    k, v = (side.view(6, g, e) for side in fused.split(g * e, dim=1))
-    slots = torch.randperm(8 * block_size)[:6].to(DEVICE) + block_size
-    slots[5] = 0  # padding
-    form = AttentionForm(block_size, 1.0, storage=storage, value_dim=e)
-    arena = new_arena(2, 9, g, block_size, e, dtype, storage)
-    expected = arena.clone()
-    store_keys_and_values(k, v, arena, LAYER, slots, form)
-    reference_store(k, v, expected, LAYER, slots, form)
-    assert same_bytes(arena, expected)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
 def test_one_side(storage: str) -> None:
     k = torch.randn(3, 1, 576, device=DEVICE).bfloat16()
     slots = torch.tensor([7, 4, 9], device=DEVICE)
-    form = AttentionForm(4, 1.0, storage=storage, value_dim=512)
     arena = new_arena(1, 4, 1, 4, 576, torch.bfloat16, storage)
     expected = arena.clone()
-    store_keys_and_values(k, None, arena, LAYER, slots, form)
-    reference_store(k, None, expected, LAYER, slots, form)
+    store_keys_and_values(k, None, arena, LAYER, slots, 4, storage)
+    reference_store(k, None, expected, LAYER, slots, 4, storage)
     assert same_bytes(arena, expected)
 
 
-def stored(arena: Tensor, slots: Tensor, form: AttentionForm) -> Tensor:
-    """What stands at the slots: `[sides, T, G, E]` in float32."""
+def batch_of(slots: Tensor) -> RaggedBatch:
+    """Tokens that write to these slots of blocks of 4, each in a row of its own."""
+    rows = torch.zeros_like(slots)
+    tables = rows.int()[None, :, None]
+    return RaggedBatch(rows, slots[None], rows, rows, tables, 1, 4, tokens_per_row=1)
+
+
+def stored(arena: Tensor, slots: Tensor, storage: str) -> Tensor:
+    """What stands at the slots of blocks of 4: `[sides, T, G, E]` in float32."""
     every = torch.arange(arena.shape[2], device=arena.device)
-    sides = [read_blocks(side, every, form.block_size, form.storage) for side in arena[LAYER]]
+    sides = [read_blocks(side, every, 4, storage) for side in arena[LAYER]]
     return torch.stack([side[:, slots].transpose(0, 1).float() for side in sides])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "plain", "offset"])
@@ -92,22 +81,23 @@ def test_rotate_and_store(
     weights = [torch.randn(e, device=DEVICE).to(dtype) for _ in "qk"]
     q_norm, k_norm = (None, None) if norm == "none" else weights
     slots = torch.tensor([5, 6, 12, 0], device=DEVICE)
-    form = AttentionForm(4, 1.0, storage=storage, value_dim=e)
+    form = AttentionForm(1.0, storage=storage, value_dim=e)
     arena = new_arena(2, 4, g, 4, e, dtype, storage)
     other = arena.clone()
-    arguments = q_norm, k_norm, 1e-5, norm == "offset", angles.cos(), angles.sin(), slots, form
-    out = rotate_and_store(qkv, arena, LAYER, *arguments)
-    expected = reference_rotate_and_store(qkv, other, LAYER, *arguments)
+    rotation = HeadRotation(q_norm, k_norm, 1e-5, norm == "offset", angles.cos(), angles.sin())
+    arguments = LayerPlace(0, LAYER), rotation, batch_of(slots), form
+    out = rotate_and_store(qkv, arena, *arguments)
+    expected = reference_rotate_and_store(qkv, other, *arguments)
     # Of a step of the dtype, where sums of another order were rounded to another number.
     close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(out, expected, atol=close, rtol=close)
-    there, wanted = stored(arena, slots[:3], form), stored(other, slots[:3], form)
+    there, wanted = stored(arena, slots[:3], storage), stored(other, slots[:3], storage)
     coarse = {"model": close, "int8": 0.02, "fp8": 0.15}[storage]
     torch.testing.assert_close(there[0], wanted[0], atol=coarse * 3, rtol=coarse)
     assert torch.equal(there[1], wanted[1])
     untouched = torch.ones(arena.shape[2] * 4, dtype=torch.bool)
     untouched[slots.cpu()] = False
-    assert torch.isnan(stored(arena, untouched.nonzero()[:, 0].to(DEVICE), form)).all()
+    assert torch.isnan(stored(arena, untouched.nonzero()[:, 0].to(DEVICE), storage)).all()
 
 
 @pytest.mark.parametrize("offset", [False, True])
@@ -118,17 +108,18 @@ def test_the_reference_is_what_models_do(offset: bool) -> None:
     norms = [RMSNorm(1e-5, offset=offset) for _ in "qk"]
     for norm in norms:
         norm.weight = torch.nn.Parameter(torch.randn(e).bfloat16(), requires_grad=False)
-    form = AttentionForm(4, 1.0, value_dim=e)
+    form = AttentionForm(1.0, value_dim=e)
     arena = poisoned_arena((2, 2, 3, g, 4, e), torch.bfloat16, "model")
     slots = torch.tensor([4, 5, 11])
-    out = reference_rotate_and_store(
-        qkv, arena, LAYER, norms[0].weight, norms[1].weight, 1e-5, offset,
-        angles.cos(), angles.sin(), slots, form,
-    )  # fmt: skip
+    rotation = HeadRotation(
+        norms[0].weight, norms[1].weight, 1e-5, offset, angles.cos(), angles.sin()
+    )
+    place = LayerPlace(0, LAYER)
+    out = reference_rotate_and_store(qkv, arena, place, rotation, batch_of(slots), form)
     q, k, v = qkv.view(tokens, -1, e).split((h, g, g), dim=1)
     assert torch.equal(out, rotate(norms[0](q), angles.cos(), angles.sin()))
     expected = torch.stack([rotate(norms[1](k), angles.cos(), angles.sin()), v]).float()
-    assert torch.equal(stored(arena, slots, form), expected)
+    assert torch.equal(stored(arena, slots, "model"), expected)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -137,15 +128,17 @@ def test_the_reference_is_what_models_do(offset: bool) -> None:
     e=st.integers(1, 40).map(lambda half: 2 * half),
     block_size=st.integers(1, 20),
     storage=st.sampled_from(STORAGES),
+    dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_is_stored(g: int, e: int, block_size: int, storage: str, seed: int) -> None:
+def test_any_shape_is_stored_bitwise_as_by_the_reference(
+    g: int, e: int, block_size: int, storage: str, dtype: torch.dtype, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, 3, g, e, generator=generator).bfloat16().to(DEVICE)
+    k, v = torch.randn(2, 3, g, e, generator=generator).to(dtype).to(DEVICE)
     slots = torch.randperm(5 * block_size, generator=generator)[:3].to(DEVICE) + block_size
-    form = AttentionForm(block_size, 1.0, storage=storage, value_dim=e)
-    arena = new_arena(2, 6, g, block_size, e, torch.bfloat16, storage)
+    arena = new_arena(2, 6, g, block_size, e, dtype, storage)
     expected = arena.clone()
-    store_keys_and_values(k, v, arena, LAYER, slots[: len(k)], form)
-    reference_store(k, v, expected, LAYER, slots[: len(k)], form)
+    store_keys_and_values(k, v, arena, LAYER, slots[: len(k)], block_size, storage)
+    reference_store(k, v, expected, LAYER, slots[: len(k)], block_size, storage)
     assert same_bytes(arena, expected)

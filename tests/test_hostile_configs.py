@@ -174,8 +174,9 @@ def test_the_key_and_the_file_are_named(
         '{"model_type": "llama", "model_type": "mistral"}',
         '{"vocab_size": ' + "9" * 100_000 + "}",
         " " * (5 << 20) + "{}",
+        "[1]",
     ],
-    ids=["deep", "key twice", "digits", "long"],
+    ids=["deep", "key twice", "digits", "long", "list"],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_json_that_python_does_not_take(tiny: Any, tmp_path: Path, name: str, content: str) -> None:

@@ -132,6 +132,7 @@ stepgraph.Engines
 """
 
 
+@pytest.mark.slow
 def test_an_editable_install_has_types_and_new_files(checkout: Path, tmp_path: Path) -> None:
     wheel = build("build_editable", checkout, tmp_path)
     environment = Environment.of_wheel(tmp_path / "venv", wheel, shared=False)

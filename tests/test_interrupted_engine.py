@@ -109,7 +109,7 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
 def test_an_exception_at_some_lines(name: str) -> None:
     lines = lines_of(name)
     for error in (KeyboardInterrupt, MemoryError):
-        for at in range(1, lines + 1, max(1, lines // 25)):
+        for at in range(1, lines + 1, max(1, lines // 12)):
             interrupt(name, at, error)
 
 

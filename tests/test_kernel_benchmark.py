@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.bench.kernels import _measure, measure_kernels
-from stepgraph.runtime.bench.scenario_rows import KERNEL_COLUMNS
-from stepgraph.runtime.bench.tables import columns, rows
+from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.scenarios.kernel_times import measure_kernels
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
 
-from .bench_rig import run_bench, schema_errors
+from .bench_rig import schema_errors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = ["norm_linear", "decode_attention", "combine_output", "gate_up", "down", "head"]
@@ -64,7 +63,9 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
         copies.append(launches)
         return [2e-6, 3e-6, 4e-6]
 
-    entries = list(_measure(model, config, DEVICE, 2, 7, 4.3e12, seconds))
+    entries = list(
+        measure_kernels(model, config, DEVICE, rows=2, context=7, bandwidth=4.3e12, seconds=seconds)
+    )
     assert [entry["kernel"] for entry in entries] == KERNELS
     assert [entry["launches"] for entry in entries] == [2] * 5 + [1]
     for entry in entries:
@@ -74,25 +75,16 @@ def test_every_kernel_runs_on_what_it_would_be_timed_on(name: str, kinds: dict[s
     assert set(copies) == {16}
     names = {"model": name, "dtype": "auto", "weight_dtype": "auto", "kv_dtype": "auto"}
     document = {"kernels": [{**names, "rows": 2, "context": 7, **entry} for entry in entries]}
-    assert columns(document) == KERNEL_COLUMNS
-    assert all(len(row) == len(KERNEL_COLUMNS) for row in rows(document))
+    ((_, rows),) = tables(document)
+    assert [row["kernel"] for row in rows] == KERNELS
     for entry in document["kernels"]:
         assert schema_errors(entry, "kernel") == []
-
-
-def test_kernels_are_timed_on_cuda_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_bench(monkeypatch, "--scenario kernels --device cpu") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "bench.py: error: kernels are timed on CUDA devices, and cpu is none"
-    )
 
 
 def test_rows_that_the_library_decodes_are_refused() -> None:
     model = tiny("llama-3.2-1b")
     config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="eager"), model)
-    with pytest.raises(ConfigError, match="at most 32"):
+    with pytest.raises(ConfigError, match="above 32 use cuBLAS"):
         next(
             measure_kernels(
                 model, config, torch.device("cuda"), rows=65, context=9, bandwidth=4.3e12

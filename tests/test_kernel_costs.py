@@ -5,103 +5,123 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.profiling.kernel_costs import (
+from stepgraph.profiling.roofline import floor_seconds, step_bytes
+from stepgraph.runtime.models.config import ModelConfig, Rope
+from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.tools.step_costs import (
     DEPENDENT_EDGE_SECONDS,
     EDGE_SECONDS,
     FEW_ROWS,
-    DecoderShape,
+    StoredSizes,
     floor_bytes,
     kernel_costs,
     predicted_seconds,
 )
-from stepgraph.profiling.roofline import floor_seconds, step_bytes
 
-SMALL = DecoderShape(
+FIELDS: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64}
+
+
+def windowed(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Fields of a model that has layers without a window and layers with one."""
+    types = tuple("full_attention" if w is None else "sliding_attention" for w in windows)
+    sliding = max((w for w in windows if w is not None), default=None)
+    return {"num_layers": len(types), "layer_types": types, "sliding_window": sliding}
+
+
+SMALL = ModelConfig(
     hidden_size=12,
     intermediate_size=20,
     num_heads=6,
     num_kv_heads=2,
     head_dim=4,
     vocab_size=300,
-    windows=(None, 5, None),
-    matrix_bytes=lambda n, k: 2 * n * k,
-    element_bytes=2,
-    kv_vector_bytes=8,
+    tie_word_embeddings=True,
+    **windowed((None, 5, None)),
+    **FIELDS,
 )
+PLAN = model_plan(SMALL)
+SIZES = StoredSizes(lambda n, k: 2 * n * k, element_bytes=2, kv_vector_bytes=8)
 counts = st.integers(1, 50)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> DecoderShape:
-    number = draw(st.sampled_from([1, 2, 4]))
-    scales = draw(st.booleans())
-    return DecoderShape(
+def shapes(draw: st.DrawFn) -> tuple[ModelConfig, StoredSizes]:
+    """Models of all traits that kernels have, stored in any way."""
+    number, scales = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    kind = draw(st.sampled_from(["llama", "qwen3", "gemma2", "gemma3_text"]))
+    window = draw(st.integers(1, 40))
+    slides = draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    kv_heads = draw(counts)
+    model = ModelConfig(
+        model_type=kind,
         hidden_size=draw(counts),
         intermediate_size=draw(counts),
-        num_heads=draw(counts),
-        num_kv_heads=draw(counts),
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
         head_dim=2 * draw(counts),
         vocab_size=draw(st.integers(1, 1000)),
-        windows=tuple(draw(st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=6))),
-        matrix_bytes=lambda n, k: n * k * number + (4 * n if scales else 0),
-        element_bytes=draw(st.sampled_from([2, 4])),
-        kv_vector_bytes=draw(counts),
-        rope_kinds=draw(st.integers(1, 2)),
-        qk_norm=draw(st.booleans()),
-        output_norms=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        sliding_rope=draw(st.sampled_from([None, Rope(1e3)])),
+        **windowed([window if slide else None for slide in slides]),
+        **FIELDS,
+    )
+    element_bytes = draw(st.sampled_from([2, 4]))
+    return model, StoredSizes(
+        lambda n, k: n * k * number + (4 * n if scales else 0), element_bytes, draw(counts)
     )
 
 
-def weights_of_a_step(shape: DecoderShape) -> int:
+def weights_of_a_step(model: ModelConfig, sizes: StoredSizes) -> int:
     """Every parameter but an embedding that is not the head, counted one by one."""
-    hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.element_bytes
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = sum(
-        shape.matrix_bytes(n, k)
-        for n, k in (
-            (queries + 2 * keys, hidden),
-            (hidden, queries),
-            (2 * inner, hidden),
-            (hidden, inner),
-        )
+    layout = fused_layout(model)
+    if not model.tie_word_embeddings:
+        del layout["embed_tokens.weight"]
+    return sum(
+        sizes.matrix_bytes(*shape) if len(shape) == 2 else sizes.element_bytes * shape[0]
+        for shape in (parameter.shape for parameter in layout.values())
     )
-    vectors = 2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.output_norms * 2 * hidden
-    vectors += shape.attention_bias * (queries + 2 * keys + hidden)
-    vectors += shape.mlp_bias * (2 * inner + hidden)
-    head = shape.matrix_bytes(shape.vocab_size, hidden) + hidden * size
-    return len(shape.windows) * (layer + vectors * size) + head
 
 
 @given(shapes(), counts, counts, counts, st.integers(0, 4))
 def test_the_kernels_together_are_the_step(
-    shape: DecoderShape, rows: int, context: int, splits: int, parts: int
+    shape: tuple[ModelConfig, StoredSizes], rows: int, context: int, splits: int, parts: int
 ) -> None:
+    model, sizes = shape
     costs = kernel_costs(
-        shape, rows=rows, context=context, splits=splits, parts=lambda operation, n, k: parts
+        model_plan(model),
+        sizes,
+        rows=rows,
+        context=context,
+        splits=splits,
+        parts=lambda operation, n, k: parts,
     )
-    attended = sum(min(context, window or context) for window in shape.windows)
-    kv_bytes = attended * 2 * shape.num_kv_heads * shape.kv_vector_bytes
-    assert floor_bytes(costs) == step_bytes(weights_of_a_step(shape), rows, kv_bytes)
+    windows = [model.window(layer) for layer in range(model.num_layers)]
+    attended = sum(min(context, window or context) for window in windows)
+    kv_bytes = attended * 2 * model.num_kv_heads * sizes.kv_vector_bytes
+    assert floor_bytes(costs) == step_bytes(weights_of_a_step(model, sizes), rows, kv_bytes)
     others = sum(cost.launches * cost.other_bytes for cost in costs)
     everything = sum(cost.launches * cost.bytes for cost in costs)
     assert everything == floor_bytes(costs) + others
     assert all(cost.other_bytes > 0 for cost in costs)
-    assert sum(cost.launches for cost in costs) == 3 + 5 * len(shape.windows)
+    assert sum(cost.launches for cost in costs) == 3 + 5 * model.num_layers
     seconds = predicted_seconds(costs, 1e9, edge_seconds=2e-6)
     kernels = sum(cost.launches * cost.kernels for cost in costs)
     assert seconds == pytest.approx(everything / 1e9 + 2e-6 * kernels)
-    fewest = 3 + 5 * len(shape.windows)
+    fewest = 3 + 5 * model.num_layers
     assert kernels == fewest if rows <= FEW_ROWS else kernels > fewest
 
 
 def test_each_kernel_by_hand() -> None:
-    costs = kernel_costs(SMALL, rows=3, context=9, splits=2)
+    costs = kernel_costs(PLAN, SIZES, rows=3, context=9, splits=2)
     found = {(cost.name, cost.window): cost for cost in costs}
     names = ["begin", "norm_linear", *["decode_attention"] * 2, "combine_output", "gate_up", "down"]
     assert [cost.name for cost in costs] == [*names, "head", "greedy"]
@@ -143,7 +163,9 @@ def test_products_of_many_rows_by_hand() -> None:
     }
     kernels = {0: (2, 2, 3, 2, 3), 1: (2, 1, 2, 1, 2), 3: (3, 2, 3, 2, 3)}
     for parts in (0, 1, 3):
-        costs = kernel_costs(SMALL, rows=8, context=9, splits=1, parts=lambda *_: parts)  # noqa: B023
+        costs = kernel_costs(
+            PLAN, SIZES, rows=8, context=9, splits=1, parts=lambda *_, parts=parts: parts
+        )
         found = {cost.name: cost for cost in costs if cost.name in bare}
         assert tuple(found[name].kernels for name in bare) == kernels[parts]
         assert {found[name].library_kernels for name in bare} == {int(parts == 0)}
@@ -155,7 +177,7 @@ def test_products_of_many_rows_by_hand() -> None:
 def test_edges_of_the_library_are_not_dependent() -> None:
     (cost,) = {
         cost
-        for cost in kernel_costs(SMALL, rows=8, context=9, splits=1)
+        for cost in kernel_costs(PLAN, SIZES, rows=8, context=9, splits=1)
         if cost.name == "norm_linear"
     }
     assert cost.edge_seconds(0.0) == pytest.approx(2 * EDGE_SECONDS)
@@ -165,7 +187,7 @@ def test_edges_of_the_library_are_not_dependent() -> None:
 
 
 def test_time_is_bytes_and_edges() -> None:
-    costs = kernel_costs(SMALL, rows=1, context=4, splits=1)
+    costs = kernel_costs(PLAN, SIZES, rows=1, context=4, splits=1)
     assert costs[1].seconds(2e9) == costs[1].bytes / 2e9
     seconds = [
         predicted_seconds(costs, 1e12, edge) for edge in (0.0, DEPENDENT_EDGE_SECONDS, EDGE_SECONDS)
@@ -177,20 +199,21 @@ def test_time_is_bytes_and_edges() -> None:
 
 
 def test_windows_and_weights_in_fewer_bytes_count_less() -> None:
-    def floor(**changes: object) -> int:
-        shape = dataclasses.replace(SMALL, **changes)
-        return floor_bytes(kernel_costs(shape, rows=2, context=30, splits=1))
+    def floor(windows: Sequence[int | None] = (None, 5, None), number: int = 2) -> int:
+        model = dataclasses.replace(SMALL, **windowed(windows))
+        sizes = SIZES._replace(matrix_bytes=lambda n, k: number * n * k)
+        return floor_bytes(kernel_costs(model_plan(model), sizes, rows=2, context=30, splits=1))
 
-    assert floor(windows=(5, 5, 5)) < floor() < floor(windows=(None,) * 3)
-    assert floor(windows=(40,) * 3) == floor(windows=(None,) * 3)
-    assert floor(matrix_bytes=lambda n, k: n * k) < floor()
+    assert floor((5, 5, 5)) < floor() < floor((None,) * 3)
+    assert floor((40,) * 3) == floor((None,) * 3)
+    assert floor(number=1) < floor()
 
 
 @pytest.mark.parametrize("field", ["rows", "context", "splits"])
 def test_what_cannot_be_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} is 0; it must be at least 1$"):
-        kernel_costs(SMALL, **({"rows": 1, "context": 1, "splits": 1} | {field: 0}))
-    costs = kernel_costs(SMALL, rows=1, context=1, splits=1)
+        kernel_costs(PLAN, SIZES, **({"rows": 1, "context": 1, "splits": 1} | {field: 0}))
+    costs = kernel_costs(PLAN, SIZES, rows=1, context=1, splits=1)
     with pytest.raises(ValueError, match="edge_seconds is nan; it must not be negative"):
         predicted_seconds(costs, 1e9, math.nan)
     with pytest.raises(ValueError, match=r"bandwidth_bytes_per_s is 0\.0; it must be positive"):

@@ -27,7 +27,8 @@ from stepgraph.profiling.attribution import (
     operation,
 )
 from stepgraph.profiling.emitters import NOTHING
-from stepgraph.profiling.kernel_costs import floor_bytes, kernel_costs, operation_costs
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.tools.step_costs import floor_bytes, kernel_costs, operation_costs
 
 from .test_kernel_costs import shapes
 
@@ -186,7 +187,8 @@ def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
 
 @given(shapes(), st.integers(1, 9), st.integers(1, 99))
 def test_costs_of_operations_are_the_floor_of_the_step(shape: Any, rows: int, context: int) -> None:
-    costs = kernel_costs(shape, rows=rows, context=context, splits=1)
+    model, sizes = shape
+    costs = kernel_costs(model_plan(model), sizes, rows=rows, context=context, splits=1)
     operations = operation_costs(costs)
     assert len({cost.operation for cost in operations}) == len(operations)
     rounding = sum(cost.launches for cost in operations)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import AttentionForm
+from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.ops import kv_storage
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -38,9 +38,10 @@ def _cpu_ops() -> None:
 
 @pytest.mark.parametrize("attention", BOTH)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32, 256])
-def test_decode_matches_float64(attention: Attention, block_size: int) -> None:
-    chunks = [(0, 1), (1, 1), (15, 1), (127, 1), (128, 1), (300, 1)]
-    check(make_case(chunks, block_size=block_size, padding=2), attention, 1e-5)
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_uniform_batches_match_float64(attention: Attention, block_size: int, tokens: int) -> None:
+    chunks = [(cached, tokens) for cached in (0, 1, 15, 127, 128, 300)]
+    check(make_case(chunks, block_size=block_size, padding=2 * tokens), attention, 1e-5)
 
 
 @pytest.mark.parametrize("attention", BOTH)
@@ -81,7 +82,11 @@ def test_forms_in_all_dtypes(
 ) -> None:
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     heads = (6, 1, 34) if "latent" in form else (6, 2, 34)
-    for block_size, chunks in ((16, [(200, 1), (9, 1)]), (4, [(150, 20), (0, 33)])):
+    for block_size, chunks in (
+        (16, [(200, 1), (9, 1)]),
+        (8, [(150, 3), (6, 3)]),
+        (4, [(150, 20), (0, 33)]),
+    ):
         check(make_case(chunks, heads, block_size, dtype, 1, **form), attention, tolerance)
 
 
@@ -151,7 +156,8 @@ def test_a_token_does_not_see_its_batch(
         assert torch.equal(written.select([t]).run(kernels.paged_attention)[0][0], out[t])
     shuffled = torch.randperm(111, generator=torch.Generator().manual_seed(1)).tolist()
     assert torch.equal(written.select(shuffled).run(kernels.paged_attention)[0], out[shuffled])
-    wider = case.run(kernels.paged_attention, case.block_tables.shape[1])[0]
+    columns = case.batch.block_tables.shape[2]
+    wider = case.with_batch(read_blocks=columns).run(kernels.paged_attention)[0]
     for count in (1, 2, 3):
         with kernel_threads(count):
             assert torch.equal(case.run(kernels.paged_attention)[0], out)
@@ -173,21 +179,18 @@ def test_chunks_that_go_to_threads_only_where_memory_allows(storage: str) -> Non
     history = torch.randn(cached, 1, dim, generator=rng)
     first_slots = block_size + torch.arange(cached)
     kv_storage.write_blocks(arena[0, 0], first_slots, history, block_size, storage)
-    case = Case(
-        q,
-        k,
-        None,
-        arena,
-        block_size + positions,
-        torch.stack([table, torch.zeros_like(table)]),
-        torch.zeros(new, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-        positions,
-        AttentionForm(block_size, 0.2, storage=storage, value_dim=dim),
-        torch.empty(0),
-        new,
-        layer=0,
+    batch = RaggedBatch(
+        positions=positions,
+        slots=block_size + positions[None],
+        token_rows=torch.zeros(new, dtype=torch.int64),
+        rows=torch.zeros(1, dtype=torch.int64),
+        block_tables=torch.stack([table, torch.zeros_like(table)])[None],
+        read_blocks=len(table),
+        block_size=block_size,
+        tokens_per_row=new,
     )
+    form = AttentionForm(0.2, storage=storage, value_dim=dim)
+    case = Case(q, k, None, arena, batch, form, torch.empty(0), new, layer=0)
     with kernel_threads(1):  # never split
         out, written = case.run(kernels.paged_attention)
     with kernel_threads(8):  # fewer tiles than 32 are
@@ -259,35 +262,23 @@ def test_what_is_not_finite_leaves_with_the_window(
 def test_columns_below_the_window_are_not_looked_at() -> None:
     case = make_case([(300, 1), (200, 20)], (4, 2, 16), window=50)
     out, _ = case.run(kernels.paged_attention)
-    tables = case.block_tables.clone()
-    tables[0, : (301 - 50) // 16] = -5
-    tables[1, : (201 - 50) // 16] = 1_000_000
-    assert torch.equal(replace(case, block_tables=tables).run(kernels.paged_attention)[0], out)
-    tables[1, (201 - 50) // 16] = 1_000_000
+    tables = case.batch.block_tables.clone()
+    tables[0, 0, : (301 - 50) // 16] = -5
+    tables[0, 1, : (201 - 50) // 16] = 1_000_000
+    changed = case.with_batch(block_tables=tables)
+    assert torch.equal(changed.run(kernels.paged_attention)[0], out)
+    tables[0, 1, (201 - 50) // 16] = 1_000_000
     with pytest.raises(IndexError, match=r"block_tables\[1, 9\] is 1000000"):
-        replace(case, block_tables=tables).run(kernels.paged_attention)
+        changed.run(kernels.paged_attention)
 
 
 def test_compiled_call_writes_the_arena_in_place() -> None:
     case = make_case([(20, 1), (130, 1)], padding=1, dtype=torch.bfloat16)
-    read_blocks = case.read_blocks
 
     def step(q: Tensor, k: Tensor, v: Tensor, arena: Tensor) -> Tensor:
         for layer in (1, 0, 1):
-            q = kernels.paged_attention(
-                q + 1,
-                k * 2,
-                v,
-                arena,
-                layer,
-                case.slots,
-                case.block_tables,
-                case.token_rows,
-                case.rows,
-                case.positions,
-                read_blocks,
-                case.form,
-            )
+            place = LayerPlace(0, layer)
+            q = kernels.paged_attention(q + 1, k * 2, v, arena, place, case.batch, case.form)
         return q
 
     eager_arena = torch.nan_to_num(case.arena, nan=0.5)
@@ -314,15 +305,14 @@ class NoHostValue(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("chunks", [[(40, 1), (9, 1)], [(40, 5), (0, 7)]], ids=["each", "rows"])
+@pytest.mark.parametrize("chunks", [[(40, 1), (9, 1)], [(40, 2), (9, 2)], [(40, 5), (0, 7)]])
 @pytest.mark.parametrize("form", [{}, *FORMS.values()], ids=["plain", *FORMS])
 def test_the_reference_asks_for_no_value(
     form: dict[str, object], chunks: list[tuple[int, int]]
 ) -> None:
-    case = make_case(chunks, (6, 1, 34), padding=1, **form)
-    read_blocks = case.read_blocks
+    case = make_case(chunks, (6, 1, 34), padding=2, **form)
     with NoHostValue():
-        out, _ = case.run(kernels.reference_paged_attention, read_blocks)
+        out, _ = case.run(kernels.reference_paged_attention)
     assert torch.isfinite(out).all()
 
 
@@ -334,14 +324,7 @@ def test_what_asks_for_a_value_is_noticed() -> None:
 
 def test_meta_tensors_have_the_shape_of_the_result() -> None:
     case = make_case([(2, 3)])
-    on_meta = replace(
-        case,
-        **{
-            name: getattr(case, name).to("meta")
-            for name in ("q", "k", "v", "arena", "slots", "block_tables", "token_rows", "rows")
-        },
-    )
-    out, _ = on_meta.run(kernels.paged_attention, read_blocks=1)
+    out, _ = case.to("meta").run(kernels.paged_attention)
     assert out.shape == case.q.shape
     assert out.is_meta
 
@@ -349,17 +332,18 @@ def test_meta_tensors_have_the_shape_of_the_result() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": torch.tensor([0, 10_000, 0])}, r"slots\[1\] is 10000"),
+        ({"slots": torch.tensor([[0, 10_000, 0]])}, r"slots\[1\] is 10000"),
         ({"positions": torch.tensor([0, 0, -1])}, r"positions\[2\] is -1"),
         ({"token_rows": torch.tensor([2, 0, 0])}, r"token_rows\[0\] is 2"),
-        ({"block_tables": torch.full((2, 2), 77, dtype=torch.int32)}, "block_tables.* is 77"),
-        ({"layer": 2}, "layer 2 of an arena of 2"),
+        ({"block_tables": torch.full((1, 2, 2), 77, dtype=torch.int32)}, "block_tables.* is 77"),
     ],
 )
 def test_indices_out_of_range_are_named(change: dict[str, object], message: str) -> None:
-    case = replace(make_case([(2, 3)]), **change)
+    case = make_case([(2, 3)])
     with pytest.raises(IndexError, match=message):
-        case.run(kernels.paged_attention, read_blocks=1)
+        case.with_batch(**change).run(kernels.paged_attention)
+    with pytest.raises(IndexError, match="layer 2 of an arena of 2"):
+        replace(case, layer=2).run(kernels.paged_attention)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +354,8 @@ def test_indices_out_of_range_are_named(change: dict[str, object], message: str)
         ({}, lambda case: {"k": case.k[:, :1], "v": case.v[:, :1]}, "arena is .* 2, .* 1, 16, 64"),
         ({}, lambda case: {"k": case.k[:, :2]}, "do not fit together"),
         ({}, lambda case: {"v": None}, "arena is a contiguous"),
-        ({}, lambda case: {"form": case.form._replace(block_size=8)}, "arena is a contiguous"),
-        ({}, lambda case: {"form": case.form._replace(block_size=0)}, "block_size is 0"),
+        ({}, lambda case: {"batch": replace(case.batch, block_size=8)}, "arena is a contiguous"),
+        ({}, lambda case: {"batch": replace(case.batch, block_size=0)}, "block_size is 0"),
         ({}, lambda case: {"form": case.form._replace(value_dim=8)}, "value_dim is 8"),
         ({}, lambda case: {"form": case.form._replace(window=-1)}, "window -1"),
         ({}, lambda case: {"form": case.form._replace(softcap=-2.0)}, "softcap -2"),
@@ -390,4 +374,4 @@ def test_arguments_that_do_not_fit_are_named(
 ) -> None:
     case = make_case([(2, 3)], **form)
     with pytest.raises(RuntimeError, match=message):
-        replace(case, **change(case)).run(kernels.paged_attention, read_blocks=1)
+        replace(case, **change(case)).run(kernels.paged_attention)

@@ -1,19 +1,11 @@
 """The samplers as operators of a CPU draw the tokens that their torch references draw."""
 
-import math
-from typing import Any
-
 import pytest
 import torch
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels.cpu.sampling import fused_full
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
-from stepgraph.runtime.sampling.sampler import (
-    fused_sampler,
-    sample_full,
-    sample_greedy,
-    torch_sampler,
-)
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.samplers import fused_sampler, torch_sampler
 from stepgraph.runtime.sampling_params import SamplingParams
 
 from .sampling_cases import (
@@ -21,6 +13,8 @@ from .sampling_cases import (
     CASES,
     FIRST,
     assert_same,
+    check_bad_lanes_stay_alone,
+    check_parameters_that_leave_no_distribution,
     logits_of,
     params_for,
     state_of,
@@ -37,6 +31,7 @@ def _cpu_ops() -> None:
     kernels.load_cpu_ops()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 7, 20, 127, 128, 129, 300, 5000])
 def test_draws_what_the_reference_draws(vocab_size: int, dtype: torch.dtype) -> None:
@@ -53,6 +48,7 @@ def test_draws_what_the_reference_draws(vocab_size: int, dtype: torch.dtype) -> 
             assert torch.equal(getattr(states[1], name), getattr(states[0], name))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.7}, {}])
 @pytest.mark.parametrize("distinct", [1, 2, 5])
 def test_equal_tokens_are_kept_together(distinct: int, case: dict[str, float]) -> None:
@@ -66,6 +62,7 @@ def test_equal_tokens_are_kept_together(distinct: int, case: dict[str, float]) -
     assert len(output.tokens.unique()) > 50  # ties are not broken by their place
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 5, 128, 130, 9000])
 def test_greedy_is_the_lowest_of_the_largest(vocab_size: int, dtype: torch.dtype) -> None:
@@ -100,42 +97,13 @@ def test_a_lane_does_not_see_its_batch() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_that_are_not_a_distribution_stay_in_their_lane(case: dict[str, float]) -> None:
-    params = [SamplingParams(**case, seed=seed) for seed in range(9)]
-    logits = with_bad_lanes(logits_of(9, 300, 3, torch.bfloat16))
-    good = [lane for lane in range(9) if lane not in BAD_LANES]
-    rows = torch.arange(9)
-    positions = torch.full_like(rows, FIRST)
-    states = [state_of(params, 300) for _ in range(3)]
-    counts = states[0].token_counts.clone()
-    alone = sample_full(logits[good], states[0], rows[good], positions[good])
-    for sampler, state in ((fused_sampler, states[1]), (torch_sampler, states[2])):
-        output = sampler.full(logits, state, rows, positions)
-        assert output.tokens[BAD_LANES].eq(NON_FINITE).all()
-        assert torch.equal(output.tokens[good], alone.tokens)
-        torch.testing.assert_close(output.logprob[good], alone.logprob)
-        torch.testing.assert_close(output.top_logprobs[good], alone.top_logprobs)
-        assert ((output.top_ids >= 0) & (output.top_ids < 300)).all()
-        assert torch.equal(state.token_counts[good], states[0].token_counts[good])
-        assert torch.equal(state.token_counts[BAD_LANES], counts[BAD_LANES])
-
-
-@pytest.mark.parametrize("case", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}])
-def test_parameters_that_leave_no_distribution(case: dict[str, Any]) -> None:
-    """Stop ids are held back and no other token is possible; a penalty overflows."""
-    logits = logits_of(3, 300, 2, torch.float32)
-    logits[0] = -math.inf
-    logits[0, [11, 12]] = 1.0
-    logits[1, 7] = 1e30
-    params = [
-        SamplingParams(**case, min_tokens=8),
-        SamplingParams(**case, repetition_penalty=1e-20),
-        SamplingParams(**case),
-    ]
-    state, rows = state_of(params, 300), torch.arange(3)
     for sampler in (fused_sampler, torch_sampler):
-        tokens = sampler.full(logits, state, rows, torch.full_like(rows, FIRST)).tokens.tolist()
-        assert tokens[:2] == [NON_FINITE, NON_FINITE]
-        assert tokens[2] >= 0
+        check_bad_lanes_stay_alone(sampler.full, case)
+
+
+def test_parameters_that_leave_no_distribution() -> None:
+    for sampler in (fused_sampler, torch_sampler):
+        check_parameters_that_leave_no_distribution(sampler.full)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +123,6 @@ def test_what_does_not_fit_is_refused(
     arguments = fitting | change
     with pytest.raises(error, match=message):
         fused_sampler.full(arguments["logits"], state, arguments["rows"], torch.arange(2) + 9)
-
-
-def test_no_top_tokens_are_asked_for() -> None:
-    states = [state_of([SamplingParams(seed=3)] * 2, 300) for _ in range(2)]
-    logits, rows = logits_of(2, 300, 0, torch.float32), torch.arange(2)
-    none, some = (
-        fused_full(logits, s.reals, s.integers, s.token_counts, rows, rows + FIRST, num_top)
-        for s, num_top in zip(states, (0, 5), strict=True)
-    )
-    assert torch.equal(none[0], some[0])
-    assert torch.equal(none[1], some[1])
-    assert none[2].shape == none[3].shape == (2, 0)
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
 from stepgraph.cache.spec import group_layers
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import WeightStorage, select_kernels
+from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.kernels.ops import stack
+from stepgraph.runtime.kernels.ops.layer_plan import BoundModel
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights, random_weights
 from stepgraph.runtime.models.config import ModelConfig
-from stepgraph.runtime.models.decoder import AttentionInputs, Decoder, attention_specs
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .thread_rig import kernel_threads
@@ -101,26 +104,28 @@ class Rig:
             rig.decoder.store(iter_weights(reader, rig.config, dtype))
         return rig
 
-    def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> AttentionInputs:
+    def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> RaggedBatch:
         rows = torch.cat([torch.full((n,), row) for row, _, n in chunks])
         positions = torch.cat([torch.arange(at, at + n) for _, at, n in chunks])
         blocks = self.tables[:, rows, positions // BLOCK_SIZE].long()
-        return AttentionInputs(
+        return RaggedBatch(
             positions=positions,
             slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
             token_rows=rows,
-            rows=torch.tensor(sorted({row for row, _, _ in chunks})),
+            rows=torch.tensor([row for row, _, _ in chunks]),
             block_tables=self.tables,
             read_blocks=self.columns,
             block_size=BLOCK_SIZE,
+            tokens_per_row=None,
+            query_start_loc=torch.tensor([0, *itertools.accumulate(n for *_, n in chunks)]),
         )
 
-    def hidden(self, inputs: AttentionInputs, seed: int = 1) -> torch.Tensor:
+    def hidden(self, inputs: RaggedBatch, seed: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         shape = (len(inputs.positions), self.config.hidden_size)
         return torch.randn(shape, generator=generator).to(self.dtype)
 
-    def poison(self, inputs: AttentionInputs) -> None:
+    def poison(self, inputs: RaggedBatch) -> None:
         """Everything becomes NaN that no token of the step reads before it is written."""
         seen = torch.zeros(len(self.groups), self.arena.shape[2], BLOCK_SIZE, dtype=torch.bool)
         for group in self.groups:
@@ -136,7 +141,7 @@ class Rig:
             self.arena[:, :, ~kept.any(-1)] = 255  # all ones are NaN in bfloat16
 
     def step(
-        self, inputs: AttentionInputs, x_TD: torch.Tensor, *, stacked: bool = True
+        self, inputs: RaggedBatch, x_TD: torch.Tensor, *, stacked: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and the arena afterwards, which the next call does not see."""
         arena, stack = self.arena.clone(), self.decoder.stack
@@ -149,7 +154,7 @@ class Rig:
         return out, arena
 
 
-def assert_agrees(rig: Rig, inputs: AttentionInputs, x_TD: torch.Tensor) -> None:
+def assert_agrees(rig: Rig, inputs: RaggedBatch, x_TD: torch.Tensor) -> None:
     expected, expected_arena = rig.step(inputs, x_TD, stacked=False)
     out, arena = rig.step(inputs, x_TD)
     assert out.isfinite().all()
@@ -308,19 +313,17 @@ def test_layers_that_do_not_fit_together_are_refused(
     tiny: Callable[[str], TinyModel], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig.of(tiny("gemma2"), torch.float32)
-    plain = kernels.StackLayer.weights
-    calls: list[kernels.StackLayer] = []
+    plain = stack.stack_arguments
 
-    def weights(layer: kernels.StackLayer) -> tuple[torch.Tensor | None, ...]:
-        calls.append(layer)
-        own = list(plain(layer))
+    def arguments(model: BoundModel) -> tuple[Any, ...]:
+        weights, *others = plain(model)
         if broken == "weights":
-            return (*own, None) if len(calls) == rig.config.num_layers else tuple(own)
-        if len(calls) == 1:
-            own[9] = own[17] = None
-        return tuple(own)
+            weights.append(None)
+        else:
+            weights[9] = weights[17] = None
+        return weights, *others
 
-    monkeypatch.setattr(kernels.StackLayer, "weights", weights)
+    monkeypatch.setattr(stack, "stack_arguments", arguments)
     message = "all layers have output norms or none" if broken == "output norms" else "too many"
     with pytest.raises(RuntimeError, match=message):
         rig.decoder.store([])
@@ -441,7 +444,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         3, 4, 32, 2, dtype=torch.bfloat16
     )
     with pytest.raises(RuntimeError, match="the weight of down is not a packed"):
-        rig.decoder._make_stack()
+        rig.decoder.store([])
 
 
 def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
@@ -460,7 +463,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
         rows: torch.Tensor,
         read_blocks: int,
     ) -> torch.Tensor:
-        inputs = AttentionInputs(
+        inputs = RaggedBatch(
             positions=positions,
             slots=slots,
             token_rows=rows,
@@ -468,6 +471,7 @@ def test_compiles_without_breaks_for_any_number_of_tokens() -> None:
             block_tables=rig.tables,
             read_blocks=read_blocks,
             block_size=BLOCK_SIZE,
+            tokens_per_row=1,
         )
         return rig.decoder.decode(x_TD, arena, inputs)
 

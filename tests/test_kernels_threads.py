@@ -73,7 +73,7 @@ def test_a_thread_that_lost_its_core_is_not_waited_for() -> None:
         free = time.perf_counter() - began
         with starved(started):
             began = time.perf_counter()
-            for _ in range(200):
+            for _ in range(40):
                 operators.check()
             alone = time.perf_counter() - began
         operators.check()
@@ -89,7 +89,7 @@ def test_callers_share_the_pool() -> None:
 
     def call(operators: Operators) -> None:
         try:
-            for _ in range(15):
+            for _ in range(6):
                 operators.check()
         except BaseException as error:
             errors.append(error)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what quantising promises, and linear layers over them, in torch and C++."""
+"""Weights in 8 bits: what quantising promises, and linear layers over them in plain torch."""
 
 import math
 
@@ -7,19 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepgraph.runtime import kernels
-from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.ops import weight_storage
-from stepgraph.runtime.models import modules
-from stepgraph.runtime.models.modules import Projection
 from torch import Tensor
 
-from .thread_rig import kernel_threads
-
-needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
-
 DTYPES = [torch.bfloat16, torch.float32]
-# N, K: whole blocks, one number, less than a block, odd K, K of one, a last block of one column
-SHAPES = [(960, 576), (1, 1), (7, 3), (33, 65), (45, 1), (257, 31), (100, 1025)]
 
 
 @st.composite
@@ -34,7 +25,7 @@ def weights(draw: st.DrawFn) -> Tensor:
     return weight.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(weights())
 def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
     data, scales = kernels.quantise_weight(weight)
@@ -53,7 +44,7 @@ def test_a_number_is_off_by_half_a_scale(weight: Tensor) -> None:
     torch.testing.assert_close(same, scales, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(weights())
 def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
     n, k = weight.shape
@@ -82,7 +73,7 @@ def test_an_fp8_number_is_off_by_half_its_last_bit(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 @given(weights(), st.integers(-8, 8), st.integers(1, 100))
 def test_rows_are_quantised_one_by_one(
     storage: kernels.WeightStorage, weight: Tensor, power: int, at_a_time: int
@@ -145,41 +136,11 @@ def test_what_is_no_number_is_refused(
         kernels.quantise_weight(weight, storage)
 
 
-@needs_compiler
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_packing_is_undone_by_unpacking(n: int, k: int) -> None:
-    kernels.load_cpu_ops()
-    data = torch.randint(-127, 128, (n, k), dtype=torch.int8)
-    packed = kernels.pack_linear(data)
-    assert packed.is_contiguous()
-    assert packed.nbytes == kernels.packed_bytes(n, k, torch.int8)
-    assert torch.equal(kernels.unpack_linear(packed, n, k), data)
-    tokens = torch.tensor([n - 1, 0, n // 2])
-    assert torch.equal(kernels.packed_embedding(tokens, packed, k), data[tokens])
-
-
-def make(
-    t: int, n: int, k: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, data, scales, bias, and the float64 weight that data and scales stand for."""
-    rng = torch.Generator().manual_seed(t)
-    x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((t, k), (n, k), (n,)))
-    data, scales = kernels.quantise_weight(weight)
-    exact = data.double() * scales.double()[:, None]
-    return x.to(dtype), data, scales, bias.to(dtype), exact
-
-
-def assert_exact(out: Tensor, x: Tensor, exact: Tensor, bias: Tensor | None) -> None:
-    expected = x.double() @ exact.T + (0 if bias is None else bias.double())
-    # A chain of k rounded additions that grows like a random walk, and the result.
-    tolerance = 1e-6 + 2e-7 * x.shape[1] + (2**-8 if x.dtype == torch.bfloat16 else 0)
-    assert out.dtype == x.dtype
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_reference_is_the_layer_over_the_dequantised_weight(dtype: torch.dtype) -> None:
-    x, data, scales, bias, exact = make(5, 33, 65, dtype)
+    x, weight, bias = torch.randn(5, 65).to(dtype), torch.randn(33, 65), torch.randn(33).to(dtype)
+    data, scales = kernels.quantise_weight(weight)
+    exact = data.double() * scales.double()[:, None]
     for added in (None, bias):
         out = kernels.reference_linear(x, data, added, 33, scales)
         expected = x.double() @ exact.T + (0 if added is None else added.double())
@@ -201,103 +162,3 @@ def test_fp8_reference_is_the_layer_over_the_dequantised_weight(dtype: torch.dty
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
     assert torch.equal(data.float(), before)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("t", [*range(1, 31), 97, 200])
-def test_matches_float64(t: int, dtype: torch.dtype) -> None:
-    kernels.load_cpu_ops()
-    for n, k in SHAPES:
-        x, data, scales, bias, exact = make(t, n, k, dtype)
-        packed = kernels.pack_linear(data)
-        for added in (None, bias):
-            out = kernels.packed_linear(x, packed, added, n, scales)
-            assert_exact(out, x, exact, added)
-
-
-@needs_compiler
-def test_every_number_counts_in_every_place() -> None:
-    """One k at a time and every int8 at every column: nothing of the expansion is left out."""
-    kernels.load_cpu_ops()
-    data = (torch.arange(255)[:, None] + torch.arange(0, 250, 50) - 127) % 255 - 127
-    packed = kernels.pack_linear(data.to(torch.int8))
-    for dtype in DTYPES:
-        out = kernels.packed_linear(torch.eye(5, dtype=dtype), packed, None, 255, torch.ones(255))
-        assert torch.equal(out.int(), data.T.int())
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(960, 576), (33, 65)])
-def test_a_row_does_not_see_its_batch(n: int, k: int, dtype: torch.dtype) -> None:
-    kernels.load_cpu_ops()
-    x, data, scales, bias, _ = make(150, n, k, dtype)
-    packed = kernels.pack_linear(data)
-    out = kernels.packed_linear(x, packed, bias, n, scales)
-    poisoned = x.clone()
-    poisoned[1:] = torch.nan
-    after = kernels.packed_linear(poisoned, packed, bias, n, scales)
-    assert torch.equal(after[0], out[0])
-    assert after[1:].isnan().all()
-    for count in (1, 2, 3):
-        with kernel_threads(count):
-            for t in (1, 2, 5, 12, 13, 31, 96, 97):
-                part = kernels.packed_linear(x[150 - t :], packed, bias, n, scales)
-                assert torch.equal(part, out[150 - t :])
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_input(dtype: torch.dtype) -> None:
-    kernels.load_cpu_ops()
-    for k in (64, 63):
-        x, data, scales, _, _ = make(6, 40, k, dtype)
-        packed = kernels.pack_linear(data)
-        expected = kernels.packed_linear(x, packed, None, 40, scales)
-        for columns in (k + 1, k + 2, k + 6):
-            wide = torch.full((6, columns), torch.nan, dtype=dtype)
-            wide[:, :k] = x
-            out = kernels.packed_linear(wide[:, :k], packed, None, 40, scales)
-            assert torch.equal(out, expected)
-        turned = x.T.contiguous().T
-        assert torch.equal(kernels.packed_linear(turned, packed, None, 40, scales), expected)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("packed", "scales"),
-    [
-        (torch.zeros(2, 4, 32, 2, dtype=torch.int8), None),
-        (torch.zeros(2, 4, 32, 2, dtype=torch.bfloat16), torch.ones(40)),
-        (torch.zeros(2, 4, 32, 2, dtype=torch.int8), torch.ones(39)),
-        (torch.zeros(2, 4, 32, 2, dtype=torch.int8), torch.ones(40, dtype=torch.bfloat16)),
-        (torch.zeros(2, 4, 32, 2, dtype=torch.int8), torch.ones(80)[::2]),
-        (torch.zeros(2, 8, 32, 1, dtype=torch.int8), torch.ones(40)),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(packed: Tensor, scales: Tensor | None) -> None:
-    kernels.load_cpu_ops()
-    for dtype in DTYPES:
-        with pytest.raises(RuntimeError, match="packed_linear"):
-            kernels.packed_linear(torch.zeros(3, 8, dtype=dtype), packed, None, 40, scales)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_a_weight_is_quantised_where_it_will_lie(
-    storage: WeightStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = []
-
-    def quantise(weight: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
-        devices.append(weight.device.type)
-        return weight_storage.quantise_weight(weight, storage)
-
-    monkeypatch.setattr(modules, "quantise_weight", quantise)
-    chosen = kernels.select_kernels("cpu", "eager", torch.bfloat16, storage)  # packs nothing
-    projection = Projection(chosen, 5, 300)
-    projection.store(torch.randn(5, 300, dtype=torch.bfloat16), torch.device("meta"))
-    assert devices == ["meta"]
-    for stored in (projection.weight, projection.scales):
-        assert stored is not None
-        assert stored.is_meta

@@ -19,9 +19,6 @@ from stepgraph.graphs.steps import (
     EagerStep,
     StepPreparationError,
 )
-from stepgraph.profiling import ranges
-
-from .listeners import Heard
 
 
 @dataclass(frozen=True)
@@ -93,17 +90,6 @@ def test_captures_largest_first_in_one_pool():
     assert isinstance(reports[0], StepReport)
 
 
-def test_the_ranges_nest_as_their_dictionary_says():
-    heard = Heard()
-    with ranges.listening(heard):
-        Runner().library([Key(1), Key(2)]).prepare()
-    assert heard.events == [
-        ("push", "warmup", 2),
-        *[("push", "capture", 2), ("pop",), ("push", "capture", 1), ("pop",)] * 2,
-        ("pop",),
-    ]
-
-
 @pytest.mark.parametrize("kind", ["graph", "compile"])
 def test_all_is_warmed_up_before_anything_is_captured(kind):
     runner, log = Runner(), []
@@ -127,26 +113,6 @@ def test_all_is_warmed_up_before_anything_is_captured(kind):
     captures = 2 * (kind == "graph")
     assert log == [4, 1, "0 captured", f"{captures} captured"]
     assert seen == [(done, 2 + captures) for done in range(1, 3 + captures)]
-
-
-def test_every_miss_is_marked():
-    library = Runner().library([Key(4)])
-    library.prepare()
-    heard = Heard()
-    with ranges.listening(heard):
-        for rows in (4, 9, 4, 9, 2):
-            library.launch(Key(rows))
-    assert heard.events == [("mark", "fallback", (rows,)) for rows in (9, 9, 2)]
-    assert library.stats().misses == 3
-
-
-def test_every_scalar_of_the_key_has_its_own_step():
-    library = Runner().library(KEYS)
-    library.prepare()
-    assert library.launch(Key(16, 4)).tolist() == [4016.0] * 16
-    assert library.launch(Key(16, 2)).tolist() == [2016.0] * 16
-    assert library.lookup(Key(4)) is library.lookup(Key(4))
-    assert (library.stats().hits, library.stats().misses) == (4, 0)
 
 
 def test_a_miss_is_served_counted_and_logged_once(caplog):
@@ -193,18 +159,6 @@ def test_a_step_that_cannot_be_made_is_named_too():
 
     with pytest.raises(StepPreparationError, match=r"Key\(rows=1.* not be made: .* sampler"):
         Runner().library([Key(1)], make_step=make_step).prepare()
-
-
-def test_padding():
-    library = Runner().library(KEYS)
-    assert library.stats().padding_fraction == 0.0
-    library.record_padding(3, 4)
-    library.record_padding(16, 16)
-    stats = library.stats()
-    assert (stats.used_lanes, stats.padded_lanes) == (19, 1)
-    assert stats.padding_fraction == 1 / 20
-    with pytest.raises(AssertionError):
-        library.record_padding(5, 4)
 
 
 def test_close_lets_go_of_every_step():

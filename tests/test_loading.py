@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.loading.loader import (
     CheckpointReader,
     fused_layout,
@@ -154,25 +154,6 @@ class TestWeights:
         for name, tensor in load_all(single).items():
             torch.testing.assert_close(half[name], tensor.half(), rtol=0, atol=0)
 
-    def test_outlives_the_files(self, single: Path) -> None:
-        before = load_all(single)
-        with CheckpointReader(single) as reader:
-            weights = dict(iter_weights(reader, read_config(single), torch.float32))
-        with (single / "model.safetensors").open("r+b") as file:
-            size = file.seek(0, 2)
-            file.seek(size // 2)
-            file.write(b"\x7f" * (size - size // 2))
-        for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
-
-    def test_config_and_headers_are_enough_to_plan(self, saved: Path) -> None:
-        config = read_config(saved)
-        assert config.eos_token_ids == (2, 5)
-        assert config.torch_dtype == "bfloat16"
-        with CheckpointReader(saved) as reader:
-            header = reader.headers()["model.layers.1.mlp.up_proj.weight"]
-        assert header == ("BF16", (40, 32), saved / "model.safetensors")
-
     def test_harmless_extra_tensors(self, single: Path) -> None:
         shutil.rmtree(single)
         save_model(single, tie_word_embeddings=True)
@@ -233,21 +214,6 @@ class TestContradictions:
         lines = self.refusal(single).splitlines()
         assert lines[-1].strip() == "... and 4 more", "14 biases, the first ten by name"
         assert len(lines) == 1 + 10 + 1
-
-    def test_transposed_matrix(self, single: Path) -> None:
-        rewrite(
-            single / "model.safetensors",
-            {"model.layers.0.mlp.down_proj.weight": torch.randn(40, 32)},
-        )
-        assert "down_proj.weight expected [32, 40], found [40, 32]" in self.refusal(single)
-
-    def test_config_with_another_number_of_layers(self, single: Path) -> None:
-        edit_json(single / "config.json", num_hidden_layers=1)
-        assert "unexpected: model.layers.1.input_layernorm.weight" in self.refusal(single)
-
-    def test_untied_without_a_head(self, single: Path) -> None:
-        rewrite(single / "model.safetensors", {}, "lm_head.weight")
-        assert "missing: lm_head.weight [61, 32]" in self.refusal(single)
 
 
 MLA: dict[str, Any] = {
@@ -339,23 +305,11 @@ class TestBrokenFiles:
         with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
             CheckpointReader(single)
 
-    @pytest.mark.parametrize("content", [b"\xff" * 64, b"PK\x03\x04" + b"x" * 999, b"\0" * 64])
-    def test_no_safetensors_file(self, single: Path, content: bytes) -> None:
-        (single / "model.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or no safe"):
-            CheckpointReader(single)
-
     def test_git_lfs_pointer(self, single: Path) -> None:
         pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
         (single / "model.safetensors").write_bytes(pointer)
         with pytest.raises(CheckpointError, match="git lfs pull"):
             CheckpointReader(single)
-
-    def test_one_truncated_shard_is_named(self, sharded: Path) -> None:
-        shard = sorted(sharded.glob("*.safetensors"))[2]
-        shard.write_bytes(shard.read_bytes()[:-8])
-        with pytest.raises(CheckpointError, match=shard.name):
-            CheckpointReader(sharded)
 
     def test_missing_shards_are_named(self, sharded: Path) -> None:
         first, second, *_ = sorted(sharded.glob("*.safetensors"))
@@ -372,14 +326,6 @@ class TestBrokenFiles:
         with pytest.raises(CheckpointError, match=rf"{shard} does not hold model\.extra\.weight"):
             CheckpointReader(sharded)
 
-    def test_index_names_the_wrong_shard(self, sharded: Path) -> None:
-        path = sharded / "model.safetensors.index.json"
-        weight_map = json.loads(path.read_text())["weight_map"]
-        wrong = next(f for f in weight_map.values() if f != weight_map["model.norm.weight"])
-        edit_json(path, weight_map=weight_map | {"model.norm.weight": wrong})
-        with pytest.raises(CheckpointError, match=rf"{wrong} does not hold model\.norm\.weight"):
-            CheckpointReader(sharded)
-
     def test_the_index_decides_between_duplicates(self, sharded: Path) -> None:
         expected = load_all(sharded)
         path = sharded / "model.safetensors.index.json"
@@ -387,14 +333,6 @@ class TestBrokenFiles:
         for shard in set(weight_map.values()) - {weight_map["model.norm.weight"]}:
             rewrite(sharded / shard, {"model.norm.weight": torch.full((32,), torch.nan)})
         torch.testing.assert_close(load_all(sharded), expected, rtol=0, atol=0)
-
-    @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/hosts", "..", "", 3, None])
-    def test_index_cannot_point_elsewhere(self, sharded: Path, file: Any) -> None:
-        path = sharded / "model.safetensors.index.json"
-        weight_map = json.loads(path.read_text())["weight_map"]
-        edit_json(path, weight_map=weight_map | {"model.norm.weight": file})
-        with pytest.raises(CheckpointError, match=r"index\.json|lacks shards"):
-            CheckpointReader(sharded)
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}'])
     def test_broken_index(self, sharded: Path, content: str) -> None:
@@ -413,18 +351,6 @@ class TestBrokenFiles:
         with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
             CheckpointReader(single)
 
-    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-    @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00"])
-    def test_broken_config(self, single: Path, name: str, content: bytes) -> None:
-        (single / name).write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"{single}/{name}"):
-            read_config(single)
-
-    def test_unsupported_config_names_the_file(self, single: Path) -> None:
-        edit_json(single / "config.json", hidden_act="gelu")
-        with pytest.raises(CheckpointError, match=r"config\.json: hidden_act = 'gelu'"):
-            read_config(single)
-
 
 class TestSource:
     @pytest.mark.parametrize("kind", [str, Path])
@@ -437,10 +363,6 @@ class TestSource:
         source = resolve_source("preset:llama-3.2-1b")
         assert source.directory is None
         assert source.config is PRESETS["llama-3.2-1b"]
-
-    def test_unknown_preset(self) -> None:
-        with pytest.raises(ConfigError, match="smollm2-135m"):
-            resolve_source("preset:gpt-5")
 
     @pytest.mark.parametrize("kind", [str, Path])
     def test_missing_directory(self, tmp_path: Path, kind: type) -> None:
@@ -476,12 +398,6 @@ class TestHub:
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text(revision)
         return shutil.copytree(checkpoint, repository / "snapshots" / revision)
-
-    def test_found_in_the_cache(self, tmp_path: Path, saved: Path) -> None:
-        snapshot = self.cache(tmp_path, saved)
-        source = resolve_source("some-org/some-model")
-        assert source.directory == snapshot
-        assert source.config == read_config(saved)
 
     @pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
     def test_incomplete_in_the_cache(

@@ -16,7 +16,7 @@ from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.execution.step_sizes import StepSizes
 from stepgraph.runtime.kernels import Kernels
 from stepgraph.runtime.memory import measurement as memory_measurement
-from stepgraph.runtime.memory.measurement import CapturePeaks, PhaseLog, measure_steps
+from stepgraph.runtime.memory.measurement import CapturePeaks, measure_steps
 
 from .fake_cuda_memory import GRAPH_NODES, FakeDevice, make_fake_device  # noqa: F401
 
@@ -104,26 +104,6 @@ def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -
     assert "takes too long" in memory.notes["attention_masks"]
 
 
-def test_kernels_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Machine(0.01).measure(monkeypatch, masks=0)
-    assert memory.measured["attention_masks"] == 0
-    assert set(memory.measured) == {"attention_masks", "activations", "logits"}
-
-
-def test_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Machine(0.01, widths=(8,)).measure(monkeypatch, masks=1)
-    assert "part of the activations" in memory.notes["attention_masks"]
-    assert memory.measured["activations"] == PER_TOKEN * TOKENS + 8 * (MASK * TOKENS + GATHER)
-
-
-def test_a_system_that_tells_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(0.01)
-    monkeypatch.setattr(machine, "peak_bytes", lambda work, device: None)
-    memory = machine.measure(monkeypatch, masks=0)
-    assert memory.measured == {"attention_masks": 0}
-    assert "does not tell" in memory.notes["activations"]
-
-
 @pytest.mark.parametrize("masks", [0, 1])
 def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
     readable = Machine(0.01)
@@ -149,18 +129,6 @@ def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: 
         terms = {"activations", "logits", "attention_masks"} - memory.measured.keys()
         assert memory.notes.keys() == terms
         assert all("does not tell" in note for note in memory.notes.values())
-
-
-def test_phases_are_logged_in_order() -> None:
-    log = PhaseLog(torch.device("cpu"))
-    with log.phase("load"):
-        kept = torch.ones(64 << 20, dtype=torch.uint8)
-    with log.phase("cache"):
-        pass
-    load, cache = log.phases
-    assert (load.name, cache.name) == ("load", "cache")
-    assert load.after - load.before > kept.nbytes // 2
-    assert load.seconds > 0
 
 
 def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevice) -> None:
@@ -197,18 +165,3 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
     assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
     assert memory.notes["captured_graphs"].startswith(f"beside a pool of {largest} bytes")
-
-
-def test_memory_that_another_process_takes_during_captures_shows(fake_device: FakeDevice) -> None:
-    peaks = CapturePeaks(torch.device("cuda"))
-    peaks.begin_captures()
-    fake_device.nodes += 700
-    peaks.end_captures()
-    machine = Machine(0.01)
-    keys = machine.sizes.keys()
-    for key in keys:
-        peaks.warmed_up(key)
-    machine.library.reports = lambda: [SimpleNamespace(bytes=300)]
-    memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
-    assert memory.measured["captured_graphs"] == 700
-    assert "took 300 bytes of 700" in memory.notes["captured_graphs"]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 from stepgraph.cache.memory.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.bench import memory
-from stepgraph.runtime.bench.memory import MemoryCase
-from stepgraph.runtime.bench.memory_rows import FULL_COLUMNS, SCARCITY_COLUMNS, TERM_COLUMNS
-from stepgraph.runtime.bench.options import parse_arguments
-from stepgraph.runtime.bench.tables import markdown_table, tables
-from stepgraph.runtime.bench.terminal import for_terminal
+from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.scenarios import memory_pressure as memory
+from stepgraph.runtime.bench.scenarios.memory_pressure import MemoryCase
 
-from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
+from .bench_rig import BANDWIDTH_GB_S, run_bench, schema_errors
 
 CASE = MemoryCase("base", batch_size=4, input_lens=(16, 60), output_len=64, num_steps=30)
 CHUNK = 40
@@ -151,46 +146,16 @@ def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
 
 
 def test_the_tables(document: dict[str, Any]) -> None:
-    terms, full, scarcity = tables(document)
-    assert terms.columns == TERM_COLUMNS
-    assert full.columns == FULL_COLUMNS
-    assert scarcity.columns == SCARCITY_COLUMNS
-    for table in (terms, full, scarcity):
-        assert all(len(row) == len(table.columns) for row in table.rows)
-    assert [row[6] for row in full.rows] == ["16", "60"]
-    assert [row[8] for row in scarcity.rows] == ["never", "compute again", "swap"]
-    assert scarcity.rows[0][SCARCITY_COLUMNS.index("of unlimited")] == "100%"
-    names = [row[6] for row in terms.rows]
+    (_, terms), (_, full), (_, scarcity) = tables(document)
+    assert [row["prompt"] for row in full] == ["16", "60"]
+    assert [row["out of blocks"] for row in scarcity] == ["never", "compute again", "swap"]
+    assert scarcity[0]["of unlimited"] == "100%"
+    names = [row["term"] for row in terms]
     assert names[:3] == ["weights", "cache", "static buffers"]
     assert names[-3:] == ["measured terms", "process, started", "process, filled"]
     assert "captured graphs" not in names  # neither planned nor held
-    text = markdown_table(document)
-    for table in (terms, full, scarcity):
-        assert f"{table.title}\n\n| model" in text
-
-
-def test_a_row_alone_has_no_third_table(document: dict[str, Any]) -> None:
     alone = {**document, "memory": [{**document["memory"][0], "scarcity": []}]}
-    assert [table.columns for table in tables(alone)] == [TERM_COLUMNS, FULL_COLUMNS]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--input-len 128 4000", "max_model_len=4"),
-        ("--output-len 5000", "max_model_len=5"),
-        ("--batch-size 5000", "max_num_seqs must be an integer from 1 to 4096, not 5000"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
-) -> None:
-    arguments = f"--scenario memory --mode eager {arguments}"
-    assert message in refusal(monkeypatch, capsys, tmp_path, arguments)
+    assert len(list(tables(alone))) == 2
 
 
 def test_rows_that_the_memory_cannot_hold_are_one_clear_line(
@@ -203,46 +168,6 @@ def test_rows_that_the_memory_cannot_hold_are_one_clear_line(
     assert run_bench(monkeypatch, arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    _, line = captured.err.splitlines()
+    line = captured.err.splitlines()[-1]
     assert line.startswith("bench.py: error: the available memory of 104857600 bytes")
     assert "Lower the number of blocks, max_batch_tokens or max_num_seqs" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("memory --num-steps 29", "'29' is not an integer of at least 30"),
-        ("memory --max-itl-ms 5", "--max-itl-ms: no effect together with --scenario memory"),
-        ("memory --input-len 0", "'0' is not an integer of at least 1"),
-        ("prefix --num-steps 50", "--num-steps: no effect together with --scenario prefix"),
-        ("prefix --output-len 1", "'1' is not an integer of at least 2"),
-        ("prefix --steps-per-launch 2", "--steps-per-launch: no effect together with --scen"),
-    ],
-)
-def test_a_wrong_command_line_is_one_clear_line(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_arguments(["--scenario", *arguments.split()])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_defaults_follow_the_scenario() -> None:
-    options = parse_arguments(["--scenario", "memory"])
-    assert (options.batch_size, options.input_len) == ([8], [128, 512, 1024])
-    assert (options.output_len, options.num_steps, options.num_iters) == ([128], 100, 3)
-    options = parse_arguments(["--scenario", "prefix", "--num-iters", "5"])
-    assert (options.batch_size, options.input_len, options.output_len) == ([8], [512], [32])
-    assert (options.num_warmup, options.num_iters) == (1, 5)
-
-
-def test_a_terminal_shows_all_tables(document: dict[str, Any]) -> None:
-    console = Console(width=300, record=True, file=io.StringIO())
-    console.print(for_terminal(markdown_table(document), console.width))
-    text = console.export_text()
-    for name in (*TERM_COLUMNS[6:], *FULL_COLUMNS[6:], *SCARCITY_COLUMNS[6:]):
-        assert name in text, name
-    for table in tables(document):
-        assert table.title is not None
-        assert table.title in text

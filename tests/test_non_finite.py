@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
 @pytest.mark.parametrize(("variant", "config", "in_flight"), CASES, ids=str)
 def test_only_the_row_ends(
@@ -142,6 +143,7 @@ def test_only_the_row_ends(
     assert (stats["preemptions"] > 0) == ("num_blocks" in config)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
 @pytest.mark.parametrize("place", [0, 7, 11])
 def test_a_prompt_with_nan_in_it(

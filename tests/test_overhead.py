@@ -12,15 +12,14 @@ import pytest
 import torch
 from stepgraph.profiling import ranges
 from stepgraph.profiling.collector import CollectorWatch
-from stepgraph.profiling.overhead import Overhead, instrument_steps, measure_overhead
+from stepgraph.profiling.overhead import instrument_steps, measure_overhead
 from stepgraph.profiling.timeline import Timeline
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench.host import HostRig
 from stepgraph.runtime.bench.instrumentation import (
-    instrumentation_line,
     instrumentation_to_json,
     scopes_of_a_launch,
 )
+from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
 from stepgraph.runtime.execution import outputs as launch
 from stepgraph.runtime.execution.outputs import HostOutputs, Launch
 
@@ -183,16 +182,9 @@ def test_scopes_are_in_the_measurement() -> None:
     assert len(entered) == 3 * 3 * 5
 
 
-def test_the_share_is_that_of_the_fastest_step() -> None:
-    overhead = Overhead(2000.0, 101, 100)
-    shown = instrumentation_to_json(overhead, [3.0, 0.5, 1.0], 1)
-    assert shown == {"ns_per_step": 2000.0, "fraction": pytest.approx(0.004)}
-    shared = instrumentation_to_json(overhead, [0.5], 4)
-    assert shared == {"ns_per_step": 500.0, "fraction": pytest.approx(0.001)}
-    slower = {"ns_per_step": 9000.0, "fraction": 0.002}
-    document = {"cases": [{"instrumentation": case} for case in (slower, shown, shared)] + [{}]}
-    assert instrumentation_line(document) == (
-        "ranges, scopes and timeline take at most 0.40% of the fastest step of a case (2,000 ns)"
-    )
-    assert instrumentation_line({"cases": []}) is None
-    assert instrumentation_line({"cases": [{}]}) is None
+def test_the_share_is_that_of_the_fastest_step(open_engine: Callable[..., Engine]) -> None:
+    for steps_per_launch in (1, 4):
+        engine = open_engine("base", steps_per_launch=steps_per_launch)
+        shown = instrumentation_to_json(engine, [3.0, 0.5, 1.0])
+        assert 0 < shown["ns_per_step"] < 1e6
+        assert shown["fraction"] == pytest.approx(shown["ns_per_step"] / 0.5e6)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,6 @@ def test_the_import_loads_no_torch() -> None:
         + "    except SystemExit as end: assert end.code == 0\n"
         + "assert not {'torch', 'numpy', 'stepgraph.runtime'} & {*sys.modules}, sys.modules\n"
     )
-
-
-def test_star_import() -> None:
-    run("from stepgraph import *\nassert Engine.__module__ == 'stepgraph.runtime.engine.engine'")
 
 
 @pytest.mark.parametrize(
@@ -106,25 +101,6 @@ def test_explain_is_the_benchmark_s_explanation(
     assert capsys.readouterr() == (text, "")
 
 
-def test_errors_name_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("sys.argv", ["/venv/bin/stepgraph", "bench"])
-    nowhere = str(tmp_path / "nowhere")
-    for arguments in (
-        ["bench", "--mode", "eager", "--model", nowhere],
-        ["explain", "memory", "--model", nowhere],
-        ["explain", "step", "--bandwidth-gb-s", "1", "--model", nowhere],
-        ["report", nowhere],
-    ):
-        assert main(arguments) == 1
-        program = " ".join(["stepgraph", *arguments[: 1 + (arguments[0] == "explain")]])
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.splitlines()[-1].startswith(f"{program}: error: "), err
-        assert nowhere in err
-
-
 def fake_torch(folder: Path) -> dict[str, str]:
     """An environment whose torch reports its import on stdout and then takes a minute."""
     (folder / "torch.py").write_text("import time; print('torch', flush=True); time.sleep(60)")
@@ -132,6 +108,7 @@ def fake_torch(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [["bench"], ["explain", "memory"]], ids=" ".join)
 def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) -> None:
     process = subprocess.Popen(
@@ -144,28 +121,5 @@ def test_an_interrupt_while_torch_loads(tmp_path: Path, arguments: list[str]) ->
     assert process.stdout is not None
     assert process.stdout.readline() == "torch\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, f"stepgraph {arguments[0]}: interrupted\n")
-
-
-@pytest.fixture
-def recorded_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Run a profile by nsys on a machine without nsys; return the command it prints."""
-    monkeypatch.setattr("stepgraph.profiling.nsys.find_nsys", lambda: None)
-
-    def record(*argv: str) -> str:
-        monkeypatch.setattr("sys.argv", list(argv))
-        assert main(["bench", "--profile", "nsys"]) == 0
-        return capsys.readouterr().out
-
-    return record
-
-
-@pytest.mark.parametrize("program", ["/venv/bin/stepgraph", "/site/stepgraph/__main__.py"])
-def test_nsys_is_given_the_installed_command(
-    recorded_command: Callable[..., str], program: str
-) -> None:
-    line = recorded_command(program, "bench", "--profile", "nsys")
-    assert line.endswith(f"{sys.executable} -m stepgraph bench --profile nsys\n")

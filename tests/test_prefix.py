@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stepgraph.cache.prefix import HASH_BYTES, PrefixHashes
+from stepgraph.cache.prefix_hashes import HASH_BYTES, PrefixHashes
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 SALTS = st.sampled_from(["", "a", "b", "\0", "ä"])

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.bench import prefix
-from stepgraph.runtime.bench.pool import RequestBlocks
-from stepgraph.runtime.bench.prefix import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
-from stepgraph.runtime.bench.prefix_rows import PREFIX_COLUMNS
-from stepgraph.runtime.bench.steady import BenchmarkCase, longest_sequence
-from stepgraph.runtime.bench.tables import columns, rows
+from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.bench.engine_memory import RequestBlocks
+from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.scenarios import prefix_sharing as prefix
+from stepgraph.runtime.bench.scenarios.prefix_sharing import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
+from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase, longest_sequence
 
-from .bench_rig import BANDWIDTH_GB_S, refusal, run_bench, schema_errors
+from .bench_rig import BANDWIDTH_GB_S, run_bench, schema_errors
 
 CASE = BenchmarkCase("base", batch_size=3, input_len=72, output_len=6)
 SMALL = "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4 --num-iters 2"
@@ -102,16 +101,6 @@ def test_both_engines_get_the_same_prompts_in_turns(
     assert prefix._waves(config, CASE, 4) != prefix._waves(config, CASE, 5)
 
 
-@pytest.mark.parametrize(("input_len", "fits"), [(47, False), (48, True), (31, False)])
-def test_a_prefix_has_a_block_at_least(input_len: int, fits: bool) -> None:
-    case = BenchmarkCase("m", 1, input_len, 4)
-    if fits:
-        prefix.check_case(case, 16)
-        return
-    with pytest.raises(ConfigError, match=f"input_len={input_len} leaves no block to share.* 48 "):
-        prefix.check_case(case, 16)
-
-
 def test_pools_have_room(open_engine: Callable[..., Engine]) -> None:
     """Five rows of a request's length are admitted at once, and none loses its blocks."""
     config = {"max_num_seqs": 5, "prefill_chunk": 40, "prefix_cache": False}
@@ -147,14 +136,10 @@ def test_the_document_is_as_the_schema_says(document: dict[str, Any]) -> None:
 
 
 def test_the_table(document: dict[str, Any]) -> None:
-    (row,) = rows(document)
-    assert columns(document) == PREFIX_COLUMNS
-    assert len(row) == len(PREFIX_COLUMNS)
-    cells = dict(zip(PREFIX_COLUMNS, row, strict=True))
-    assert (cells["prompt"], cells["shared"], cells["n"]) == ("64", "32", "20")
-    assert cells["hit rate"] == "33%"  # two of three requests find half of their prompt
-    assert cells["computed tokens: off / on"] == "1,920 / 1,280"
-    assert cells["roofline"].endswith("%")
+    ((_, (row,)),) = tables(document)
+    assert (row["prompt"], row["shared"], row["n"]) == ("64", "32", "20")
+    assert row["hit rate"] == "33%"  # two of three requests find half of their prompt
+    assert row["computed tokens: off / on"] == "1,920 / 1,280"
 
 
 def test_it_can_be_compared(
@@ -170,22 +155,3 @@ def test_it_can_be_compared(
     captured = capsys.readouterr()
     assert "2.0" in captured.out
     assert captured.err.startswith("bench.py: error: 1 of 2 ratios")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--input-len 512 40", "input_len=40 leaves no block to share"),
-        ("--input-len 3000", "max_model_len=30"),
-        ("--batch-size 5000", "max_num_seqs must be an integer from 1 to 4096, not 5000"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_line_before_anything_is_measured(
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
-) -> None:
-    arguments = f"--scenario prefix --mode eager {arguments}"
-    assert message in refusal(monkeypatch, capsys, tmp_path, arguments)

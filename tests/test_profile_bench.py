@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
@@ -13,13 +14,17 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from stepgraph.__main__ import main
-from stepgraph.profiling import attribution, nsys, ranges
-from stepgraph.profiling.trace import read_trace, trace_operations
+from stepgraph.profiling import attribution, ranges
+from stepgraph.profiling.trace import read_trace
 from stepgraph.runtime import EngineConfig
-from stepgraph.runtime.bench import profile, run_steady
+from stepgraph.runtime.bench import benchmark_run
+from stepgraph.runtime.bench import step_profile as profile
 from stepgraph.runtime.bench.options import parse_arguments
+from stepgraph.runtime.bench.step_profile import StepWindow
+from stepgraph.runtime.bench.validate_args import StepRange
 from stepgraph.runtime.engine.engine import Engine
 
 from .bench_rig import ROOT, run_bench
@@ -97,22 +102,6 @@ def test_the_one_right_command_is_printed(flags, what, capsys, tmp_path, monkeyp
     )
     assert printed.err == "bench.py: nsys was not found on the PATH: nothing was run\n"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "cuda", "found", "form"),
-    [
-        ("auto", False, None, "cuda"),
-        ("auto", False, "/usr/bin/nsys", "cpu"),
-        ("auto", True, "/usr/bin/nsys", "cuda"),
-        ("cpu", True, None, "cpu"),
-        ("cuda", False, "/usr/bin/nsys", "cuda"),
-    ],
-)
-def test_the_form_is_that_of_the_device(device, cuda, found, form, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(nsys, "find_nsys", lambda: found)
-    assert profile._form(device) == form
 
 
 @needs_nvtx
@@ -235,33 +224,6 @@ def test_a_trace_has_the_steps_of_the_window(traced):
     assert case["step_ms"]["n"] == 9
 
 
-def test_ranges_enclose_the_operators_of_their_step(traced):
-    events = read_trace(traced / "demo.trace.json.gz")["traceEvents"]
-    (first, *_) = [event for event in events if event["name"] == "replay"]
-    inside = [
-        event["name"]
-        for event in events
-        if event.get("cat") == "cpu_op"
-        and event["tid"] == first["tid"]
-        and first["ts"] <= event["ts"]
-        and event["ts"] + event["dur"] <= first["ts"] + first["dur"]
-    ]
-    assert inside.count("aten::argmax") == 1
-    assert inside.count("aten::linear") == 4 * 6 + 1  # the demo model has six layers
-
-
-def test_the_table_adds_up(traced):
-    found = trace_operations(traced / "demo.trace.json.gz")
-    assert (found.model, found.device, found.steps) == ("demo", False, 4)
-    assert sum(row.share for row in found.operators) == pytest.approx(1)
-    assert sum(row.us for row in found.operators) == pytest.approx(found.step_us)
-    assert sum(row.share for row in found.operations) == pytest.approx(1)
-    assert {"qkv_linear", "attention", "head"} <= {row.name for row in found.operations}
-    assert [row.name for row in found.layers] == [str(layer) for layer in range(6)]
-    (step,) = [row for row in found.ranges if row.name == "step"]
-    assert (step.us, step.launches) == (pytest.approx(found.step_us), 1)
-
-
 def test_tables_are_printed_after_the_benchmark_s(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     short = "--mode eager --device cpu --input-len 8 --output-len 3 --num-warmup 0"
@@ -293,9 +255,9 @@ def test_a_run_that_fails_in_the_window_writes_nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def small_graphs(fake_graphs, monkeypatch):
     """The fastest mode is graph, whose captures hold the operations of eager mode."""
-    monkeypatch.setattr(profile, "modes_of", lambda device: ("graph",))
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("graph",))
     plain = functools.partial(EngineConfig, compile=False)
-    monkeypatch.setattr(run_steady, "EngineConfig", plain)
+    monkeypatch.setattr(benchmark_run, "EngineConfig", plain)
     return fake_graphs
 
 
@@ -336,6 +298,25 @@ def test_names_are_written_beside_what_nsys_writes(monkeypatch, tmp_path):
 
 def test_modes_default_to_the_fastest(monkeypatch):
     monkeypatch.setattr("stepgraph.profiling.bandwidth.measure_read_bandwidth", lambda device: 30e9)
-    monkeypatch.setattr(profile, "modes_of", lambda device: ("eager", "compile"))
+    monkeypatch.setattr(benchmark_run, "modes_of", lambda device: ("eager", "compile"))
     run = profile.ProfileRun(parse_arguments(["--profile", "torch", "--device", "cpu"]))
-    assert [way.mode for way in run.ways] == ["compile"]
+    assert [mode.mode for mode in run.modes] == ["compile"]
+
+
+@given(first=st.integers(0, 8), length=st.integers(1, 8), more=st.integers(0, 4))
+def test_a_window_contains_exactly_its_steps(first, length, more):
+    log: list[object] = []
+
+    @contextlib.contextmanager
+    def window():
+        log.append("open")
+        yield
+        log.append("closed")
+
+    steps, end = range(first + length + more), first + length
+    with StepWindow(StepRange(first, end), window) as opened:
+        for step in steps:
+            opened.before_step(step)
+            log.append(step)
+        opened.before_step(len(steps))
+    assert log == [*steps[:first], "open", *steps[first:end], "closed", *steps[end:]]

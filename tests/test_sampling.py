@@ -13,23 +13,18 @@ from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.kernels.ops.draws import draw, largest, uniform
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.kernels.ops.thresholds import bisect_thresholds, reference_thresholds
-from stepgraph.runtime.sampling.sampler import (
-    SampleOutput,
-    SamplingState,
-    sample_full,
-    sample_greedy,
-)
+from stepgraph.runtime.sampling.reference_sampler import sample_full, sample_greedy
+from stepgraph.runtime.sampling.sampling_state import SamplingState
 from stepgraph.runtime.sampling_params import SamplingParams
 from transformers.generation import logits_process as hf
 
-from .sampling_cases import BAD_LANES, with_bad_lanes
+from .sampling_cases import BAD_LANES, check_bad_lanes_stay_alone, with_bad_lanes
 
 CPU = torch.device("cpu")
 V = 300
 PROMPT = [3, 5, 7, 7, 250]
 OUTPUT = [5, 9, 9, 9]
 STOPS = [11, 12]
-Sampler = Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -313,44 +308,12 @@ def test_extreme_parameters_leave_the_best_token(fields: dict[str, float]) -> No
     assert sample_many(params, randn(V), 50).unique().tolist() == [BEST]
 
 
-def test_a_tiny_repetition_penalty_stays_finite() -> None:
-    params = SamplingParams(repetition_penalty=1e-300, temperature=1e-300)
-    tokens = sample_many(params, randn(V).abs(), 50).unique()
-    assert set(tokens.tolist()) <= set(PROMPT + OUTPUT)
-
-
-@pytest.mark.parametrize("fields", [{"top_k": V}, {"top_k": 1 << 30}, {"top_k": V, "min_p": 1e-30}])
-def test_parameters_that_keep_all_change_nothing(fields: dict[str, float]) -> None:
-    plain = sample_many(SamplingParams(seed=3), randn(V), 500)
-    assert torch.equal(sample_many(SamplingParams(seed=3, **fields), randn(V), 500), plain)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_one_token_is_possible(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, frequency_penalty=1.0)
-    assert sample_one(params, torch.tensor([2.5])) == 0
-    logits = torch.full((V,), -math.inf)
-    logits[217] = -4.0
-    assert sample_many(params, logits, 50).unique().tolist() == [217]
-    assert sample_many(params, logits[:218], 50).unique().tolist() == [217]
-
-
-def test_min_tokens_holds_until_its_position() -> None:
-    params = SamplingParams(min_tokens=4, temperature=0.0)
-    logits = torch.zeros(V)
-    logits[STOPS] = 100.0
-    logits[99] = 50.0
-    first = len(PROMPT)
-    tokens = [sample_one(params, logits, first + i) for i in range(6)]
-    assert tokens == [99, 99, 99, 99, 11, 11]
-
-
 def test_too_many_stop_ids_are_refused_and_the_row_stays() -> None:
     state = state_of(SamplingParams(), poisoned=False)
     before = [state.reals.clone(), state.integers.clone(), state.token_counts.clone()]
     params = SamplingParams(min_tokens=1, presence_penalty=1.0)
     arguments = {"seed": 1, "prompt_ids": [1], "output_ids": [2]}
-    with pytest.raises(RequestError, match="33 stop token ids; allowed is at most 32"):
+    with pytest.raises(RequestError, match="at most 32 stop token ids"):
         state.write_row(0, params, stop_token_ids=range(33), **arguments)
     biased = dataclasses.replace(params, logit_bias={V: 1.0})
     with pytest.raises(RequestError, match=f"logit_bias is {V}"):
@@ -366,37 +329,17 @@ def test_bytes_are_known_before_allocation(max_num_seqs: int, vocab_size: int) -
     assert state.nbytes == SamplingState.bytes_for(max_num_seqs, vocab_size)
 
 
-def check_bad_lanes_stay_alone(sampler: Sampler) -> None:
-    logits = randn(8, V).bfloat16()
-    bad = logits.clone()
-    bad[1, 17] = math.nan
-    bad[3] = math.nan
-    bad[4] = -math.inf
-    bad[6, 20] = math.inf
-    good = [0, 2, 5, 7]
-    kinds = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 9, "presence_penalty": 1.0}]
-    params = [SamplingParams(**kinds[i % 3], seed=i) for i in range(8)]
-    rows, positions = torch.arange(8), torch.full((8,), 9)
-    expected_state, state = state_of(*params), state_of(*params)
-    expected = sample_full(logits, expected_state, rows, positions)
-    output = sampler(bad, state, rows, positions)
-    assert torch.equal(output.tokens[good], expected.tokens[good])
-    torch.testing.assert_close(output.logprob[good], expected.logprob[good])
-    torch.testing.assert_close(output.top_logprobs[good], expected.top_logprobs[good])
-    assert torch.equal(state.token_counts[good][2], expected_state.token_counts[good][2])
-    bad_lanes = [1, 3, 4, 6]
-    assert output.tokens[bad_lanes].eq(NON_FINITE).all()
-    before = state_of(*params).token_counts
-    assert torch.equal(state.token_counts[bad_lanes], before[bad_lanes])
-    assert ((output.top_ids >= 0) & (output.top_ids < V)).all()
+KINDS = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 9, "presence_penalty": 1.0}]
 
 
 def test_bad_logits_stay_in_their_lane() -> None:
-    check_bad_lanes_stay_alone(sample_full)
+    for case in KINDS:
+        check_bad_lanes_stay_alone(sample_full, case)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -> None:
     torch.compiler.reset()
     compiled = torch.compile(sample_full, fullgraph=True, dynamic=dynamic, backend=backend)
@@ -421,7 +364,7 @@ def test_compiled_equals_eager_and_works_in_place(backend: str, dynamic: bool) -
         torch.testing.assert_close(fast.top_logprobs, eager.top_logprobs)
     assert states[1].token_counts.data_ptr() == address
     assert torch.equal(states[0].token_counts[null_row], untouched)
-    check_bad_lanes_stay_alone(compiled)
+    check_bad_lanes_stay_alone(compiled, KINDS[2])
     greedy = torch.compile(sample_greedy, fullgraph=True, dynamic=dynamic, backend=backend)
     bad = with_bad_lanes(randn(9, V)).bfloat16()
     assert torch.equal(greedy(bad), sample_greedy(bad))

@@ -112,12 +112,6 @@ def test_refused_combinations_name_their_first_field(fields: dict[str, object]) 
     assert len(message) < 300
 
 
-def test_stop_and_ids_become_tuples() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
-
-
 def test_logit_bias_is_a_copy_that_nobody_can_change() -> None:
     given_bias = {5: 1, 7: -2.5}
     params = SamplingParams(logit_bias=given_bias)
@@ -140,27 +134,6 @@ def test_params_are_frozen_hashable_and_can_be_copied() -> None:
         assert other == params
         assert hash(other) == hash(params)
     assert dataclasses.replace(params, seed=4) != params
-
-
-@pytest.mark.parametrize(
-    ("fields", "full"),
-    [
-        ({}, False),
-        ({"top_k": 5, "top_p": 0.5, "min_p": 0.5, "n": 3, "stop": "a"}, False),
-        ({"temperature": 1e-300}, True),
-        ({"repetition_penalty": 1.1}, True),
-        ({"presence_penalty": -1.0}, True),
-        ({"frequency_penalty": 0.1}, True),
-        ({"logit_bias": {1: 1.0}}, True),
-        ({"min_tokens": 1}, True),
-        ({"logprobs": 0}, True),
-    ],
-)
-def test_what_needs_the_full_sampler(fields: dict[str, object], full: bool) -> None:
-    params = SamplingParams(**{"temperature": 0.0, **fields})  # type: ignore[arg-type]
-    assert params.needs_full_sampler is full
-    assert params.is_greedy is (params.temperature == 0.0)
-    assert params.uses_penalties is any("penalty" in field for field in fields)
 
 
 def test_token_ids_are_checked_against_the_vocabulary() -> None:

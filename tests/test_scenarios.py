@@ -9,13 +9,12 @@ import pytest
 from stepgraph.graphs.buckets import default_token_buckets
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench import churn, interference
-from stepgraph.runtime.bench.churn import ChurnCase, churn_to_json, measure_churn
-from stepgraph.runtime.bench.interference import (
+from stepgraph.runtime.bench.scenarios import churn, interference
+from stepgraph.runtime.bench.scenarios.churn import ChurnCase, measure_churn
+from stepgraph.runtime.bench.scenarios.interference import (
     Chunks,
     Interference,
     InterferenceCase,
-    interference_to_json,
     measure_interference,
 )
 
@@ -52,7 +51,7 @@ def test_interference_counts_a_gap_for_each_step(
     assert not engine.has_unfinished()
     engine.check_integrity()
     # Rows have from 33 tokens, which the first step reads, to 31 + 30 + 40 and more.
-    document = interference_to_json(engine, measured, None, bandwidth=1e10)
+    document = interference.to_json(engine, measured, None, 1e10)
     kv_bytes = document["roofline"]["bytes_per_step"] - engine.weight_bytes_per_step
     assert 2 * engine.kv_bytes_read(33) < kv_bytes < 2 * engine.kv_bytes_read(110)
     p50 = document["decode_step_ms"]["p50"]
@@ -74,7 +73,7 @@ def test_interference_beside_a_device(
         return [1.0], []
 
     monkeypatch.setattr(interference, "_chunks", chunks)
-    monkeypatch.setattr(interference, "steps_under_way", lambda engine: 1)
+    monkeypatch.setattr(interference, "steps_in_flight", lambda engine: 1)
     measured = measure_interference(engine, CASE, seed=3)
     assert len(measured.itl_ms) == CASE.num_steps
     assert len(ended) == len(records) == interference.SETTLING_STEPS + CASE.num_steps
@@ -127,7 +126,7 @@ def test_p99_is_judged_where_n_supports_it(
     open_engine: Callable[..., Engine], itl_ms: list[float], within: bool | None
 ) -> None:
     engine = open_for(open_engine, CASE)
-    document = interference_to_json(engine, measured_interference([], itl_ms), None, bandwidth=1e10)
+    document = interference.to_json(engine, measured_interference([], itl_ms), None, 1e10)
     assert document["p99_within_bound"] is within
     assert document["bound_ms"] == pytest.approx(12.1)
     assert document["ttft_ms"] is None
@@ -137,7 +136,7 @@ def test_p99_is_judged_where_n_supports_it(
 def test_interference_with_a_budget(open_engine: Callable[..., Engine]) -> None:
     engine = open_for(open_engine, CASE, max_itl_ms=1e-3)
     measured = measure_interference(engine, CASE, seed=3)
-    document = interference_to_json(engine, measured, 1e-3, bandwidth=1e10)
+    document = interference.to_json(engine, measured, 1e-3, 1e10)
     assert document["max_itl_ms"] == 1e-3
     assert document["step_budget"]["forced"] == document["step_budget"]["n"] > 0
     assert document["itl_ms"]["n"] == CASE.num_steps
@@ -168,7 +167,7 @@ def test_churn(open_engine: Callable[..., Engine]) -> None:
     assert len(measured.itl_ms) > 100
     assert not engine.has_unfinished()
     engine.check_integrity()
-    document = churn_to_json(engine, measured, None, bandwidth=1e10)
+    document = churn.to_json(engine, measured, None, 1e10)
     assert document["itl_ms"]["n"] == len(measured.itl_ms)
     assert document["step_ms"]["n"] == document["steps"] == CHURN.num_steps
     decoding = measured.decode_steps

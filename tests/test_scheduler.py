@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stepgraph.cache.kv_cache import TableChange
-from stepgraph.cache.prefix import PrefixHashes
+from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime.request import RequestStatus
 
 from .fake_device import Windows, oracle, requests_of

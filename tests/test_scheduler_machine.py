@@ -100,17 +100,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 9),
         max_prefill_rows=st.integers(1, 3),
         in_flight=st.integers(0, 1),
-        steps_per_launch=st.sampled_from([1, 1, 2, 3, 8]),
+        steps=st.sampled_from([(1, 1), (1, 1), (2, 1), (8, 1), (1, 2), (1, 3), (1, 5)]),
         prefix=st.booleans(),
         preemption=st.sampled_from(POLICIES),
         faults=st.none() | st.integers(0, 1000),
         nan_tokens=st.sampled_from([frozenset(), frozenset({VOCAB - 1})]),
     )
-    def make(self, max_num_seqs: int, spare_tokens: int, faults: int | None, **sizes: Any) -> None:
+    def make(
+        self,
+        max_num_seqs: int,
+        spare_tokens: int,
+        steps: tuple[int, int],
+        faults: int | None,
+        **sizes: Any,
+    ) -> None:
+        steps_per_launch, tokens_per_row = steps
         self.rig = Rig(
-            max_num_seqs=max_num_seqs, max_batch_tokens=max_num_seqs + spare_tokens, **sizes
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_num_seqs * tokens_per_row + spare_tokens,
+            steps_per_launch=steps_per_launch,
+            tokens_per_row=tokens_per_row,
+            **sizes,
         )
-        if self.rig.windows == (None,) and not self.rig.prefix:
+        if self.rig.windows == (None,) and not self.rig.prefix and tokens_per_row == 1:
             watch_admission(self.rig)
         self.ended_early = False
         if faults is not None:
@@ -207,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None
+    max_examples=100, stateful_step_count=30, deadline=None
 )
 TestSchedulerAndLoop = SchedulerMachine.TestCase
 
@@ -269,7 +281,7 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
         usable_blocks=int(one * rng.uniform(1.2, 2.2)),
         block_size=block_size,
         max_num_seqs=5,
-        max_batch_tokens=rng.randint(6, 16),
+        max_batch_tokens=rng.randint(6, 16) + 5 * (options.get("tokens_per_row", 1) - 1),
         prefill_chunk=chunk,
         max_prefill_rows=rng.randint(1, 3),
         **options,
@@ -278,12 +290,15 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("verify", [(1, 1, 1, 1), (2, 3, 5, 3)])
 @pytest.mark.parametrize("steps", [(1, 1, 1, 1), (2, 3, 8, 3)])
 @pytest.mark.parametrize("nan", [False, True])
 def test_outputs_in_a_crowd(
-    prefix: bool, in_flight: int, steps: tuple[int, ...], nan: bool
+    prefix: bool, in_flight: int, steps: tuple[int, ...], verify: tuple[int, ...], nan: bool
 ) -> None:
     """The machine above may choose to be idle; here all that can happen does."""
+    if max(steps) > 1 and max(verify) > 1:
+        pytest.skip("a verify step is launched alone")
     seen: Counter[str] = Counter()
     for windows, seed in itertools.product(WINDOWS, range(4)):
         rig = crowded_rig(
@@ -294,6 +309,7 @@ def test_outputs_in_a_crowd(
             host_blocks=(40, 8, 12, 40)[seed],
             preemption=POLICIES[(1, 2, 1, 1)[seed]],
             steps_per_launch=steps[seed],
+            tokens_per_row=verify[seed],
             nan_tokens=frozenset({VOCAB - 1} if nan else ()),
         )
         if seed >= 2:
@@ -308,5 +324,7 @@ def test_outputs_in_a_crowd(
     for event in ("fork", "fork with a copy", "swapped", "swap", "recomputed", "undone"):
         assert seen[event] >= 10, event
     assert (seen["several steps"] >= 100) == (max(steps) > 1)
+    for event in ("rejected", "accepted"):
+        assert (seen[event] >= 100) == (max(verify) > 1), event
     for event in ("prefix", "prefix behind a window"):
         assert seen[event] >= 100 or not prefix, event

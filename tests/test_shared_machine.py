@@ -18,7 +18,7 @@ from .line_faults import LineFault
 from .test_shared_engine import in_launch
 
 PROMPTS = st.lists(st.integers(0, 10), min_size=1, max_size=14)
-SECONDS = 30
+SECONDS = 120
 
 
 class SharedEngine(RuleBasedStateMachine):

@@ -93,11 +93,6 @@ def test_most_blocks_is_what_the_worst_chunk_takes(
 # Groups ------------------------------------------------------------------------------------------
 
 
-def test_equal_layers_are_one_group() -> None:
-    (group,) = group_layers([FULL] * 5)
-    assert (group.index, group.spec, group.layers) == (0, FULL, (0, 1, 2, 3, 4))
-
-
 def test_spec_with_more_layers_is_split() -> None:
     groups = group_layers([FULL, SLIDING, FULL, SLIDING, SLIDING, SLIDING])
     assert [(g.index, g.spec, g.layers) for g in groups] == [
@@ -105,19 +100,6 @@ def test_spec_with_more_layers_is_split() -> None:
         (1, SLIDING, (1, 3)),
         (2, SLIDING, (4, 5)),
     ]
-
-
-def test_hybrids_of_five_to_one() -> None:
-    # Six layers of Gemma 3: one group a layer.
-    groups = group_layers([SLIDING] * 5 + [FULL])
-    assert [g.layers for g in groups] == [(0,), (1,), (2,), (3,), (4,), (5,)]
-    assert [g.spec for g in groups] == [SLIDING] * 5 + [FULL]
-    # Gemma 3 1B has 26, the last two sliding: 22 and 4 make groups of two.
-    specs = [FULL if layer % 6 == 5 else SLIDING for layer in range(26)]
-    groups = group_layers(specs)
-    assert {len(g.layers) for g in groups} == {2}
-    assert [g.layers for g in groups if g.spec == FULL] == [(5, 11), (17, 23)]
-    assert len(groups) == 13
 
 
 def test_unlike_layers_are_refused() -> None:

@@ -21,11 +21,11 @@ import pytest
 import torch
 from stepgraph import cache, graphs, profiling, runtime
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.bench.host import HostRig, measure_host
+from stepgraph.runtime.bench.scenarios.host_overhead import HostRig, measure_host
 from stepgraph.runtime.execution.outputs import HostOutputs
 from stepgraph.runtime.execution.step_functions import StepOutput
 from stepgraph.runtime.request import TOKENS_AT_A_TIME, RequestStatus
-from stepgraph.runtime.sampling.sampler import SampleOutput
+from stepgraph.runtime.sampling.sample_output import SampleOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GREEDY = SamplingParams(temperature=0.0)

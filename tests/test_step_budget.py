@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepgraph.graphs.buckets import Buckets
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.sampling_params import SamplingParams
-from stepgraph.runtime.scheduling.plan import PrefillChunk, StepPlan
+from stepgraph.runtime.scheduling.plan import RowSpan, StepPlan
 from stepgraph.runtime.scheduling.step_budget import SHARE_AFTER, SUM_EVERY, StepBudget
 from stepgraph.runtime.scheduling.step_costs import PhaseCosts, StepCosts
 
@@ -65,7 +65,7 @@ def decoding(rows: int = 4, context: int = 20) -> StepPlan:
 
 
 def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> StepPlan:
-    return replace(plan, prefill=[*plan.prefill, PrefillChunk(request, 5, start, count)])
+    return replace(plan, prefill=[*plan.prefill, RowSpan(request, 5, start, count, False)])
 
 
 @given(st.floats(0.1, 20), st.integers(1, 8), st.integers(0, 300), st.integers(0, 400), st.data())

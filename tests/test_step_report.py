@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stepgraph.profiling import kernel_costs as kernel_costs_module
-from stepgraph.profiling.kernel_costs import (
+from stepgraph.profiling.roofline import floor_seconds, step_bytes
+from stepgraph.runtime import ConfigError, Engine, EngineConfig
+from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
+from stepgraph.runtime.kernels.triton.linear_configs import default_config
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import preset
+from stepgraph.runtime.resolved_config import ResolvedConfig
+from stepgraph.runtime.tools import step_costs
+from stepgraph.runtime.tools.step_costs import (
     LIBRARY_CHUNK,
     ROWS_CHUNK,
     VOCABULARY_CHUNK,
@@ -16,13 +23,7 @@ from stepgraph.profiling.kernel_costs import (
     kernel_costs,
     predicted_seconds,
 )
-from stepgraph.profiling.roofline import floor_seconds, step_bytes
-from stepgraph.runtime import ConfigError, Engine, EngineConfig
-from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
-from stepgraph.runtime.kernels.triton.linear_configs import default_config
-from stepgraph.runtime.models.presets import preset
-from stepgraph.runtime.resolved_config import ResolvedConfig
-from stepgraph.runtime.tools.step_report import MULTIPROCESSORS, decoder_shape, explain_step
+from stepgraph.runtime.tools.step_report import MULTIPROCESSORS, explain_step, stored_sizes
 
 from .bench_rig import run_bench
 
@@ -40,8 +41,9 @@ FLOORS = [
 @pytest.mark.parametrize(("model", "rows", "context", "microseconds"), FLOORS)
 def test_floors_of_known_models(model: str, rows: int, context: int, microseconds: int) -> None:
     config = ResolvedConfig.resolve(EngineConfig(device="cpu", mode="eager"), preset(model))
-    shape = decoder_shape(preset(model), config)
-    costs = kernel_costs(shape, rows=rows, context=context, splits=8)
+    sizes = stored_sizes(config, preset(model).head_dim)
+    plan = model_plan(preset(model))
+    costs = kernel_costs(plan, sizes, rows=rows, context=context, splits=8)
     floor = floor_seconds(floor_bytes(costs), BANDWIDTH) * 1e6
     assert floor == pytest.approx(microseconds, abs=1)
     predicted = predicted_seconds(costs, BANDWIDTH) * 1e6
@@ -58,9 +60,10 @@ def test_the_kernels_read_what_an_engine_reads(
 ) -> None:
     engine = open_engine(variant, weight_dtype=weight_dtype, kv_dtype=kv_dtype, dtype="bfloat16")
     assert engine.config.dtype == torch.bfloat16
-    shape = decoder_shape(engine.model_config, engine.config)
+    plan = model_plan(engine.model_config)
+    sizes = stored_sizes(engine.config, engine.model_config.head_dim)
     for rows, context in ((1, 1), (3, 200)):
-        costs = kernel_costs(shape, rows=rows, context=context, splits=4)
+        costs = kernel_costs(plan, sizes, rows=rows, context=context, splits=4)
         expected = step_bytes(engine.weight_bytes_per_step, rows, engine.kv_bytes_read(context))
         assert floor_bytes(costs) == expected
 
@@ -91,7 +94,7 @@ def test_chunks_of_the_vocabulary_are_those_of_the_head(name: str) -> None:
     pytest.importorskip("triton")
     from stepgraph.runtime.kernels.triton.head import CHUNK
 
-    assert (kernel_costs_module.FEW_ROWS, LIBRARY_CHUNK) == (FEW_ROWS, CHUNK)
+    assert (step_costs.FEW_ROWS, LIBRARY_CHUNK) == (FEW_ROWS, CHUNK)
     model = preset(name)
     for rows in ROW_CLASSES:
         sizes = (model.vocab_size, model.hidden_size, 2, MULTIPROCESSORS)

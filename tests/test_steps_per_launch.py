@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from stepgraph.runtime import Engine, RequestOutput, SamplingParams
 from stepgraph.runtime.kernels import have_compiler
-from stepgraph.runtime.request import Request
-from stepgraph.runtime.scheduling.plan import StepPlan
 
 from .fake_device import oracle
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 from .scheduler_rig import Rig
-from .test_scheduler_cost import costs_of
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -56,36 +53,6 @@ def test_nobody_decodes_several_tokens_while_somebody_is_prefilled() -> None:
         assert request.output_ids == oracle(request)[0]
 
 
-def test_nobody_decodes_several_tokens_while_a_prompt_waits_in_its_row() -> None:
-    """For time: a budget of time may leave none for its chunk."""
-
-    class Budget:
-        left = 3
-
-        def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
-            self.left -= bool(plan.decode)
-            return 0 if plan.decode and self.left > 0 else count
-
-    rig = Rig(steps_per_launch=4)
-    rig.add(3, max_tokens=30)
-    rig.step(3)
-    rig.scheduler._step_budget = Budget()  # type: ignore[assignment]
-    rig.add(5, max_tokens=12)
-    rig.step(4)
-    assert steps_of(rig) == [0, 4, 4, 1, 1, 1, 4]
-    assert [len(plan.prefill) for plan in rig.runner.plans] == [1, 0, 0, 0, 0, 1, 0]
-    rig.scheduler._step_budget = None
-    rig.drain()
-
-
-def test_who_waits_for_a_row_does_not_stand_against_it() -> None:
-    rig = Rig(steps_per_launch=4, max_num_seqs=1)
-    for _ in range(2):
-        rig.add(3, max_tokens=9)
-    rig.drain()
-    assert steps_of(rig) == [0, 4, 4] * 2
-
-
 def test_where_blocks_are_short_there_are_single_steps() -> None:
     """A window of three tokens fits, eight more beside it do not; nobody loses blocks for them."""
     rigs = [
@@ -103,78 +70,6 @@ def test_where_blocks_are_short_there_are_single_steps() -> None:
     assert max(steps_of(roomy)) == 8
     assert tight.loop.counts["multi_step_launches"] == 0
     assert roomy.loop.counts["multi_step_launches"] == steps_of(roomy).count(8) >= 2
-
-
-@pytest.mark.parametrize("windows", [(None,), (3,), (None, 3)])
-def test_blocks_that_leave_a_window_are_given_back(windows: Any) -> None:
-    """A launch later than they would be otherwise, and no later than that."""
-    rig = Rig(windows=windows, steps_per_launch=4, block_size=2)
-    request = rig.add(2, max_tokens=33)
-    while rig.loop.has_unfinished:
-        rig.step()
-        for allocator in rig.cache._allocators:
-            live = len(allocator.live_columns(request.id))
-            if allocator.slides and request.row is not None:
-                assert live <= -(-(3 + 2 * 4) // 2) + 1
-    assert steps_of(rig) == [0] + [4] * 8
-    assert request.output_ids == oracle(request, windows)[0]
-
-
-def test_a_quiet_launch_costs_the_same_however_many_rows_decode() -> None:
-    costs = []
-    for rows in (2, 8):
-        rig = Rig(steps_per_launch=4, block_size=64, max_num_seqs=9)
-        for _ in range(rows):
-            rig.add(2, max_tokens=38)
-        rig.step(2)
-        assert rig.step().steps == 4
-        costs.append(costs_of(rig, 3))
-    assert costs[0] == costs[1]
-    assert len(set(costs[0])) == 1
-
-
-# What the loop makes of it ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("where", range(1, 9))
-def test_what_comes_after_a_stop_is_discarded(where: int, in_flight: int) -> None:
-    rig = Rig(steps_per_launch=4, in_flight=in_flight)
-    probe = rig.group(3, max_tokens=20).requests[0]
-    rig.arrivals -= 1  # the same prompt and seed again
-    tokens = oracle(probe)[0]
-    request = rig.add(3, max_tokens=20, stop={tokens[where]}, min_tokens=where)
-    other = rig.add(5, max_tokens=20)
-    finals = {output.request_id: output for output in rig.drain() if output.finished}
-    assert finals["request-1"].token_ids == tokens[: where + 1]
-    assert finals["request-1"].finish_reason == "stop"
-    assert finals["request-2"].token_ids == oracle(other)[0]
-    assert rig.loop.counts["output_tokens"] == where + 1 + 20
-    assert request.num_output == where + 1
-
-
-def test_outputs_show_several_new_tokens_at_once() -> None:
-    rig = Rig(steps_per_launch=4)
-    request = rig.add(3, max_tokens=13)
-    lengths = [len(output.token_ids) for output in rig.drain()]
-    assert lengths == [1, 5, 9, 13]
-    assert len(set(request.token_ns)) == 4, "they arrive together"
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_an_abort_with_tokens_under_way(in_flight: int) -> None:
-    rig = Rig(steps_per_launch=4, in_flight=in_flight, max_num_seqs=2)
-    aborted, other = rig.group(3, max_tokens=30), rig.group(3, max_tokens=30)
-    rig.loop.add(aborted)
-    rig.loop.add(other)
-    rig.step(4)
-    shown = aborted.requests[0].num_output
-    rig.loop.abort(aborted)
-    late = rig.add(4, max_tokens=20)  # in the row, and perhaps the blocks, that are free now
-    finals = {output.request_id: output for output in rig.drain() if output.finished}
-    assert (len(finals[aborted.id].token_ids), finals[aborted.id].finish_reason) == (shown, "abort")
-    assert finals[other.id].token_ids == oracle(other.requests[0])[0]
-    assert late.output_ids == oracle(late)[0]
 
 
 # Engines ------------------------------------------------------------------------------------------
@@ -210,6 +105,7 @@ MODES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", MODES, ids=["eager", "compile", "graph"])
 @pytest.mark.parametrize("steps", [2, 5])
 def test_tokens_are_those_of_single_steps(
@@ -253,21 +149,7 @@ def test_a_launch_reads_as_wide_as_its_last_step(
     assert engine.stats()["multi_step_launches"] > 10
 
 
-def test_stop_strings(open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]) -> None:
-    engine, several = (open_engine("text", steps_per_launch=k) for k in (1, 6))
-    prompts = tiny("text").prompts(5, 9)
-    free = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
-    texts = [output.text for output in engine.generate(prompts, free)]
-    for cut in range(3, 20, 4):
-        stops = [text[cut : cut + 3] for text in texts if text[cut : cut + 3].strip()]
-        params = SamplingParams(
-            max_tokens=40, temperature=0.8, seed=3, ignore_eos=True, stop=tuple(stops)
-        )
-        outputs = several.generate(prompts, params)
-        assert shown(outputs) == shown(engine.generate(prompts, params))
-    assert several.stats()["multi_step_launches"] > 5
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", ["swap", "recompute"])
 def test_preemption_and_a_cached_prefix(
     open_engine: Callable[..., Engine], base: TinyModel, choice: str

@@ -67,11 +67,3 @@ def test_a_request_that_needs_no_block_can_wait_without_any() -> None:
     assert host.find("a") == SwappedRequest(4, [])
     assert host.put("b", 4, [(0, 0)]) is None
     assert host.find("b") is None
-
-
-def test_integrity_check_sees_a_block_that_nobody_has() -> None:
-    host = HostBlocks(3)
-    host.put("a", 4, [(0, 0), (0, 1)])
-    host._requests["a"].blocks.pop()
-    with pytest.raises(AssertionError, match="belongs to 0 swapped requests"):
-        host.check_integrity()

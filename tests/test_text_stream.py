@@ -152,7 +152,7 @@ def valid_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pushed_tokens_are_the_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = make(kind)
     token = st.integers(0, tokenizer.vocab_size + 2)  # also ids without a token

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.bench.check import MOST_ROWS, TokenCheck
+from stepgraph.runtime.bench.token_check import MOST_ROWS, TokenCheck
 from stepgraph.runtime.bench.workload import greedy
-from stepgraph.runtime.models.decoder import Decoder
 
 from .bench_rig import run_bench
 
@@ -93,17 +92,6 @@ def test_what_is_not_finite_fails() -> None:
         found = TokenCheck(engine, "demo").check(prompts, outputs)
     assert not found["passed"]
     assert found["worst_gap"] is None
-
-
-def test_a_reference_without_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(*_: object) -> None:
-        raise torch.OutOfMemoryError("no more")
-
-    with demo(mode="eager") as engine:
-        monkeypatch.setattr(Decoder, "forward", forward)
-        found = TokenCheck(engine, "demo").check([[1, 2]], [{(3, 4)}])
-    assert not found["passed"]
-    assert "no more" in found["error"]
 
 
 def test_a_benchmark_with_wrong_tokens_fails(

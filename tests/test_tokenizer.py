@@ -20,7 +20,6 @@ from tokenizers import (
     Tokenizer,
     decoders,
     models,
-    normalizers,
     pre_tokenizers,
     processors,
 )
@@ -49,52 +48,9 @@ def byte_level_backend() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece_backend(decoder: decoders.Decoder) -> Tokenizer:
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    ascii_corpus = [text.encode("ascii", "ignore").decode() for text in CORPUS]
-    trainer = BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False)
-    trained.train_from_iterator(ascii_corpus, trainer)
-    model = json.loads(trained.to_str())["model"]
-    vocab = dict(model["vocab"])
-    for byte in range(256):
-        vocab[f"<0x{byte:02X}>"] = len(vocab)
-    vocab.setdefault("▁", len(vocab))
-    merges = [tuple(pair) for pair in model["merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoder
-    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    return tokenizer
-
-
-SENTENCEPIECE_DECODERS = {
-    "strip": lambda: decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    ),
-    "metaspace": lambda: decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
-    ),
-}
-
-
 @cache
 def byte_level() -> TextTokenizer:
     return TextTokenizer(byte_level_backend())
-
-
-@cache
-def sentencepiece(decoder: str) -> TextTokenizer:
-    return TextTokenizer(sentencepiece_backend(SENTENCEPIECE_DECODERS[decoder]()))
 
 
 BYTE_LEVEL_IDS = st.lists(st.integers(0, 345), max_size=24)  # includes ids without a token
@@ -249,63 +205,12 @@ class TestGrowingText:
             detokenizer.push([token_id])
             assert detokenizer.text == settled(tokenizer, ids[:count])
 
-    @pytest.mark.parametrize("decoder", SENTENCEPIECE_DECODERS)
-    @given(prompt=TEXT, output=st.text(max_size=12) | TEXT, with_bos=st.booleans())
-    @settings(max_examples=60, deadline=None)
-    def test_sentencepiece_equals_decode(
-        self, decoder: str, prompt: str, output: str, with_bos: bool
-    ) -> None:
-        tokenizer = sentencepiece(decoder)
-        bos = tokenizer.encode("<s>", special=False)[-1:] if with_bos else []
-        prompt_ids = bos + (tokenizer.encode(prompt) if prompt else [])
-        # The first token of a text drops its space, every other keeps it.
-        output_ids = tokenizer.encode(output)
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
-        text = "".join(detokenizer.push([token_id]) for token_id in output_ids)
-        text += detokenizer.finish()
-        whole, before = (tokenizer.decode(ids) for ids in (prompt_ids + output_ids, prompt_ids))
-        assert text == whole[len(before) :]
-
-    @pytest.mark.parametrize("decoder", SENTENCEPIECE_DECODERS)
-    def test_space_of_the_first_word(self, decoder: str) -> None:
-        tokenizer = sentencepiece(decoder)
-        bos = tokenizer.encode("<s>", special=False)[-1]
-        ids = tokenizer.encode("stop here")
-        alone = IncrementalDetokenizer(tokenizer, [bos])
-        assert alone.push(ids) == "stop here"
-        behind_prompt = IncrementalDetokenizer(tokenizer, [bos, *tokenizer.encode("main"), bos])
-        assert behind_prompt.push(ids) == " stop here"
-
-    def test_byte_fallback_waits_for_the_character(self) -> None:
-        tokenizer = sentencepiece("strip")
-        ids = tokenizer.encode("a😀€")
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
-        assert [part for i in ids if (part := detokenizer.push([i]))] == ["a", "😀", "€"]
-
     def test_character_begun_by_the_prompt(self) -> None:
         tokenizer = byte_level()
         ids = tokenizer.encode("\u20ad", special=False)
         assert len(ids) == 3
         detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
         assert detokenizer.push(ids[2:]) == "\u20ad"
-
-    def test_half_a_character_is_never_shown(self) -> None:
-        tokenizer = byte_level()
-        ids = tokenizer.encode("\u20ad", special=False)
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
-        assert detokenizer.push(ids[:2]) == ""
-        assert detokenizer.finish() == ""
-        assert detokenizer.text == ""
-
-    def test_stray_bytes_come_out_at_once(self) -> None:
-        tokenizer = byte_level()
-        lead, middle = tokenizer.encode("\u20ad", special=False)[:2]
-        ids = [middle] * 300 + [lead] * 300
-        detokenizer = IncrementalDetokenizer(tokenizer, [], stop=("never",))
-        for count, token_id in enumerate(ids, start=1):
-            detokenizer.push([token_id])
-            assert len(detokenizer.text) == (count if token_id == middle else count - 1)
-        assert detokenizer.text == settled(tokenizer, ids)
 
 
 class TestText:
@@ -329,18 +234,6 @@ class TestText:
         assert detokenizer.text == "ab" * 3000
         assert detokenizer.num_chars == 6000
         assert lengths == sorted(lengths)
-
-    @given(st.lists(st.text("ab", max_size=3), max_size=600), st.integers(0, 900), st.data())
-    @settings(max_examples=30, deadline=None)
-    def test_a_part_of_it(self, words: list[str], start: int, data: st.DataObject) -> None:
-        tokenizer = byte_level()
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
-        for word in words:
-            detokenizer.push(tokenizer.encode(word, special=False))
-        text = detokenizer.text
-        start = min(start, len(text))
-        stop = data.draw(st.integers(start, len(text)))
-        assert detokenizer.text_between(start, stop) == text[start:stop]
 
 
 class TestStop:
@@ -383,17 +276,6 @@ class TestStop:
         text = "".join(detokenizer.push(tokens) for tokens in cut(ids, borders))
         text += detokenizer.finish()
         assert (text, detokenizer.stopped) == first_stop(whole, stop)
-
-    @pytest.mark.parametrize("place", range(1, 10))
-    def test_found_at_every_split(self, place: int) -> None:
-        tokenizer = byte_level()
-        one_by_one = [tokenizer.encode(c, special=False) for c in "xx stop yy"]
-        flat = [token_id for ids in one_by_one for token_id in ids]
-        detokenizer = IncrementalDetokenizer(tokenizer, [], ("stop",))
-        assert detokenizer.push(flat[:place]) + detokenizer.push(flat[place:]) == "xx "
-        assert detokenizer.stopped == "stop"
-        assert detokenizer.push(flat) == "", "tokens behind a stop string are ignored"
-        assert detokenizer.text == "xx "
 
     @given(
         st.text(alphabet="stop \n漢😀", max_size=30),

@@ -41,6 +41,7 @@ def as_stored(model: TinyModel, storage: WeightStorage) -> torch.nn.Module:
     return exact
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "storage"),
     [
@@ -109,6 +110,7 @@ def test_compiled_tokens_are_the_eager_ones(
     assert memory["planned"] == memory["measured"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "storage"),
     [("base", "int8"), ("odd", "int8"), ("deepseek_v3", "int8"), ("odd", "fp8"), ("wide", "fp8")],

@@ -67,6 +67,7 @@ def test_an_engine_runs_and_is_observed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("environment", "warned"),
     [
@@ -87,6 +88,7 @@ def test_a_profiled_process_warns_once(
         assert "pip install 'nvtx>=" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_profile_by_nsys_is_refused(tmp_path: Path, inside: bool) -> None:
     nsys = tmp_path / "nsys"

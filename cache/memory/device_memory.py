@@ -1,4 +1,4 @@
-"""What a device has free and what this process holds of it."""
+"""Free memory of a device, and memory that this process holds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _PEAK_SLACK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a plan has to know of a device: one that is there, or one that is thought of."""
+    """The memory of a real or a hypothetical device, as a plan needs it."""
 
     available: int
     """Bytes that can be allocated on it."""
     shared_with_os: bool
-    """Whether they are those of the operating system: a CPU, or unified memory."""
+    """Whether the operating system uses the same memory: a CPU, or unified memory."""
     host_available: int
     """Bytes that can be allocated on the host."""
 
@@ -57,9 +57,9 @@ class DeviceMemory:
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`.
 
-    For CUDA what the driver reports as free. For the CPU what the operating system can give without
-    swapping, or the headroom of the control group or of the resource limits of this process where
-    that is less.
+    On CUDA, what the driver reports as free. On a CPU, what the operating system has without
+    swapping, or the headroom of the control group or of the resource limits of this process if that
+    is less.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -89,7 +89,7 @@ def _rlimit_headrooms() -> Iterator[int]:
 
 
 def is_shared_with_os(device: torch.device) -> bool:
-    """Whether what is taken on `device` is taken from the operating system: CPU or unified memory.
+    """Whether `device` and the operating system share memory: a CPU, or unified memory.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -113,11 +113,11 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Run `work`; return the most bytes that the process held meanwhile beyond those it had before.
+    """Run `work`; return the peak of the bytes held meanwhile, less those held before.
 
-    For CUDA bytes of tensors. For the CPU bytes of the resident set, where Linux tells its peak:
-    what the C library keeps for later is given back first, so that all memory of `work` is new.
-    None where it does not tell.
+    On CUDA, bytes of tensors. On a CPU, bytes of the resident set, or None if the system does not
+    report its peak. The C library's free memory is returned to the system first, so that all memory
+    of `work` counts.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -136,7 +136,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _reset_peak() -> int | None:
-    """Let the peak of the resident set begin at what is held now, and return that; None: cannot."""
+    """Reset the peak of the resident set to its size now; return that, or None if it cannot."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library, or another system
@@ -147,7 +147,7 @@ def _reset_peak() -> int | None:
         held, peak = _status_bytes("VmRSS"), _status_bytes("VmHWM")
     except (OSError, KeyError):
         return None
-    # Sandboxes take the write and do nothing.
+    # Some sandboxes accept the write and ignore it.
     return held if peak - held < _PEAK_SLACK else None
 
 
@@ -160,13 +160,13 @@ def _status_bytes(name: str) -> int:
 
 
 def cgroup_headroom(membership: str, root: Path) -> int | None:
-    """Bytes that a process may still take before a control group stops it; None without a limit.
+    """Bytes that the control groups of a process let it allocate; None without a limit.
 
-    A limit holds for all groups below it, so the least headroom from the process's group up to the
-    root counts. File pages that nobody used lately are given back under pressure and do not count
-    as taken (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above
-    `memory.high` of version 2 the kernel slows a process down, so that is a limit too. Files that
-    cannot be read, or hold no numbers, limit nothing.
+    A limit applies to all groups below it, so the result is the least headroom from the process's
+    group up to the root. Inactive file pages are reclaimed under pressure and do not count as used
+    (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above `memory.high` of
+    version 2 the kernel throttles a process, so that is a limit too. Files that cannot be read, or
+    hold no numbers, are no limit.
 
     Args:
         membership: contents of `/proc/self/cgroup`: lines `id:controllers:path`.
@@ -198,7 +198,7 @@ def _headrooms(
     group = mount / path.lstrip("/")
     for directory in (group, *group.parents):
         for limit_name in limit_names:
-            # OSError: no such group, or not to be read. ValueError: "max", or no number.
+            # OSError: no such group, or it cannot be read. ValueError: "max", or no number.
             with contextlib.suppress(OSError, ValueError):
                 limit = int((directory / limit_name).read_text())
                 usage = int((directory / usage_name).read_text())
@@ -208,7 +208,7 @@ def _headrooms(
 
 
 def _reclaimable(directory: Path, name: str) -> int:
-    """Bytes of file pages that the kernel takes back first; 0 where it does not tell."""
+    """Bytes of file pages that the kernel reclaims first; 0 if it does not report them."""
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / "memory.stat").read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -1,13 +1,12 @@
-"""The memory handler: a budget in, the number of blocks and of batch tokens out. Integers only.
+"""Solves a memory budget for the number of blocks and of batch tokens. Integers only.
 
 With N blocks and M batch tokens a model takes `total(N, M)` bytes (`ModelFootprint.terms`). Blocks
 cost the same each, and so do tokens up to the alignment of their buffers. Attention masks are a
-product of both: M tokens times the positions of a row, as many as N blocks hold, or as the model
-can use. So with M = m N the total is a quadratic in N, or linear without masks.
+product of both: M tokens times the positions of a row, as many as N blocks hold or the model
+supports. So with M = m N the total is a quadratic in N, or linear without masks.
 
-It is exact and never falls, so a plan is the end of a bisection instead of a rounded root: tight to
-the byte on devices of any size, whatever bends the curve (alignment, a context that is shorter than
-the cache, layers that slide).
+Alignment, a context shorter than the cache and sliding windows make the curve uneven, but it never
+falls. So a plan is found by bisection, exact to the byte, instead of by a formula for the root.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class MemoryBudgetError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """How much the engine may take, in exactly one of four ways.
+    """The memory that an engine may use, given in exactly one of four ways.
 
     Attributes:
-        fraction: of the free bytes of the device, `0 < fraction <= 1`. Asked before the weights
-            are loaded it covers them; afterwards it is a share of what they left.
+        fraction: of the free bytes of the device, `0 < fraction <= 1`. It includes the weights
+            unless they are loaded already.
         bytes: of everything, weights included, whether they are loaded or not.
         context_tokens: tokens of context that the cache holds over all requests, if these are as
             long as the model serves them (see `ModelFootprint.context_blocks`).
@@ -93,9 +92,9 @@ def plan_memory(
     between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`.
 
     Args:
-        footprint: what the model needs.
-        budget: what it may take. If it is a number of blocks or of context tokens, the bytes
-            follow from it.
+        footprint: the memory that the model needs.
+        budget: the memory that it may use. If it is a number of blocks or of context tokens, the
+            bytes follow from it.
         available_bytes: free bytes of the device now.
         weights_resident: the weights are loaded, so `available_bytes` no longer contains them.
         num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
@@ -104,7 +103,7 @@ def plan_memory(
             budget and the batch tokens are free; above 0, rounded up to whole batch tokens.
         cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks`; `None`
             to take what the budget allows.
-        reserve_bytes: to be left alone.
+        reserve_bytes: bytes to leave free.
 
     Raises:
         MemoryBudgetError: an argument is out of range, contradicts the budget, or the budget or
@@ -144,14 +143,14 @@ def plan_memory(
         )
     if blocks_of_budget is not None and num_blocks is not None:
         raise MemoryBudgetError(
-            f"num_blocks={num_blocks} is given beside a budget that means {blocks_of_budget} "
-            f"blocks; give one of them"
+            f"num_blocks={num_blocks} and a budget of {blocks_of_budget} blocks both fix the "
+            f"cache: give one of them"
         )
     fixed_blocks = num_blocks if blocks_of_budget is None else blocks_of_budget
     if fixed_blocks is not None and fixed_blocks < footprint.least_blocks:
         raise MemoryBudgetError(
             f"num_blocks={fixed_blocks} is too few: the model has {len(footprint.groups)} layer "
-            f"groups, and one token takes a block in each of them beside the null block; give at "
+            f"groups, and one token takes a block in each of them, besides the null block: give at "
             f"least {footprint.least_blocks}"
         )
 
@@ -185,7 +184,7 @@ def plan_memory(
         weights_resident=weights_resident,
         capped=capped,
     )
-    # A budget of bytes, blocks or context may ask for more than there is.
+    # A budget of bytes, blocks or context may exceed the memory of the device.
     limit = min(ceiling, available_bytes + credit)
     if plan.total > limit:
         raise MemoryBudgetError(_too_small(plan, limit))
@@ -195,8 +194,8 @@ def plan_memory(
 class _Solver:
     """The inverses of `total`.
 
-    A result too small to run on is no error here: the caller raises it to the least that works,
-    so that the error can show what that would take.
+    Results may be too small to run: the caller then plans the smallest cache that works, so that
+    the error shows what it needs.
     """
 
     def __init__(self, footprint: ModelFootprint, ratio: Fraction, reserve_bytes: int) -> None:
@@ -206,24 +205,24 @@ class _Solver:
 
     def total(self, blocks: int, tokens: int) -> int:
         terms = self.footprint.terms(blocks, tokens)
-        beside = 0
+        on_host = 0
         if not self.footprint.host_shared:
-            beside = sum(terms[name] for name in HOST_TERMS)
-        return sum(terms.values()) - beside + self.reserve_bytes
+            on_host = sum(terms[name] for name in HOST_TERMS)
+        return sum(terms.values()) - on_host + self.reserve_bytes
 
     def batch_tokens(self, blocks: int) -> int:
-        """Batch tokens that go with `blocks` where nothing else decides."""
+        """Batch tokens for a number of blocks, by the ratio."""
         wanted = max(math.ceil(self.ratio * blocks), self.footprint.least_batch_tokens)
         return min(wanted, self.footprint.most_batch_tokens)
 
     def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
         """The most blocks that fit together with `tokens_of(blocks)` batch tokens."""
-        # Every block costs its bytes at least: an upper bound, exact where nothing else grows.
+        # A block costs at least its own bytes: an upper bound, exact if no other term grows.
         bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
         return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
 
     def most_tokens(self, ceiling: int, blocks: int) -> int:
-        """The most batch tokens that fit beside `blocks`, or the fewest there can be."""
+        """The most batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
         least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
         tokens = range(least, most + 1)
         return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)

@@ -1,4 +1,4 @@
-"""The terms of memory: what a plan grants, and what was measured of it. All bytes."""
+"""The memory plan, term by term, and its comparison with measurements. All bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TERMS = (
 """The terms of a plan, in the order they are shown."""
 
 HOST_TERMS = ("host_cache", "host_buffers")
-"""Those that lie in the memory of the host, whatever the device."""
+"""The terms in host memory, whatever the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What `plan_memory` decided, and what it costs. All terms are bytes.
+    """The sizes that `plan_memory` chose, and the bytes of each term.
 
     Attributes:
         weights: parameters of the model, loaded already or not.
@@ -43,23 +43,22 @@ class MemoryPlan:
         activations: the most a step holds at once between its layers.
         logits: logits of `max_num_seqs` rows and the float32 copies that sampling makes.
         attention_masks: masks, and scores where a kernel holds them; 0 for kernels that need none.
-        captured_graphs: what captured steps keep beside their buffers.
-        reserve: left alone, for fragmentation and for others on the device.
+        captured_graphs: memory of captured steps, without their buffers.
+        reserve: left free, for fragmentation and other users of the device.
         host_cache: blocks in host memory that requests are swapped to.
-        host_buffers: mirrors on the host that static buffers are written through, and where the
-            outputs of steps arrive.
+        host_buffers: host mirrors of static buffers, and host copies of outputs.
         host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
         host_blocks: blocks of the host cache.
         max_batch_tokens: the most tokens one step processes.
         block_size: slots of a block.
-        context_tokens: tokens of context that the cache holds, in requests as long as the model
-            serves them (see `ModelFootprint.context_blocks`).
+        context_tokens: tokens of context that the cache holds in requests of `max_model_len`, see
+            `ModelFootprint.context_blocks`.
         longest_request: tokens of the longest request that fits when it is alone.
         budget_bytes: what `total` must not exceed.
         available_bytes: free bytes of the device when the plan was made.
-        weights_resident: whether the weights were loaded then, and so were no longer part of
-            `available_bytes`.
+        weights_resident: whether the weights were loaded then, so that `available_bytes` did not
+            include them.
         capped: whether more blocks would have fitted than the model's context can use.
     """
 
@@ -87,12 +86,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Sum of all terms in bytes; without those of the host, if that is other memory."""
+        """Sum of all terms in bytes; without the host terms if the host has other memory."""
         return sum(self.terms().values()) - (0 if self.host_shared else self.host_total)
 
     @property
     def host_total(self) -> int:
-        """Sum of the terms that lie in the memory of the host."""
+        """Sum of the terms in host memory."""
         return sum(getattr(self, name) for name in HOST_TERMS)
 
     @property
@@ -146,29 +145,29 @@ class MemoryPlan:
         if name == "weights" and self.weights_resident:
             return f"{label} (loaded)"
         if name in HOST_TERMS and not self.host_shared:
-            return f"{label} (beside the total)"
+            return f"{label} (not in the total)"
         return label
 
 
 @dataclass(frozen=True)
 class ReconciledTerm:
-    """One term of a plan beside its measurement, in bytes; `measured` is None if nobody did."""
+    """One term of a plan and its measurement, in bytes; None if it was not measured."""
 
     name: str
     planned: int
     measured: int | None
     note: str | None = None
-    """How it was measured, or why it was not, where that needs saying."""
+    """How it was measured, or why it was not."""
 
     @property
     def difference(self) -> int | None:
-        """Measured minus planned bytes: positive if the plan promised too little."""
+        """Measured minus planned bytes: positive if the plan was too low."""
         return None if self.measured is None else self.measured - self.planned
 
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """A plan beside what was measured, one entry for each of `TERMS`."""
+    """A plan compared with measurements, one entry for each of `TERMS`."""
 
     terms: tuple[ReconciledTerm, ...]
 

@@ -1,7 +1,7 @@
-"""What a model needs of a device, as a function of blocks and batch tokens. All bytes.
+"""The memory that a model needs, as a function of blocks and batch tokens. All bytes.
 
-Every number here is known before a weight is loaded, and none falls when there are more blocks or
-more batch tokens; that is what makes a plan solvable (see `memory.py`).
+All numbers are known before a weight is loaded. None falls with more blocks or batch tokens, so
+that a plan can be found by bisection (see `handler.py`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ def _no_bytes(prefill_tokens: int, row_blocks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFootprint:
-    """What a model needs, and how its requests use blocks.
+    """The memory terms of a model, and the blocks that its requests use.
 
     Attributes:
         weight_bytes: all parameters.
         groups: the layer groups; each has a block table of its own.
         block_size: slots of a block.
         max_num_seqs: rows of the decode batch.
-        max_model_len: tokens of the longest request; less where the cache holds less.
+        max_model_len: tokens of the longest request, unless the cache holds fewer.
         prefill_chunk: prompt tokens that one step computes at most.
         activation_bytes_fixed: peak activations that do not depend on the step.
         activation_bytes_per_token: peak activations of a step, per token of the step.
-        read_bytes_per_position: what attention gathers of the cache, per position of a row; 0 for
-            kernels that read the blocks where they lie.
+        read_bytes_per_position: copies of the cache that attention gathers, per position of a row;
+            0 for kernels that read the blocks in place.
         mask_bytes_per_token_position: masks (and scores, where a kernel holds them), per token of
             the step and position read; 0 for kernels that need none.
-        logits_bytes_fixed: what sampling takes however few the rows.
+        logits_bytes_fixed: memory of sampling that does not depend on the rows.
         logits_bytes_per_row: logits of one row, with the copies that sampling makes.
         static_bytes: static buffers.
-        host_buffer_bytes: their mirrors on the host, and room for outputs there; 0 where the device
-            is the host.
-        graph_bytes: what captured steps keep beside their buffers.
+        host_buffer_bytes: their host mirrors, and host copies of outputs; 0 on a CPU.
+        graph_bytes: memory of captured steps, without their buffers.
         host_blocks: blocks of the host cache.
         host_shared: whether the host's memory is the device's, so that a budget covers both.
 
@@ -91,12 +90,12 @@ class ModelFootprint:
 
     @property
     def least_batch_tokens(self) -> int:
-        """A step of decoding rows leaves room for one token of a prompt."""
+        """Tokens of the smallest limit: every row decodes, and one prompt token is computed."""
         return self.max_num_seqs + 1
 
     @property
     def most_batch_tokens(self) -> int:
-        """Tokens that a step can ever process: every row decodes, beside a whole chunk."""
+        """Most tokens of one step: every row decodes, and a whole chunk is computed."""
         return self.max_num_seqs + self.prefill_chunk
 
     @property

@@ -1,9 +1,9 @@
-"""Measures how long no kernel runs between two decode steps of a CUDA device.
+"""Measures the time without a kernel between two decode steps of a CUDA device.
 
 python -m stepgraph.runtime.bench.idle --model preset:llama-3.2-1b --input-len 1024
 
-One row decodes steadily under torch's profiler, which notes when each kernel began and ended. It
-makes what the host does slower, so without it the gaps are no longer than these.
+One row decodes under torch's profiler, which records when each kernel began and ended. The profiler
+slows the host, so without it the gaps are no longer than these.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FIRST_KERNEL = "begin_decode"
 """Part of the name of the kernel that begins a step."""
 
 SETTLING_STEPS = 5
-"""Steps that nobody looks at, before the profiler begins and after."""
+"""Steps that are ignored, before the profiler starts and after."""
 
 Trace = Callable[[Callable[[], None]], Sequence[Mapping[str, Any]]]
-"""Runs what it is given; returns the events of a Chrome trace."""
+"""Runs a function; returns the events of its Chrome trace."""
 
 
 def measure_idle(
@@ -59,7 +59,7 @@ def measure_idle(
         decoded += len(engine.step())
 
     def decode() -> None:
-        # One more than gaps, and one that is under way when the profiler ends.
+        # One more than gaps, and one in flight when the profiler stops.
         for _ in range(SETTLING_STEPS + num_steps + 2):
             engine.step()
 
@@ -75,7 +75,7 @@ def measure_idle(
 
 
 def longest_sequence(input_len: int, num_steps: int) -> int:
-    """Return the tokens of a sequence that no step of a measurement ends."""
+    """Return the tokens of a sequence longer than any measurement."""
     return input_len + num_steps + 2 * SETTLING_STEPS + 8
 
 

@@ -1,26 +1,20 @@
-"""What it costs that an engine knows where its time goes, beside the steps of a benchmark."""
+"""Instrumentation overhead of a decode step: ranges, operation scopes and the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ...profiling import attribution, ranges
 from ...profiling.overhead import Overhead, measure_overhead
 from ..engine.engine import Engine
 from ..operation_scopes import operation
-from ..sampling_params import SamplingParams
+from .workload import greedy
 
-__all__ = [
-    "instrumentation_line",
-    "instrumentation_to_json",
-    "measure_instrumentation",
-    "scopes_of_a_launch",
-]
+__all__ = ["instrumentation_to_json", "measure_instrumentation", "scopes_of_a_launch"]
 
 
-class _Scopes:
-    """Counts the scopes of operations in each launch of a decode step, as it hears of them."""
+class _ScopeCounter:
+    """A listener that counts the scopes of operations in each launch of a decode step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -49,20 +43,19 @@ class _Scopes:
 
 
 def scopes_of_a_launch(engine: Engine) -> int:
-    """Return how often the code of a launch says which operation it launches: 0 in a replay.
+    """Return how many operation scopes the code of a launch enters: 0 in a replay.
 
-    Runs a request of a few tokens on the engine, which is idle.
+    Runs a request of a few tokens on the engine, which must be idle.
     """
-    heard = _Scopes()
-    steps = engine.config.steps_per_launch
-    params = SamplingParams(max_tokens=1 + steps, temperature=0.0, ignore_eos=True)
-    with ranges.listening(heard), attribution.listening(heard):
+    counter = _ScopeCounter()
+    params = greedy(1 + engine.config.steps_per_launch)
+    with ranges.listening(counter), attribution.listening(counter):
         engine.generate([[0]], params)
-    return max(heard.counts)
+    return max(counter.counts)
 
 
 def measure_instrumentation(engine: Engine) -> Overhead:
-    """Measure what a launch of an engine takes to be observed. The engine is idle.
+    """Measure the instrumentation of a launch of an idle engine.
 
     Events of `Engine.device_timing` are not included: steps are timed on request only.
     """
@@ -74,21 +67,8 @@ def measure_instrumentation(engine: Engine) -> Overhead:
     )
 
 
-def instrumentation_to_json(
-    overhead: Overhead, step_ms: Sequence[float], steps_per_launch: int
-) -> dict[str, float]:
+def instrumentation_to_json(engine: Engine, step_ms: Sequence[float]) -> dict[str, float]:
     """Return `instrumentation` of a case: nanoseconds a step, and their share of the fastest."""
-    ns_per_step = overhead.ns_per_launch / steps_per_launch
+    launch = measure_instrumentation(engine)
+    ns_per_step = launch.ns_per_launch / engine.config.steps_per_launch
     return {"ns_per_step": ns_per_step, "fraction": ns_per_step / (1e6 * min(step_ms))}
-
-
-def instrumentation_line(document: dict[str, Any]) -> str | None:
-    """Return what the cases say of it in one line, if they do."""
-    shown = [case["instrumentation"] for case in document["cases"] if "instrumentation" in case]
-    if not shown:
-        return None
-    worst = max(shown, key=lambda entry: float(entry["fraction"]))
-    return (
-        f"ranges, scopes and timeline take at most {worst['fraction']:.2%} of the fastest step of a"
-        f" case ({worst['ns_per_step']:,.0f} ns)"
-    )

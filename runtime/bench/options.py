@@ -1,232 +1,356 @@
-"""The benchmark's command line: its flags, read and checked before anything is measured."""
+"""The flags of `stepgraph bench` and `stepgraph explain`, and the types of their values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from ...profiling.command_line import CommandParser
-from ..config import EngineConfig
-from .compared import COMPARED
-from .flag_types import (
-    at_least_two,
-    file_path,
-    gigabytes_per_second,
-    memory_size,
-    milliseconds,
-    natural_number,
-    number_of_neighbours,
-    number_of_steps,
-    positive_integer,
-    ratio,
-    seed,
-)
-from .flags_together import FLAGS_OF_SCENARIO, check_files, check_together, fill_in_defaults
-from .model_flags import MODES, add_engine_flags, add_model_flags
-from .peer_runner import MODULES
-from .peers import peer_spec
-from .profile_options import add_profile_flags, check_profile
-from .program import program_name
+from ..config import MAX_SEED, EngineConfig
+from ..tools.memory_report import parse_bytes
+from .console import program_name
+from .results.comparison import COMPARED
+from .runtimes.peer_runner import MODULES
+from .runtimes.peers import peer_spec
+from .validate_args import SCENARIO_FLAGS, StepRange, validate_args
 
-__all__ = ["MODES", "parse_arguments"]
+__all__ = ["MODES", "add_flags", "parse_arguments"]
 
-_EPILOG = """\
-The table goes to stdout (Markdown where that is no terminal), progress to stderr. Each combination
-of the lists is a case, or an engine of its own. Exit status: 0; 1 if something cannot be measured
-or is above --fail-above; 2 for a wrong command line or configuration; 130 after an interrupt, which
-keeps what was measured. What is in the numbers: docs/benchmarking.md
+MODES = ("eager", "compile", "graph")
+MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
+ENGINE_FLAGS = ("mode", "kernels", "prefill-chunk")
+
+_DESCRIPTION = """\
+How fast does this model decode on this machine, and how far is that from the limit?
+
+%(prog)s                                       the demo model, every mode of the device
+%(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
+%(prog)s --baseline transformers               compare with transformers, same weights
+%(prog)s --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
+%(prog)s --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
+%(prog)s --output-json new.json --compare old.json --fail-above 1.05
+%(prog)s --compare old.json new.json           compare two files without a measurement
+%(prog)s --profile torch                       a trace of some steps, for Perfetto
+%(prog)s --profile nsys                        print the nsys command; run it if nsys is installed
+%(prog)s --scenario churn --plot steps.png     plot inter-token latency over time
 """
+_EPILOG = """\
+scenarios:
+  steady        decode steps of a whole batch
+  interference  rows decode while a long prompt arrives every 10 steps
+  churn         requests arrive and leave at random
+  prefix        prompts with common prefixes, with and without a prefix cache
+  memory        memory of an engine, step time as the cache fills, cost of too few blocks
+  neighbours    decode steps with busy processes on the same processors, also of other runtimes
+  start         the first start of an engine (nothing built or compiled) and the second
+  kernels       each kernel of a decode step on CUDA, measured and predicted
+  host          host time of plan, launch and commit, with a model that computes nothing
+  cache         cost of block bookkeeping for pools of 1,000 and 1,000,000 blocks (no model)
+
+The table goes to stdout (Markdown unless stdout is a terminal), progress to stderr. Each
+combination of the lists is a case or an engine of its own. Exit status: 0; 1 if something cannot be
+measured or is above --fail-above; 2 for a wrong command line or configuration; 130 after an
+interrupt, which keeps the results measured so far. Meaning of the numbers: docs/benchmarking.md
+"""
+_MOST = 1_000_000_000
+"""Largest count: more is a typing error, and would never end."""
 
 
-def parse_arguments(
-    arguments: Sequence[str] | None = None, description: str | None = None
-) -> argparse.Namespace:
-    """Return the checked command line; exits with one clear line if it is wrong.
+def integer(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """Return a flag type: an integer from `least` to `most`."""
 
-    Args:
-        arguments: None: those of the process.
-        description: what `--help` begins with.
-    """
-    parser = _parser(description)
-    options = parser.parse_args(arguments)
-    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # keeps defaults out
-    given = [
-        name
-        for name, value in vars(parser.parse_args(arguments, blank)).items()
-        if value is not None
-    ]
-    check_together(parser, options, given)
-    fill_in_defaults(options)
-    check_files(parser, options)
-    check_profile(parser, options, given)
-    return options
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
+        return value
+
+    return read
 
 
-def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=program_name(),
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_EPILOG,
-    )
-    add_model_flags(parser)
-    add_engine_flags(
-        parser,
-        default_mode="every mode that the device has, taking turns; with other scenarios the"
-        " fastest",
-    )
-    parser.add_argument(
-        "--steps-per-launch",
-        type=positive_integer,
+def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
+    """Return a flag type: a finite number that is positive and at least `at_least`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (0 < value < math.inf and value >= at_least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
+
+
+def memory_size(text: str) -> int:
+    """Read an amount of memory such as 80GB; return bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def file_path(text: str) -> Path:
+    """Read the name of a file, which need not exist."""
+    if not text or text.endswith(("/", "\0")):
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return Path(text)
+
+
+def step_range(text: str) -> StepRange:
+    """Read steps `A:B`, half open."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and text.isascii()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form A:B, two numbers of steps such as 8:24"
+        )
+    if int(first) >= int(end):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no steps: B must be larger than A, as in 8:24"
+        )
+    return StepRange(int(first), int(end))
+
+
+def _flag(text: str, **settings: Any) -> dict[str, Any]:
+    return {"help": text, **settings}
+
+
+_DTYPE = {"nargs": "+", "default": ["auto"]}
+_FLAGS = {
+    "model": _flag(
+        "checkpoint directory, hub id, preset:NAME (random weights) or demo (default: demo)",
+        nargs="+",
+        default=["demo"],
+    ),
+    "device": _flag("cpu, cuda, cuda:1 ... (default: auto)", default="auto"),
+    "dtype": _flag(
+        "dtype of weights and activations (default: auto, as stored)",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        **_DTYPE,
+    ),
+    "weight-dtype": _flag(
+        "dtype of the weights of linear layers (default: auto, as --dtype)",
+        choices=("auto", "int8", "fp8"),
+        **_DTYPE,
+    ),
+    "kv-dtype": _flag(
+        "dtype of the cache (default: auto, as --dtype)", choices=("auto", "int8", "fp8"), **_DTYPE
+    ),
+    "mode": _flag(
+        "execution mode of steps (default: steady: all modes of the device, interleaved; otherwise"
+        " the fastest)",
+        nargs="+",
+        choices=MODES,
+    ),
+    "kernels": _flag(
+        "native: C++ operators on a CPU, Triton kernels on CUDA; torch: plain PyTorch around the"
+        " paged attention operation; auto: native, but torch with --mode eager (default: auto)",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "native", "torch"),
+    ),
+    "prefill-chunk": _flag(
+        "prompt tokens of one step at most (default: %(default)s)",
+        type=integer(1),
+        default=EngineConfig().prefill_chunk,
+        metavar="TOKENS",
+    ),
+    "steps-per-launch": _flag(
+        "decode steps of one launch, for steady; the table's step time is that of a launch divided"
+        " by them (default: %(default)s)",
+        type=integer(1),
         default=EngineConfig().steps_per_launch,
         metavar="STEPS",
-        help="decode steps that one launch runs, for steady; a step of the table is then a launch"
-        " divided by them (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--scenario",
+    ),
+    "scenario": _flag(
+        "what is measured, see below (default: steady)",
         default="steady",
-        choices=tuple(FLAGS_OF_SCENARIO),
-        help="steady: decode steps of a whole batch; cache: what the bookkeeping of blocks costs,"
-        " for pools of 1,000 and of 1,000,000 blocks (no model runs); host: what plan, launch and"
-        " commit cost around a model that does nothing; interference: rows decode while a long"
-        " prompt comes every 10 steps; churn: requests come and leave at random; start: an engine"
-        " with a bucket for each batch size is started twice, at first with nothing built or"
-        " compiled before; kernels: each kernel of a decode step on CUDA beside what is predicted;"
-        " prefix: prompts that begin alike, with and without a prefix cache; memory: what an engine"
-        " takes, what a full cache costs a step, and what too few blocks cost; neighbours: decode"
-        " steps with other processes busy on the same processors, beside other runtimes"
-        " (default: steady)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        nargs="+",
-        type=positive_integer,
-        help="rows that decode (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
+        choices=tuple(SCENARIO_FLAGS),
+    ),
+    "batch-size": _flag(
+        "rows that decode (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
         " tokens and 8 after 1024)",
-    )
-    parser.add_argument(
-        "--input-len",
         nargs="+",
-        type=positive_integer,
-        help="tokens of a prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512"
-        " 1024; churn 256 at most)",
-    )
-    parser.add_argument(
-        "--output-len",
+        type=integer(1),
+    ),
+    "input-len": _flag(
+        "tokens of a prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512 1024;"
+        " churn 256 at most)",
         nargs="+",
-        type=at_least_two,
-        help="tokens that a request decodes (default: 64; prefix 32; memory 128, where blocks are"
-        " scarce; churn 32 on average)",
-    )
-    parser.add_argument(
-        "--num-warmup", type=natural_number, help="runs of a case that are not counted (default: 1)"
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=positive_integer,
-        help="runs of a case that are counted, and take turns with other modes; 5 or more for"
-        " --compare (default: 3, with steady fewer where they take over 10 s; neighbours: 6)",
-    )
-    parser.add_argument(
-        "--num-steps",
-        type=number_of_steps,
-        help="steps of interference (default: 200), churn and host (default: 400), of memory"
-        " behind each prompt length (default: 100), and of neighbours in each round (default: 32)",
-    )
-    parser.add_argument(
-        "--max-itl-ms",
+        type=integer(1),
+    ),
+    "output-len": _flag(
+        "tokens that a request decodes (default: 64; prefix 32; memory 128, for scarce blocks;"
+        " churn 32 on average)",
         nargs="+",
-        type=milliseconds,
+        type=integer(2),  # the prefill samples the first one, a decode step the second
+    ),
+    "num-warmup": _flag("runs of a case that are not counted (default: 1)", type=integer(0)),
+    "num-iters": _flag(
+        "repetitions of a case, interleaved with those of other modes; 5 or more for --compare"
+        " (default: 3, with steady fewer if they take over 10 s; neighbours: 6)",
+        type=integer(1),
+    ),
+    "num-steps": _flag(
+        "steps of interference (default: 200), churn and host (default: 400), of memory after each"
+        " prompt length (default: 100), and of neighbours in each round (default: 32)",
+        type=integer(30),  # enough to see a distribution
+    ),
+    "max-itl-ms": _flag(
+        "time budgets of a step that prefills while rows decode; interference runs without one"
+        " first (default: then with eight times its decode step; churn: none)",
+        nargs="+",
+        type=number("a positive number of milliseconds"),
         metavar="MS",
-        help="time budgets of a step that prefills beside rows that decode; interference runs"
-        " without one first (default: then with eight times its decode step; churn: none)",
-    )
-    parser.add_argument(
-        "--neighbours",
+    ),
+    "neighbours": _flag(
+        "numbers of busy processes that neighbours measures with (default: 0 1 2)",
         nargs="+",
-        type=number_of_neighbours,
+        type=integer(0, 256),
         metavar="PROCESSES",
-        help="busy processes beside which neighbours measures (default: 0 1 2)",
-    )
-    parser.add_argument(
-        "--peer",
+    ),
+    "peer": _flag(
+        f"runtimes that neighbours measures in turn on the CPU ({', '.join(MODULES)}), each with"
+        " the Python that has it installed (default: all that this Python has)",
         nargs="+",
         type=peer_spec,
         metavar="NAME[=PYTHON]",
-        help=f"runtimes that neighbours measures in turn on the CPU ({', '.join(MODULES)}), each"
-        " with the Python that has it (default: this Python, and all that it has)",
-    )
-    parser.add_argument(
-        "--check",
+    ),
+    "check": _flag(
+        "after a case is timed, score its prompts and tokens with the plain PyTorch reference on"
+        " the device; a case with a token that the reference would not have sampled fails, and the"
+        " exit status is 1 (default: on CUDA; --no-check: never)",
         action=argparse.BooleanOptionalAction,
-        help="after a case is timed, score its prompts and tokens again with the plain PyTorch"
-        " reference on the device; a case with a token that the reference would not have sampled"
-        " fails, and the exit status is 1 (default: on CUDA; --no-check: never)",
-    )
-    parser.add_argument(
-        "--baseline",
+    ),
+    "baseline": _flag(
+        "run the same cases in turn with transformers (continuous batching, and generate with a"
+        " static cache), and report the speedup of a step and the share of equal tokens (needs the"
+        " extra `baseline`)",
         choices=("transformers",),
-        help="run the same cases in turn with transformers (continuous batching, and generate with"
-        " a static cache), and say how many times faster a step is and which share of the tokens"
-        " is equal (needs the extra `baseline`)",
-    )
-    parser.add_argument(
-        "--compare",
+    ),
+    "compare": _flag(
+        "OLD.json: an earlier --output-json of the same scenario; compare its times with those of"
+        f" this run ({', '.join(COMPARED)}). OLD.json NEW.json: compare the two without a"
+        " measurement",
         nargs="+",
         type=file_path,
         metavar="FILE",
-        help="OLD.json: an earlier --output-json of the same scenario; its times and those of this"
-        f" run are set against each other ({', '.join(COMPARED)}). OLD.json NEW.json: compare the"
-        " two, and measure nothing",
-    )
-    parser.add_argument(
-        "--fail-above",
-        type=ratio,
+    ),
+    "fail-above": _flag(
+        "for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no case is"
+        " in both",
+        type=number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
         metavar="RATIO",
-        help="for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no"
-        " case is in both",
-    )
-    add_profile_flags(parser)
-    parser.add_argument(
-        "--output-json",
+    ),
+    "profile": _flag(
+        "profile some decode steps of one case (by default one row after 1024 tokens in the"
+        " fastest mode): nsys prints the command, and runs it if nsys is on the PATH; torch writes"
+        " a trace for Perfetto, and prints the time of each operation (default: %(default)s)",
+        default="none",
+        choices=("none", "nsys", "torch"),
+    ),
+    "profile-steps": _flag(
+        "steps A to B - 1 of the whole batch, counted from 0 (default: 16 of them, from a quarter"
+        " of the run)",
+        type=step_range,
+        metavar="A:B",
+    ),
+    "profile-output": _flag(
+        "the profile is NAME.trace.json.gz (torch), or NAME.nsys-rep and NAME.sqlite with"
+        " NAME.kernels.json (nsys); existing files are replaced (default: stepgraph-profile)",
+        metavar="NAME",
+    ),
+    "graph-trace": _flag(
+        "what nsys records of a captured step: graph, its begin and end; node, every kernel in"
+        " it, which perturbs its time (default: graph)",
+        choices=("graph", "node"),
+    ),
+    "output-json": _flag(
+        "write all results here, after each case (docs/benchmark.schema.json)",
         type=file_path,
         metavar="FILE",
-        help="write all results here, after each case (docs/benchmark.schema.json)",
-    )
-    parser.add_argument("--output-md", type=file_path, metavar="FILE", help="write the table here")
-    parser.add_argument(
-        "--plot",
+    ),
+    "output-md": _flag("write the table here", type=file_path, metavar="FILE"),
+    "plot": _flag(
+        "plot inter-token latency over time, its histogram, and the roofline or the parts of a"
+        " step, as .png, .svg or .pdf (needs the extra `plot`)",
         type=file_path,
         metavar="FILE",
-        help="draw the gaps between tokens over time, their histogram, and the roofline or where"
-        " the time of a step goes, as .png, .svg or .pdf (needs the extra `plot`)",
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="seed of prompts and presets")
-    parser.add_argument(
-        "--explain-memory",
-        action="store_true",
-        help="print what each model would take and what fits in each mode (default: auto), and"
+    ),
+    "seed": _flag("seed of prompts and presets", type=integer(0, MAX_SEED), default=0),
+    "explain-memory": _flag(
+        "print the memory plan of each model and what fits in each mode (default: auto), and"
         " measure nothing; rows are the largest --batch-size",
-    )
-    parser.add_argument(
-        "--device-memory",
+        action="store_true",
+    ),
+    "device-memory": _flag(
+        "for --explain-memory: memory of a hypothetical device, as 80GB, 512MB or 40GiB (default:"
+        " this machine)",
         type=memory_size,
         metavar="SIZE",
-        help="for --explain-memory: of a card that need not be there, as 80GB, 512MB or 40GiB"
-        " (default: this machine)",
-    )
-    parser.add_argument(
-        "--explain-step",
+    ),
+    "explain-step": _flag(
+        "print the bytes that each kernel of a decode step on a GPU must move and the predicted"
+        " time, for each --batch-size and --input-len, and run nothing",
         action="store_true",
-        help="print what each kernel of a decode step on a GPU must move and how long that takes,"
-        " for each --batch-size and --input-len, and run nothing",
-    )
-    parser.add_argument(
-        "--bandwidth-gb-s",
-        type=gigabytes_per_second,
+    ),
+    "bandwidth-gb-s": _flag(
+        "for --explain-step: memory bandwidth of the target GPU (default: measured on the CUDA"
+        " device)",
+        type=number("a positive number of gigabytes per second"),
         metavar="GB/S",
-        help="for --explain-step: what a card reads that need not be there (default: as measured"
-        " on the CUDA device)",
+    ),
+}
+_GROUPS = {
+    "model and engine": (*MODEL_FLAGS, *ENGINE_FLAGS, "steps-per-launch"),
+    "measurement": (
+        *("scenario", "batch-size", "input-len", "output-len", "num-warmup", "num-iters"),
+        *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
+    ),
+    "results": ("output-json", "output-md", "plot", "compare", "fail-above"),
+    "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
+    "explain": ("device-memory", "bandwidth-gb-s"),
+}
+
+
+def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
+    """Add flags by name; `changes` replace their settings."""
+    for name in names:
+        parser.add_argument(f"--{name}", **_FLAGS[name] | changes)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the validated command line of the benchmark; exits with 2 and one line if it is wrong.
+
+    Args:
+        arguments: None: those of the process.
+    """
+    parser = CommandParser(
+        prog=program_name(),
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
-    return parser
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        add_flags(group, *names)
+        if title == "explain":
+            add_flags(group.add_mutually_exclusive_group(), "explain-memory", "explain-step")
+    options = parser.parse_args(arguments)
+    blank = argparse.Namespace(**dict.fromkeys(vars(options)))  # suppresses the defaults
+    parsed = vars(parser.parse_args(arguments, blank))
+    given = [name for name, value in parsed.items() if value is not None]
+    try:
+        validate_args(options, given)
+    except ValueError as error:
+        parser.error(str(error))
+    return options

@@ -1,8 +1,11 @@
-"""What measurements ask engines for: random prompts, decoded greedily, and let go of at the end."""
+"""Requests of the measurements, how repetitions take turns, and how tokens are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +13,7 @@ from ..engine.engine import Engine
 from ..models.config import ModelConfig
 from ..sampling_params import SamplingParams
 
-__all__ = ["abort_all", "equal_share", "greedy", "random_prompts"]
+__all__ = ["abort_all", "equal_share", "greedy", "interleave", "random_prompts", "spread"]
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> list[list[int]]:
@@ -23,12 +26,12 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> l
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Ask for exactly so many tokens, whatever they are."""
+    """Return parameters for exactly `max_tokens` greedy tokens."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def abort_all(engine: Engine, ids: Sequence[str]) -> None:
-    """End requests, and leave the engine idle."""
+    """Abort requests, and step until the engine is idle."""
     for request_id in ids:
         engine.abort(request_id)
     while engine.has_unfinished():
@@ -36,12 +39,12 @@ def abort_all(engine: Engine, ids: Sequence[str]) -> None:
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Return the share of our tokens that are theirs, position by position.
+    """Return the share of our tokens that equal theirs, position by position.
 
-    What they decoded beyond ours is not looked at.
+    Tokens of theirs past the end of ours are ignored.
 
     Raises:
-        ValueError: there are not as many sequences of theirs, or we have no token.
+        ValueError: the numbers of sequences differ, or ours have no token.
     """
     pairs = [
         len(other) > position and other[position] == token
@@ -51,3 +54,35 @@ def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
     if not pairs:
         raise ValueError("there is no token to compare")
     return sum(pairs) / len(pairs)
+
+
+def interleave(
+    sides: Sequence[Callable[[], None]], repetitions: int, seconds: float = math.inf
+) -> None:
+    """Run each side `repetitions` times in rounds; each round reverses the order of the last.
+
+    A slow phase of the machine affects all sides, a drift adds as much to each, and no side always
+    follows the same other one.
+
+    Args:
+        sides: in the order of the first round.
+        repetitions: of each side.
+        seconds: a side whose next run would exceed this in total is not run again; each side runs
+            at least once.
+    """
+    total, last = [0.0] * len(sides), [0.0] * len(sides)
+    order = range(len(sides))
+    for number in range(repetitions):
+        for i in order if number % 2 == 0 else reversed(order):
+            if total[i] + last[i] <= seconds:
+                began = time.perf_counter()
+                sides[i]()
+                last[i] = time.perf_counter() - began
+                total[i] += last[i]
+
+
+def spread(medians: Sequence[float]) -> float | None:
+    """Return (max - min) / median of the repetitions' medians; None of a single repetition."""
+    if len(medians) < 2:
+        return None
+    return (max(medians) - min(medians)) / statistics.median(medians)

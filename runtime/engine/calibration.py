@@ -1,7 +1,7 @@
-"""Measures what things cost on this device, on prepared steps that nobody uses yet.
+"""Measures costs on this device, with the prepared steps of an engine without requests.
 
-What a preemption costs, a block copied or a token computed again; and, where chunks are chosen by
-time, what every step takes.
+Preemption costs the copy of a block or the recomputation of a token. If chunks are sized by time,
+every step is measured too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from ...cache.spec import LayerGroup
 from ..execution.runner import Runner
+from ..resolved_config import ResolvedConfig
 from ..scheduling.preemption import PreemptionPolicy
 from ..scheduling.step_budget import StepBudget
 from ..scheduling.step_costs import calibrate
@@ -24,24 +25,24 @@ __all__ = ["calibrated_step_budget", "preemption_policy"]
 REPETITIONS = 5
 COPIED_BLOCKS = 8
 CONTEXT = 1024
-"""Positions before the tokens of the steps that show what attention takes, if the model has so
+"""Positions before the tokens of steps that measure the time of attention, if the model has so
 many."""
 
 
 def preemption_policy(
     runner: Runner, choice: Literal["auto", "swap", "recompute"]
 ) -> PreemptionPolicy:
-    """Return what a prepared runner does with preempted requests; without a host arena recompute.
+    """Return the policy of a prepared runner; `recompute` if it has no host arena.
 
-    Only `auto` has to measure. It runs the largest prefill step on padding, and copies blocks that
-    nobody holds yet to the host and back.
+    Only `auto` measures: it runs the largest prefill step on padding, and copies unused blocks to
+    the host and back.
     """
     host = runner.host_arena
     if host is None:
         return PreemptionPolicy("recompute")
     if choice != "auto":
         return PreemptionPolicy(choice)
-    # Block i and host block i - 1: the null block is left alone.
+    # Block i and host block i - 1, so that the null block is not copied.
     count = min(COPIED_BLOCKS, host.num_blocks, runner.num_blocks - 1)
     outward = [(i + 1, i) for i in range(count)]
     inward = [(i, i + 1) for i in range(count)]
@@ -64,36 +65,38 @@ def preemption_policy(
 
 
 def calibrated_step_budget(
-    runner: Runner, groups: Sequence[LayerGroup], max_itl_ms: float, max_model_len: int
-) -> StepBudget:
-    """Return a budget over the prepared steps of a runner that has served nothing yet."""
+    runner: Runner, groups: Sequence[LayerGroup], config: ResolvedConfig
+) -> StepBudget | None:
+    """Return the time budget of a prepared runner without requests; None without `max_itl_ms`."""
+    if config.max_itl_ms is None:
+        return None
     began = time.perf_counter()
     read_blocks, block_size = runner.sizes.read_blocks, runner.block_size
 
     def reach(context: int) -> int:
-        if len(read_blocks) > 1:  # kernels that read as far as the step's tables are wide
+        if len(read_blocks) > 1:  # kernels that read the whole width of the tables
             blocks = read_blocks.fit(-(-context // block_size)) or read_blocks.largest
             context = blocks * block_size
         return sum(group.positions_read(context) for group in groups)
 
-    steps = _NullSteps(runner, max_model_len)
+    steps = _NullSteps(runner, config.max_model_len)
     costs = calibrate(
         steps.seconds,
         rows=runner.sizes.rows,
         tokens=runner.sizes.tokens,
         reach=reach,
-        context=min(CONTEXT, max_model_len // 2),
-        useful_seconds=max_itl_ms / 1e3,
+        context=min(CONTEXT, config.max_model_len // 2),
+        useful_seconds=config.max_itl_ms / 1e3,
     )
     steps.clean()
-    return StepBudget(max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
+    return StepBudget(config.max_itl_ms, costs, calibration_seconds=time.perf_counter() - began)
 
 
 class _NullSteps:
-    """Runs steps of the null row, whose tokens may stand anywhere: it has the null block alone.
+    """Runs steps of the null row at any position; all its positions are in the null block.
 
-    All its positions are read from that one block, which a cache of the processor holds. So what
-    they show of a context's cost is the least it can be, which the steps served then correct.
+    That block stays in a processor cache, so the measured cost of a context is a lower bound, which
+    the times of served steps correct.
     """
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
@@ -102,10 +105,9 @@ class _NullSteps:
         self._last = max_model_len - 1
 
     def seconds(self, phase: Literal["decode", "prefill"], size: int, context: int) -> float:
-        """Return what a step of a bucket takes whose tokens have `context` positions before.
+        """Return the time of a step of a bucket whose tokens follow `context` positions.
 
-        A bucket larger than the longest sequence, made for several prompts, ends with tokens of
-        the last position.
+        Positions stop at the last one of a sequence, for buckets that hold several prompts.
         """
         runner, sizes = self._runner, self._runner.sizes
         last = min(context + (size - 1 if phase == "prefill" else 0), self._last)
@@ -121,13 +123,13 @@ class _NullSteps:
         return _seconds(step.launch, runner.device)
 
     def clean(self) -> None:
-        """Leave the inputs as they were."""
+        """Reset the inputs."""
         self._inputs.positions.zero_()
         self._runner.state.positions[self._runner.null_row] = 0
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the device's time for one piece of work."""
+    """Return the device time of one call."""
     if device.type != "cuda":
         started = time.perf_counter()
         work()

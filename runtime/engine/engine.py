@@ -1,6 +1,6 @@
-"""The public face: requests in, outputs out.
+"""The synchronous engine, the public interface: requests in, outputs out.
 
-The work is done by `StepLoop` (see `loop.py`); `SharedLoop` lets several threads use it.
+`StepLoop` runs the steps (see `loop.py`); `SharedLoop` makes it safe for several threads.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ...cache.encoder_outputs import EncoderOutputCache, content_key
-from ...cache.kv_cache import KVCache
 from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
 from ..config import EngineConfig
 from ..errors import RequestError
-from ..loading.chat_template import ChatPrompt, Message, is_batch
+from ..loading.chat_template import ChatPrompt, Message, chat_prompts
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder import Decoder
-from ..prompt_embeds import EncodedContent, PromptEmbeds, check_embeds
+from ..prompt_embeds import EncodedContent, PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..sampling_params import SamplingParams
-from ..scheduling.scheduler import Scheduler
-from .access import LoopAccess
-from .calibration import calibrated_step_budget, preemption_policy
+from .calibration import calibrated_step_budget
+from .encoded_contents import EncodedContents
 from .engine_stats import engine_stats
 from .intake import Intake, Prompt
 from .loop import StepLoop
+from .parts import EngineParts
 from .request_output import RequestOutput
 from .shared_loop import SharedLoop
-from .startup import EngineParts, start
+from .startup import make_loop, start
 
 __all__ = ["Engine"]
 
@@ -46,58 +44,29 @@ T = TypeVar("T")
 class Engine:
     """Decodes batches of requests. Several engines may coexist.
 
-    Made by `from_pretrained`; used as a context manager, or ended with `close`.
+    Make one with `from_pretrained`; use it as a context manager, or call `close` at the end.
 
-    Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called by any thread at any
-    time, and by signal handlers and callbacks; they do not wait for a step. `generate` may be
-    called by any number of threads: their requests share the batch. `step` is for one thread. The
-    other methods wait until the step under way, of whatever thread, has ended. What would have to
-    wait for its own caller, and a `step` beside one of another thread, raises `EngineBusyError`.
-    After a fork the child gets `EngineForkedError`.
+    Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called at any time by any
+    thread, signal handler or callback; they do not wait for a step. `generate` may be called by any
+    number of threads, whose requests share the batch. `step` is for one thread. The other methods
+    wait for the end of the current step of any thread. A call that would have to wait for its own
+    caller, and a `step` while another thread is in `step`, raise `EngineBusyError`. In a forked
+    child every call raises `EngineForkedError`.
 
-    Ctrl-C takes effect at the end of the step under way and leaves an engine that serves on. See
+    Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Run over parts that `startup.start` made."""
+        """Take the parts that `startup.start` made."""
         self.config = parts.config
         self.model_config = parts.model.config
         self._parts: EngineParts | None = parts
         config = parts.config
-        host = parts.runner.host_arena
-        cache = KVCache(
-            parts.groups,
-            parts.plan.num_blocks,
-            config.block_size,
-            chunk=config.prefill_chunk,
-            host_blocks=0 if host is None else host.num_blocks,
-        )
         self.max_model_len = config.max_model_len
-        """Tokens of the longest sequence that can be served, prompt and output."""
-        self._step_budget = None
-        if config.max_itl_ms is not None:
-            self._step_budget = calibrated_step_budget(
-                parts.runner, parts.groups, config.max_itl_ms, self.max_model_len
-            )
-        scheduler = Scheduler(
-            cache,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=parts.plan.max_batch_tokens,
-            prefill_chunk=config.prefill_chunk,
-            max_prefill_rows=config.max_prefill_rows,
-            preemption=preemption_policy(parts.runner, config.preemption),
-            step_budget=self._step_budget,
-            steps_per_launch=config.steps_per_launch,
-        )
-        self._shared = SharedLoop(
-            StepLoop(
-                scheduler,
-                parts.runner,
-                in_flight=int(config.is_async_device),
-                step_budget=self._step_budget,
-            )
-        )
+        """Most tokens of one sequence, prompt and output."""
+        self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
+        self._shared = SharedLoop(make_loop(parts, self._step_budget))
         self._intake = Intake(
             parts.model.config,
             parts.tokenizer,
@@ -106,26 +75,27 @@ class Engine:
             prefix_block_size=config.block_size if config.prefix_cache else None,
             embeds_dtype=config.dtype if config.prompt_embeds else None,
         )
-        self._encoded = EncoderOutputCache(config.encoder_cache_bytes)
-        self._encoding = LoopAccess()
+        self._encoded = EncodedContents(
+            config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
+        )
         if config.freeze_gc:
-            gc.collect()  # or what is garbage now would stay for ever
+            gc.collect()  # garbage that is frozen is never freed
             gc.freeze()
 
     @classmethod
     def from_pretrained(
         cls, source: str | Path, config: EngineConfig | None = None, *, progress: bool = False
     ) -> Engine:
-        """Load a model and make every step ready.
+        """Load a model and prepare every step.
 
         Args:
             source: a directory in the Hugging Face layout, a hub id, `preset:NAME` (random
                 weights) or `demo`.
-            config: how to run it.
+            config: the configuration; None for the defaults.
             progress: show bars on stderr while loading and preparing (if it is a terminal).
 
         Raises:
-            CheckpointError: the checkpoint is missing, damaged, unknown or contradicts itself.
+            CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
             ConfigError: the configuration cannot work on this device or with this model.
             MemoryBudgetError: the budget has no room for the smallest cache.
             StepPreparationError: a step could not be compiled or captured.
@@ -145,10 +115,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Give back all memory. What has not finished ends without an output. Idempotent.
+        """Free all memory. Unfinished requests end without an output. Idempotent.
 
-        Waits for a step of another thread; calls of `generate` there raise `EngineClosedError`. In
-        a forked child it does nothing.
+        Waits for the current step of another thread; calls of `generate` there raise
+        `EngineClosedError`. Does nothing in a forked child.
 
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
@@ -156,7 +126,7 @@ class Engine:
         self._shared.close(self._release_memory)
 
     def _release_memory(self, loop: StepLoop) -> None:
-        """Let go of everything. May be repeated if it was interrupted."""
+        """Free everything. May be repeated after an interrupt."""
         if self._parts is None:
             return
         device = self.config.device
@@ -168,7 +138,7 @@ class Engine:
         if self._parts.runner.host_arena is not None:
             self._parts.runner.host_arena.close()
         self._parts = None
-        self._encoded.clear()
+        self._encoded.cache.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -183,14 +153,14 @@ class Engine:
     ) -> str:
         """Queue a prompt, text or token ids, and return its id.
 
-        Requests of smaller `priority` are served first, and preempted last. Only requests of the
-        same `cache_salt` share what the cache holds of their common beginning: give each tenant one
-        that the others cannot guess, or they can tell from the time of a first token whether a
-        prompt was asked before.
+        Requests of smaller `priority` are served first, and preempted last. Only requests with the
+        same `cache_salt` share the cached blocks of a common beginning. Give each tenant a salt
+        that others cannot guess: otherwise the time of a first token tells whether a prompt was
+        sent before.
 
         Raises:
-            RequestError: the request can never be served; nothing was queued.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            RequestError: the request can never be served; it was not queued.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
         if not isinstance(priority, int):
@@ -207,31 +177,31 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> bool:
-        """End a request; its final output, with reason `abort`, comes from the next `step`.
+        """End a request; the next `step` returns its final output, with reason `abort`.
 
         Its row and blocks are free when this returns, or from the next step on if another call runs
-        the loop. If the step under way ends the request, its reason is that of the step.
+        the loop. If the current step ends the request, the reason is that of the step.
 
-        Returns False, and does nothing, if no such request is unfinished.
+        Returns False, and does nothing, if there is no unfinished request of this id.
         """
         return self._shared.abort(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to report."""
+        """Whether `step` has requests to run or outputs to return."""
         return self._shared.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and return the requests that changed since the last call.
+        """Run one step, and return the outputs that changed since the last call.
 
-        Outputs that an interrupt kept from being returned are returned by the next call. While
-        another thread is in `generate`, the two take turns: all requests share the steps of both.
+        The next call returns outputs that an interrupt withheld. If another thread is in
+        `generate`, the two calls alternate, and all requests share the steps of both.
 
         Raises:
             EngineBusyError: another thread is in `step`, or a signal handler or a callback called
-                it within a step. Nothing was changed.
-            EngineFailedError: the step failed. Every unfinished request is lost, and the engine
-                serves nothing more.
-            EngineClosedError: the engine serves nothing more.
+                it within a step. Nothing has changed.
+            EngineFailedError: the step failed. All unfinished requests are lost, and the engine
+                cannot be used any more.
+            EngineClosedError: the engine is closed.
         """
         return self._shared.step()
 
@@ -246,35 +216,27 @@ class Engine:
             prompts: a text, or a sequence of texts and lists of token ids (see `Prompt`).
             params: one for all, or one for each prompt.
 
-        One of several prompts that cannot be served does not touch the others: its output has no
-        completions, `finish_reason` `error`, and the `RequestError` in `error`. A warning counts
-        such prompts. A single one raises.
+        If one of several prompts cannot be served, the others are not affected: its output has no
+        completions, `finish_reason` `error`, and the `RequestError` in `error`, and a warning
+        counts such prompts. A single prompt raises.
 
-        Several threads may call it: one of them runs the steps, for all of them. An exception such
-        as `KeyboardInterrupt` ends the call and aborts its requests; the next `step` reports them.
+        Several threads may call it; one of them runs the steps for all. An exception such as
+        `KeyboardInterrupt` ends the call and aborts its requests; the next `step` returns their
+        outputs.
 
         Raises:
-            RequestError: the only prompt cannot be served; as many `params` as prompts were
-                expected; `prompts` is no sequence.
+            RequestError: the only prompt cannot be served; `params` has another length than
+                `prompts`; or `prompts` is not a sequence.
             EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
         batch = cast("list[Prompt]", plain_batch(prompts, (str, PromptEmbeds, ChatPrompt)))
-        if params is None or issubclass(type(params), SamplingParams):
-            params = [cast("SamplingParams | None", params) or SamplingParams()] * len(batch)
-        elif not issubclass(type(params), Sequence):
-            raise RequestError(
-                f"params must be a SamplingParams or a sequence of them, not a {type_name(params)}"
-            )
-        params = cast("Sequence[SamplingParams]", params)
-        if len(params) != len(batch):
-            raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
         accept = self._intake.accept
         outputs = self._shared.generate(
             [
                 partial(accept, prompt=prompt, params=own, priority=0)
-                for prompt, own in zip(batch, params, strict=True)
+                for prompt, own in zip(batch, _one_each(params, len(batch)), strict=True)
             ],
             self.step,
         )
@@ -301,107 +263,84 @@ class Engine:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them; return the outputs, in order.
+        """Decode the answer to a conversation, or to each of a list; return outputs in order.
 
-        The prompt is what the checkpoint's chat template makes of the messages. To stream, give a
+        The checkpoint's chat template renders the messages to a prompt. To stream, give a
         `ChatPrompt` to `add_request`.
 
         Args:
             messages: dicts with `role` and `content`, or a list of such conversations.
             params: one for all, or one for each conversation.
             tools: JSON schemas of functions that the model may call.
-            documents: texts for templates that know them.
+            documents: texts for templates that support them.
             add_generation_prompt: end the prompt with the beginning of an assistant's message;
                 None: unless the last message is continued.
-            continue_final_message: let the model go on with the last message.
+            continue_final_message: let the model continue the last message.
             chat_template: the name of one of the checkpoint's templates.
             template_kwargs: more variables of the template.
 
         Raises:
-            RequestError: as `generate`; for a conversation that cannot be rendered, as for a prompt
+            RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
                 that cannot be served.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        prompts = [
-            ChatPrompt(
-                cast("Sequence[Message]", conversation),
-                tools,
-                documents,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template,
-                template_kwargs or {},
-            )
-            for conversation in (messages if is_batch(messages) else [messages])
-        ]
+        prompts = chat_prompts(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs or {},
+        )
         return self.generate(prompts, params)
 
     def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
-        """Return what an encoder makes of a content, for the spans of a `PromptEmbeds`.
+        """Return the embeddings of a content, for the spans of a `PromptEmbeds`.
 
-        What it made is kept in `encoder_cache_bytes` of host memory, by content: the encoder runs
-        again only for what has been pushed out since. One engine has one encoder. It runs in the
-        calling thread, beside the steps of others.
+        They are cached by content in `encoder_cache_bytes` of host memory: the encoder runs only
+        for contents that are not cached. Use one encoder for one engine. It runs in the calling
+        thread, while other threads may run steps.
 
         Args:
             content: the bytes of an image, for instance.
-            encoder: gives embeddings `[tokens, hidden_size]`, floating point, on any device.
+            encoder: returns embeddings `[tokens, hidden_size]`, floating point, on any device.
 
         Raises:
-            RequestError: `content` is not bytes, or the encoder gave no tensor of that kind, or one
-                that the model's dtype cannot hold.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            RequestError: `content` is not bytes, or the encoder returned something else, or values
+                that the model's dtype cannot represent.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
-        if not isinstance(content, bytes):
-            raise RequestError(f"content must be bytes, not {type(content).__name__}")
-        key = content_key(content, "encoded")
-        embeds = self._with_encoded(lambda cache: cache.get(key))
-        if embeds is None:
-            hidden = self.model_config.hidden_size
-            made = check_embeds(encoder(content), hidden, self.config.dtype, "the encoder gave")
-            self._with_encoded(lambda cache: cache.put(key, made))
-            embeds = made
-        return EncodedContent(embeds, key)
-
-    def _with_encoded(self, use: Callable[[EncoderOutputCache], T]) -> T:
-        """Use the cache of encoder outputs, one thread at a time."""
-        try:
-            self._encoding.enter("encode")
-            return use(self._encoded)
-        except BaseException:
-            self._encoded.clear()  # it may have been cut short
-            raise
-        finally:
-            self._encoding.leave()
+        return self._encoded.encode(content, encoder)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what requests could share: the next ones compute their prompts from the start.
+        """Drop the prefix cache: the next requests compute their whole prompts.
 
-        Requests under way keep what they hold, and share none of it any more. For measuring cold
-        starts, or after weights changed.
+        Running requests keep their blocks, which are no longer shared. For measuring cold starts,
+        or after weights changed.
 
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
 
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
 
-        The first `prompt_len` tokens are prefilled, the others fed one by one through decode
-        steps, each in the place of the token that was sampled: row i follows token
-        `prompt_len - 1 + i`. The very steps that serve requests compute it.
+        The first `prompt_len` tokens are prefilled. Decode steps take the others one by one, each
+        in the place of the sampled token: row i follows token `prompt_len - 1 + i`. The steps are
+        those that serve requests.
 
         Raises:
             RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
                 other requests are unfinished.
             NonFiniteLogitsError: a row of logits holds NaN or +inf, or nothing but -inf.
             EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError, EngineFailedError: the engine serves nothing more.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
         token_ids = self._intake.check_token_ids(token_ids)
@@ -411,7 +350,8 @@ class Engine:
             )
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
-                f"{len(token_ids)} tokens do not fit a sequence of {self.max_model_len}"
+                f"{len(token_ids)} tokens to score, but sequences have at most"
+                f" {self.max_model_len}, one predicted token included"
             )
         forced = token_ids[prompt_len:]
         params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
@@ -421,7 +361,7 @@ class Engine:
         return self._shared.score(accept, forced)
 
     def timeline(self) -> Timeline:
-        """Return a live view of where the time of the last steps went.
+        """Return a live view of the times of the last steps.
 
         `device_ns` of its records is None on CUDA for steps outside of `device_timing`.
 
@@ -432,10 +372,10 @@ class Engine:
 
     @contextmanager
     def device_timing(self) -> Iterator[Timeline]:
-        """Time the steps that are launched in this block on the device; yield the timeline.
+        """Measure the device time of the steps launched in this block; yield the timeline.
 
-        On CUDA two timed events surround each step, which take a few microseconds on the device, so
-        steps are timed on request only. On a CPU all steps are timed anyway. Blocks may be nested.
+        On CUDA two timed events surround each step. They take a few microseconds on the device, so
+        steps are timed only here. On a CPU all steps are timed anyway. Blocks may be nested.
 
         Raises:
             EngineClosedError: the engine is closed.
@@ -449,17 +389,17 @@ class Engine:
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The checkpoint's tokenizer, None for one without `tokenizer.json` and for presets."""
+        """The checkpoint's tokenizer; None for presets and without a `tokenizer.json`."""
         return self._open_parts().tokenizer
 
     @property
     def decoder(self) -> Decoder:
-        """The loaded model: its weights as the kernels store them."""
+        """The loaded model, its weights stored as the kernels need them."""
         return self._open_parts().model
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The plan that the cache was sized by."""
+        """The memory plan that set the size of the cache."""
         return self._open_parts().plan
 
     @property
@@ -483,29 +423,29 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 
-        `threads` is how many threads run the native operators of a CPU (None: there are none).
-        `memory` holds planned and measured bytes of each term (measured None has a note that says
-        why), `memory_phases` what the start-up took, `prepared` what the steps cost then. `start`
-        has the seconds of each phase, whether the kernels and compiled code were found in a cache,
-        and how many Triton kernels were compiled ahead of the steps, in how many threads. `blocks`
-        and `cache` tell what is free, cached, found at admission, copied and swapped; `fallbacks`
-        how often a launch found no prepared step. `steps` counts launches, `multi_step_launches`
-        those that decoded several tokens of each row, `non_finite` requests that ended with
-        `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage collector since the
-        engine was made, and their seconds. `step_budget` (None without `max_itl_ms`) compares the
-        times of mixed prefill and decode steps with their predictions.
+        `threads` is the number of threads of the native operators on a CPU, None if there are none.
+        `memory` has planned and measured bytes of each term, with a note where a measurement is
+        None; `memory_phases` the memory of each phase of the start, `prepared` the cost of the
+        prepared steps. `start` has the seconds of each phase, whether kernels and compiled code
+        came from a cache, and how many Triton kernels were compiled ahead, in how many threads.
+        `blocks` and `cache` count blocks that are free, cached, found, copied and swapped;
+        `fallbacks` launches without a prepared step. `steps` counts launches,
+        `multi_step_launches` those that decoded several tokens of each row, `non_finite` requests
+        that ended with `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage
+        collector since the engine was made, and their seconds. `step_budget` (None without
+        `max_itl_ms`) compares the times of mixed prefill and decode steps with their predictions.
         """
         return engine_stats(
             self._open_parts(),
             self._loop,
-            self._encoded,
+            self._encoded.cache,
             self._step_budget,
             max_model_len=self.max_model_len,
             healthy=self._shared.healthy,
         )
 
     def check_integrity(self) -> None:
-        """Assert every invariant that can be checked between two steps. For tests."""
+        """Assert all invariants that hold between two steps. For tests."""
         self._shared.run("check_integrity", StepLoop.check_integrity)
 
     @property
@@ -516,3 +456,21 @@ class Engine:
         _ = self._loop
         assert self._parts is not None
         return self._parts
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    """Return the sampling parameters of each of `count` prompts."""
+    if params is None or issubclass(type(params), SamplingParams):
+        return [cast("SamplingParams | None", params) or SamplingParams()] * count
+    if not issubclass(type(params), Sequence):
+        raise RequestError(
+            f"params must be a SamplingParams or a sequence of them, not a {type_name(params)}"
+        )
+    each = cast("Sequence[SamplingParams]", params)
+    if len(each) != count:
+        raise RequestError(
+            f"{count} prompts, but {len(each)} sampling parameters: give one, or one for each"
+        )
+    return each

@@ -8,7 +8,7 @@ from typing import Any
 from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
 from .loop import StepLoop
-from .startup import EngineParts
+from .parts import EngineParts
 
 __all__ = ["engine_stats"]
 

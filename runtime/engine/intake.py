@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...cache.prefix import PrefixHashes
+from ...cache.prefix_hashes import PrefixHashes
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.detokenizer import IncrementalDetokenizer
@@ -19,7 +19,7 @@ from ..models.config import ModelConfig
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from ..request import Request, RequestGroup
-from ..sampling.sampler import MAX_ROW_STOP_IDS
+from ..sampling.sampling_state import MAX_ROW_STOP_IDS
 from ..sampling_params import SamplingParams
 
 __all__ = ["Intake", "Prompt"]

@@ -258,7 +258,7 @@ class StepLoop:
             request = preemption.request
             request.status = RequestStatus.WAITING
             request.row = None
-            request.num_computed = 0
+            request.num_computed = request.num_unsure = 0
             request.decoding = False
             request.num_preemptions += 1
             self.counts["preemptions"] += 1
@@ -280,9 +280,12 @@ class StepLoop:
         self.num_steps += 1
         self._launched.append(launch)
         steps = plan.steps
-        for request in plan.decode:
-            request.num_computed += steps
-            request.num_pending += steps
+        for request, count in zip(plan.decode, plan.decode_counts, strict=False):
+            request.launched(count)
+        if not plan.decode_counts:
+            for request in plan.decode:
+                request.num_computed += steps
+                request.num_pending += steps
         self.counts["multi_step_launches"] += steps > 1
         for chunk in plan.prefill:
             if chunk.samples:
@@ -335,6 +338,8 @@ class StepLoop:
                 self.timeline.set_device_ns(launch.number, elapsed)
             if self._step_budget is not None:
                 self._step_budget.observe(launch.plan, launch.launched_ns, arrived)
+            if launch.advanced is not None:
+                self._take_back(launch.plan, launch.advanced)
             taken = 0
             for request, token_id, logprobs in sampled:
                 if request is None or request.status is _FINISHED:
@@ -362,6 +367,15 @@ class StepLoop:
                     self._finish(request, "length")
             self.counts["output_tokens"] += taken
         return arrived - started if beside_host else 0
+
+    def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:
+        """Correct how far the rows of a verify step have come: each by as many as accepted."""
+        for request, count, accepted in zip(plan.decode, plan.decode_counts, advanced, strict=True):
+            if request.status is _FINISHED:
+                continue
+            request.advanced(count, accepted)
+            if accepted < count:
+                self.scheduler.fell_short(request)
 
     def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
         """Add the newest token of a request to its text; return why this ends it, if it does."""

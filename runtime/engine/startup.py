@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...cache.arena import Arena, HostArena
+from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudgetError, MemoryPlan, Reconciliation, plan_memory
+from ...cache.memory.handler import MemoryBudgetError, MemoryPlan, plan_memory
 from ...cache.memory.memory_plan import format_bytes
 from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError, StepPreparationError
 from ..execution.runner import Runner
 from ..execution.step_functions import StepKey
-from ..kernels import Kernels, limit_threads, select_kernels
+from ..kernels import Kernels, kernels_for, limit_threads, native_gaps, select_kernels
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import (
@@ -40,18 +40,24 @@ from ..loading.loader import (
     random_weights,
     resolve_source,
 )
-from ..loading.tokenizer import TextTokenizer, load_tokenizer
+from ..loading.tokenizer import load_tokenizer
 from ..memory.footprint import model_footprint
-from ..memory.measurement import CapturePeaks, Phase, PhaseLog, StepMemory, measure_steps
+from ..memory.measurement import CapturePeaks, PhaseLog, measure_steps
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.step_budget import StepBudget
+from .calibration import preemption_policy
+from .loop import StepLoop
+from .parts import CodeCache, EngineParts
 from .self_test import check_kernels
 
 if TYPE_CHECKING:
-    from ..kernels.triton.precompile import CompiledKernels
+    pass
 
-__all__ = ["RESERVE_BYTES", "EngineParts", "layer_groups", "plan_engine", "start"]
+__all__ = ["RESERVE_BYTES", "layer_groups", "make_loop", "plan_engine", "start"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -60,106 +66,6 @@ RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 """In messages of torch's allocator for the CPU, the operating system and the C++ library."""
-
-_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
-"""The phases of a start that make what lives on the device as long as the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeCache:
-    """Pieces of code that torch.compile found in its cache, and those that it had to make."""
-
-    hits: int
-    misses: int
-
-    @classmethod
-    def now(cls) -> CodeCache:
-        """Read the counters of this process: other engines that start meanwhile count too."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        counts = {} if dynamo is None else dynamo.counters["inductor"]
-        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
-
-    def since(self, before: CodeCache) -> CodeCache:
-        """Return the difference."""
-        return CodeCache(self.hits - before.hits, self.misses - before.misses)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine runs over."""
-
-    config: ResolvedConfig
-    model: Decoder
-    tokenizer: TextTokenizer | None
-    groups: tuple[LayerGroup, ...]
-    plan: MemoryPlan
-    arena: Arena
-    runner: Runner
-    step_memory: StepMemory
-    """What steps hold while they run."""
-    phases: tuple[Phase, ...]
-    """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
-    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
-    start_seconds: float
-    """The phases and what lies between them; the calibration of a time budget comes on top."""
-    code_cache: CodeCache
-    compiled_kernels: CompiledKernels | None = None
-    """Triton kernels that were compiled ahead of the steps; None where there are none."""
-
-    @property
-    def load_seconds(self) -> float:
-        """What reading (and packing) the weights took."""
-        return sum(phase.seconds for phase in self.phases if phase.name == "load")
-
-    def reconcile(self) -> Reconciliation:
-        """Set what is held now, and what steps held when they were measured, against the plan.
-
-        On a CUDA device weights, cache and static buffers are what torch's allocator says that
-        their phases of the start took; on a CPU they are the sizes of the tensors.
-        """
-        runner = self.runner
-        held = {
-            "weights": self.model.weight_bytes,
-            "cache": self.arena.nbytes,
-            "static_buffers": runner.nbytes,
-        }
-        grown = {
-            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
-            for phase in self.phases
-            if phase.name in _TERM_OF_PHASE
-        }
-        host_buffers = 0
-        notes: dict[str, str] = {}
-        if self.config.device.type == "cuda":
-            host_buffers = runner.host_nbytes
-            held = grown
-        else:
-            # No measure of one term: pages come with the first write, code with its first use.
-            notes = {
-                term: "size of the tensors; meanwhile the resident set, code and all, grew by "
-                + format_bytes(size)
-                for term, size in grown.items()
-            }
-        measured = dict(self.step_memory.measured)
-        activations = measured.get("activations")
-        if self.model.stack is not None and activations is not None:
-            # Taken when the steps were prepared, so no step that was measured took it.
-            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
-            measured["activations"] = activations + workspace
-        return self.plan.reconcile(
-            {
-                **held,
-                "captured_graphs": 0,
-                "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
-                "host_buffers": host_buffers,
-                **measured,
-            },
-            {
-                **notes,
-                "reserve": "not held: left for workspaces and fragmentation",
-                **self.step_memory.notes,
-            },
-        )
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
@@ -249,16 +155,45 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     if kernels.library is not None:
         limit_threads(config.threads)
     kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
-    kernels = check_kernels(kernels, model, config, required=config.user.kernels == "native")
-    if config.kernels == "torch" or config.native_obstacle is None:
-        return kernels
+    plan = model_plan(model)
+    fitting = kernels_for(kernels, plan)
+    gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
+    if config.kernels == "torch":  # has native attention at most
+        gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
+    kernels = check_kernels(fitting, model, config, required=config.user.kernels == "native")
     dtype = str(config.dtype).removeprefix("torch.")
-    fallback = Fallback("decoder layers", f"{model.model_type} in {dtype}", config.native_obstacle)
-    warn(
-        f"no native decoder layers for {fallback.shape}: {fallback.error}."
-        " Plain PyTorch takes their place, which is slower"
+    fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
+    for fallback in fallbacks:
+        warn(
+            f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
+            " Plain PyTorch takes their place, which is slower"
+        )
+    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
+
+
+def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
+    """Return the loop over the parts of an engine, with an empty cache and no requests."""
+    config, host = parts.config, parts.runner.host_arena
+    cache = KVCache(
+        parts.groups,
+        parts.plan.num_blocks,
+        config.block_size,
+        chunk=config.prefill_chunk,
+        host_blocks=0 if host is None else host.num_blocks,
     )
-    return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, fallback))
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=parts.plan.max_batch_tokens,
+        prefill_chunk=config.prefill_chunk,
+        max_prefill_rows=config.max_prefill_rows,
+        preemption=preemption_policy(parts.runner, config.preemption),
+        step_budget=step_budget,
+        steps_per_launch=config.steps_per_launch,
+    )
+    return StepLoop(
+        scheduler, parts.runner, in_flight=int(config.is_async_device), step_budget=step_budget
+    )
 
 
 def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:

@@ -5,12 +5,12 @@ that points at the null row, whose block table holds nothing but the null block.
 
     rows 4 (positions 0-2) and 1 (positions 7-8, its last known tokens), bucket 8, null row 9
 
-        token_ids      a  b  c  x  y  .  .  .
-        positions      0  1  2  7  8  0  0  0
-        token_rows     4  4  4  1  1  9  9  9
-        prefill_rows   4  1  9  9                rows whose blocks are read
-        sample_rows    9  1  9  9                rows that get a token; row 4 has more to come
-        sample_index   0  4  0  0                token whose hidden state is sampled from
+        token_ids        a  b  c  x  y  .  .  .
+        positions        0  1  2  7  8  0  0  0
+        token_rows       4  4  4  1  1  9  9  9
+        prefill_rows     4  1  9  9                rows whose blocks are read
+        sample_rows      9  1  9  9                rows that get a token; row 4 has more to come
+        query_start_loc  0  3  5  5  5           first token of each row, and the end of the last
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ...graphs.buffers import TensorSpec
-from ..scheduling.plan import PrefillChunk, TableUpdate
+from ..scheduling.plan import RowSpan, TableUpdate
 
 __all__ = [
     "EmbedInputs",
@@ -59,8 +59,9 @@ class StepInputs(Generic[A]):
     """int64 `[P]`: the distinct rows of the chunks."""
     sample_rows: A
     """int64 `[P]`: the same, but the null row for chunks that do not reach the last known token."""
-    sample_index: A
-    """int64 `[P]`: index into `token_ids` of the last token of each chunk."""
+    query_start_loc: A
+    """int64 `[P + 1]`: index into `token_ids` of the first token of each chunk, and behind the last
+    one, which is also that of every row of padding."""
     table_updates: A
     """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
 
@@ -81,7 +82,7 @@ class StepInputs(Generic[A]):
             "token_rows": ints(prefill_tokens, fill=null_row),
             "prefill_rows": ints(prefill_rows, fill=null_row),
             "sample_rows": ints(prefill_rows, fill=null_row),
-            "sample_index": ints(prefill_rows),
+            "query_start_loc": ints(prefill_rows + 1),
             "table_updates": ints(table_updates, 4),
         }
 
@@ -115,12 +116,11 @@ def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64
 
 
 def write_prefill(
-    chunks: Sequence[PrefillChunk], null_row: int, bucket: int, host: StepInputs[Int64Array]
+    chunks: Sequence[RowSpan], null_row: int, bucket: int, host: StepInputs[Int64Array]
 ) -> None:
     """Fill the prefill fields for a step of `bucket` tokens; see the picture above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
-    host.sample_index[:] = 0
     offset = 0
     for i, chunk in enumerate(chunks):
         end = offset + chunk.count
@@ -130,15 +130,16 @@ def write_prefill(
         host.token_rows[offset:end] = chunk.row
         host.prefill_rows[i] = chunk.row
         host.sample_rows[i] = chunk.row if chunk.samples else null_row
-        host.sample_index[i] = end - 1
+        host.query_start_loc[i] = offset
         offset = end
+    host.query_start_loc[len(chunks) :] = offset
     assert offset <= bucket
     host.token_ids[offset:bucket] = 0
     host.positions[offset:bucket] = 0
     host.token_rows[offset:bucket] = null_row
 
 
-def write_embeds(chunks: Sequence[PrefillChunk], host: EmbedInputs[torch.Tensor]) -> None:
+def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> None:
     """Fill the embeddings that the chunks of a step show."""
     host.mask.zero_()
     offset = 0

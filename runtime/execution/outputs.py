@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from ..request import LOWEST_LOGPROB, Request, TokenLogprobs
-from ..sampling.sampler import SampleOutput
+from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan
 from .step_functions import StepOutput
@@ -55,6 +55,9 @@ class Launch:
     """Recorded behind the copies to the host; None where the device is the host."""
     device_ns: int
     """What the launching thread itself worked as the device; 0 where that is another processor."""
+    advanced: Sequence[int] | None = None
+    """Tokens that each row of `plan.decode` has advanced by, known when the outputs have arrived;
+    None: as many as were planned."""
     began: torch.cuda.Event | None = None
     """Recorded before the first of its parts; None where the device is the host, or where the
     time of the device is not asked for."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..sampling.sampler import SamplingState
+from ..sampling.sampling_state import SamplingState
 
 __all__ = ["RowState"]
 

@@ -273,7 +273,7 @@ class Runner:
         if self._outputs is None:
             return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
         arrived = self._outputs.record_event(number, began)
-        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began)
+        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
 
     @property
     def times_device(self) -> bool:

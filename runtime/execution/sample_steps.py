@@ -207,8 +207,9 @@ class SampleSteps:
         positions[:used] = torch.cat([torch.arange(at, at + n) for at, n in case.chunks])
         rows = torch.full(self.inputs.prefill_rows.shape, null_row)
         rows[:lanes] = torch.arange(lanes)
-        last = torch.zeros_like(rows)
-        last[:lanes] = counts.cumsum(0) - 1
+        starts = torch.full(self.inputs.query_start_loc.shape, used)
+        starts[0] = 0
+        starts[1 : lanes + 1] = counts.cumsum(0)
         drawn = torch.randint(vocabulary, row_of.shape, generator=generator)
         drawn[used:] = 0
         for target, source in (
@@ -217,7 +218,7 @@ class SampleSteps:
             (self.inputs.positions, positions),
             (self.inputs.prefill_rows, rows),
             (self.inputs.sample_rows, rows),
-            (self.inputs.sample_index, last),
+            (self.inputs.query_start_loc, starts),
         ):
             target.copy_(source)
 

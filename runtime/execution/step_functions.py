@@ -27,12 +27,13 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ..kernels import DecodeStep
+from ..kernels import DecodeStep, RaggedBatch
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
-from ..models.decoder import AttentionInputs, Decoder
+from ..models.decoder import Decoder
 from ..operation_scopes import operation
-from ..sampling.sampler import SAMPLERS, SampleOutput
+from ..sampling.sample_output import SampleOutput
+from ..sampling.samplers import SAMPLERS
 from .inputs import EmbedInputs, StepInputs
 from .row_state import RowState
 
@@ -150,23 +151,17 @@ class StepFunctions:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
         rows_B = self.inputs.decode_rows[: key.size]
-        tensors = self._copied(self._decode_parts, rows_B, rows_B)
+        tensors = self._copied(self._decode_parts, rows_B)
         return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
 
     def _decode_parts(
-        self,
-        rows_B: torch.Tensor,
-        table_rows_B: torch.Tensor,
-        read_blocks: int,
-        full_sampler: bool,
+        self, rows_B: torch.Tensor, read_blocks: int, full_sampler: bool
     ) -> StepOutput:
-        """A decode step of the rows `[B]`, int64: rows of the tokens, and rows of the block tables.
-
-        Both are the same; compiled code needs two tensors.
-        """
+        """A decode step of the rows `[B]`, int64."""
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
-        hidden_BD = self._forward_pass(token_ids_B, positions_B, rows_B, table_rows_B, read_blocks)
+        batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
+        hidden_BD = self._forward_pass(token_ids_B, batch)
         logits_BV = self.model.logits(hidden_BD)
         return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
 
@@ -197,7 +192,7 @@ class StepFunctions:
             inputs.positions[:size],
             inputs.token_rows[:size],
             inputs.prefill_rows,
-            inputs.sample_index,
+            inputs.query_start_loc,
             inputs.sample_rows,
         )
         embeds = self._copied(self._prefill_parts, *self._embeds(size))
@@ -210,17 +205,20 @@ class StepFunctions:
         positions_T: torch.Tensor,
         token_rows_T: torch.Tensor,
         rows_R: torch.Tensor,
-        last_R: torch.Tensor,
+        query_start_loc: torch.Tensor,
         sample_rows_R: torch.Tensor,
         read_blocks: int,
         full_sampler: bool,
         *embeds: torch.Tensor,
     ) -> StepOutput:
-        """A prefill step; `last_R` are the indices of the last token of each chunk."""
-        hidden_TD = self._forward_pass(
-            token_ids_T, positions_T, token_rows_T, rows_R, read_blocks, *embeds
+        """A prefill step, which samples after the last token of each chunk."""
+        batch = self._batch(
+            positions_T, token_rows_T, rows_R, read_blocks, query_start_loc=query_start_loc
         )
+        hidden_TD = self._forward_pass(token_ids_T, batch, *embeds)
         with operation("last_tokens"):
+            # Rows of padding have no tokens; of those before the first one, there is none.
+            last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
         logits_RV = self.model.logits(hidden_RD)
         return self._sampled(logits_RV, sample_rows_R, positions_R, full_sampler)
@@ -253,38 +251,50 @@ class StepFunctions:
         details = output.details.pack()  # which one copy brings to the host
         return StepOutput(details.tokens, output.logits, details)
 
-    def _forward_pass(
+    def _batch(
         self,
-        token_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         token_rows_T: torch.Tensor,
         rows_R: torch.Tensor,
         read_blocks: int,
-        embeds_TD: torch.Tensor | None = None,
-        embed_mask_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the final hidden states `[T, hidden_size]`.
+        *,
+        tokens_per_row: int | None = None,
+        query_start_loc: torch.Tensor | None = None,
+    ) -> RaggedBatch:
+        """Return the batch of these tokens, with its write index.
 
         Token at position 37 of row 2, blocks of 16: it is written to slot
         `block_tables[group, 2, 37 // 16] * 16 + 37 % 16` in each layer group.
         """
-        block_tables = self.state.block_tables
+        block_tables, size = self.state.block_tables, self.block_size
         with operation("begin"):
-            blocks_GT = block_tables[:, token_rows_T, positions_T // self.block_size]
-            slots_GT = blocks_GT.to(torch.int64) * self.block_size + positions_T % self.block_size
-            x_TD = self.model.embed(token_ids_T)
-            if embeds_TD is not None and embed_mask_T is not None:
-                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
-        inputs = AttentionInputs(
+            blocks_GT = block_tables[:, token_rows_T, positions_T // size]
+            slots_GT = blocks_GT.to(torch.int64) * size + positions_T % size
+        return RaggedBatch(
             positions=positions_T,
             slots=slots_GT,
             token_rows=token_rows_T,
             rows=rows_R,
             block_tables=block_tables,
             read_blocks=read_blocks,
-            block_size=self.block_size,
+            block_size=size,
+            tokens_per_row=tokens_per_row,
+            query_start_loc=query_start_loc,
         )
-        return self.model.decode(x_TD, self.arena, inputs)
+
+    def _forward_pass(
+        self,
+        token_ids_T: torch.Tensor,
+        batch: RaggedBatch,
+        embeds_TD: torch.Tensor | None = None,
+        embed_mask_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the final hidden states `[T, hidden_size]`."""
+        with operation("begin"):
+            x_TD = self.model.embed(token_ids_T)
+            if embeds_TD is not None and embed_mask_T is not None:
+                x_TD = torch.where(embed_mask_T[:, None], embeds_TD.to(x_TD.dtype), x_TD)
+        return self.model.decode(x_TD, self.arena, batch)
 
     def _sampled(
         self,

@@ -22,10 +22,10 @@ from .cpu.build import (
 from .cpu.threads import limit_threads, resolve_threads
 from .ops.attention import (
     AttentionForm,
-    AttentionInputs,
     paged_attention,
     reference_paged_attention,
 )
+from .ops.batch import LayerPlace, RaggedBatch
 from .ops.linear import (
     can_pack,
     pack_linear,
@@ -36,16 +36,7 @@ from .ops.linear import (
     reference_packed_embedding,
     unpack_linear,
 )
-from .ops.stack import (
-    DecodeEnds,
-    DecodeResult,
-    DecoderStack,
-    DecodeStep,
-    Stack,
-    StackLayer,
-    StackLinear,
-    StackShape,
-)
+from .ops.stack import DecodeResult, DecoderStack, DecodeStep, Stack, stack_obstacle
 from .ops.weight_storage import (
     WeightStorage,
     dequantise_weight,
@@ -54,7 +45,14 @@ from .ops.weight_storage import (
     stored_bytes,
 )
 from .packed_memory import PackedMemory
-from .support import KernelChoice, have_triton, native_obstacle
+from .support import (
+    Gap,
+    KernelChoice,
+    have_triton,
+    kernels_for,
+    native_gaps,
+    native_obstacle,
+)
 
 Mode = Literal["eager", "compile", "graph"]
 
@@ -129,6 +127,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
         sampler="cpu",
         library=library,
         make_stack=DecoderStack if packs else None,
+        stack_obstacle=stack_obstacle,
     )
 
 
@@ -149,8 +148,6 @@ def _refuse_interpreter() -> None:
 
 __all__ = [
     "AttentionForm",
-    "AttentionInputs",
-    "DecodeEnds",
     "DecodeResult",
     "DecodeStep",
     "DecoderStack",
@@ -158,11 +155,10 @@ __all__ = [
     "KernelLibrary",
     "Kernels",
     "Mode",
+    "LayerPlace",
     "PackedMemory",
+    "RaggedBatch",
     "Stack",
-    "StackLayer",
-    "StackLinear",
-    "StackShape",
     "WeightStorage",
     "select_kernels",
     "paged_attention",
@@ -186,6 +182,9 @@ __all__ = [
     "have_triton",
     "limit_threads",
     "load_cpu_ops",
+    "Gap",
+    "kernels_for",
+    "native_gaps",
     "native_obstacle",
     "resolve_threads",
 ]

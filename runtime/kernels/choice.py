@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
+from .ops.layer_plan import BoundModel, ModelPlan
 from .ops.linear import packed_bytes
-from .ops.stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
+from .ops.stack import DecodeStep, Stack
 from .ops.weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes
 from .result_check import Fallback
 
@@ -26,7 +27,7 @@ class Kernels:
 
     name: str
     attention: Callable[..., Tensor]
-    """Signature of `reference_paged_attention`."""
+    """Signature of `ops.attention.reference_paged_attention`."""
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
     """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
     returns it, the scales as `quantise_weight` does."""
@@ -40,9 +41,11 @@ class Kernels:
     """Which of `sampling.SAMPLERS`: "torch" is compiled where steps are, the others are kernels."""
     library: KernelLibrary | None = None
     """What holds the operations of our own, where there is any."""
-    make_stack: Callable[[StackShape, Sequence[StackLayer], Tensor], Stack] | None = None
-    """Makes all layers of a decoder one operation: shape, layers, weight of the final norm."""
-    make_decode_step: Callable[[Stack, DecodeEnds], DecodeStep] | None = None
+    make_stack: Callable[[BoundModel], Stack] | None = None
+    """Makes all layers of a decoder and its final norm one operation, where `runs_stack`."""
+    stack_obstacle: Callable[[ModelPlan], str | None] = lambda plan: None
+    """Returns why `make_stack` cannot run the layers of a model, or None."""
+    make_decode_step: Callable[[Stack, BoundModel], DecodeStep] | None = None
     """Makes a whole decode step of such a stack."""
     weights: WeightStorage = "model"
     """How the weights of linear layers are stored; those of 8 bits come with scales."""
@@ -50,6 +53,10 @@ class Kernels:
     """Native operations that plain torch replaces, and dependent launch where it is off."""
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors still run, where the device can."""
+
+    def runs_stack(self, plan: ModelPlan) -> bool:
+        """Whether all layers of the model are one operation."""
+        return self.make_stack is not None and self.stack_obstacle(plan) is None
 
     def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""

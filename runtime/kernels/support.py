@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 
+from .choice import Kernels
+from .ops.attention import plain_paged_attention, reference_paged_attention
+from .ops.layer_plan import (
+    KNOWN_TO_ATTENTION,
+    KNOWN_TO_LAYERS,
+    Attend,
+    ModelPlan,
+    unsupported,
+)
 from .ops.linear import can_pack
+from .ops.stack import stack_obstacle
 from .ops.weight_storage import WeightStorage
+from .triton.fusion import fusion_obstacle
 
-__all__ = ["KernelChoice", "have_triton", "native_obstacle"]
+__all__ = [
+    "Gap",
+    "KernelChoice",
+    "have_triton",
+    "kernels_for",
+    "native_gaps",
+    "native_obstacle",
+]
 
 KernelChoice = Literal["native", "torch"]
 """`native`: the C++ operators on a CPU, the Triton kernels on CUDA. `torch`: plain PyTorch around
@@ -22,21 +41,63 @@ def have_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def native_obstacle(
-    device_type: str, dtype: torch.dtype, weights: WeightStorage, *, latent: bool
-) -> str | None:
-    """Return why some operations of a model have no native kernel, or None where all have one.
+class Gap(NamedTuple):
+    """Operations of a model that have no native version on a device."""
+
+    name: str
+    """`decoder layers` for all of them, else of the operation."""
+    reason: str
+
+
+def native_gaps(
+    device_type: str, dtype: torch.dtype, weights: WeightStorage, plan: ModelPlan
+) -> tuple[Gap, ...]:
+    """Return what of a model runs in plain PyTorch beside native kernels.
 
     Args:
         device_type: `cpu` or `cuda`.
         dtype: of weights and activations.
         weights: how weights of linear layers are stored.
-        latent: whether the model has latent attention.
+        plan: the model.
     """
-    if latent:
-        return "latent attention has a native attention kernel, but no native layers"
-    if device_type == "cpu" and not can_pack(dtype):
-        return f"the C++ operators have no linear layer in {str(dtype).removeprefix('torch.')}"
-    if device_type == "cpu" and weights == "fp8":
-        return "the C++ operators have no linear layer over fp8 weights (weight_dtype='int8' has)"
-    return None
+    gaps: list[Gap] = []
+    obstacle = stack_obstacle(plan) if device_type == "cpu" else fusion_obstacle(plan)
+    if obstacle is not None:
+        gaps.append(Gap("decoder layers", f"native layers do not support {obstacle}"))
+    elif device_type == "cpu" and not can_pack(dtype):
+        named = str(dtype).removeprefix("torch.")
+        gaps.append(Gap("decoder layers", f"the C++ operators have no linear layer in {named}"))
+    elif device_type == "cpu" and weights == "fp8":
+        why = "the C++ operators have no linear layer over fp8 weights (weight_dtype='int8' has)"
+        gaps.append(Gap("decoder layers", why))
+    if (missing := attention_obstacle(plan)) is not None:
+        gaps.append(Gap("attention", f"native kernels do not support {missing}"))
+    if device_type != "cpu" and obstacle is None:
+        for operation in plan.operations:
+            missing = unsupported(operation, KNOWN_TO_LAYERS)
+            if missing is not None and not isinstance(operation, Attend):
+                why = f"native kernels do not support {missing}"
+                gaps.append(Gap(operation.name, why))
+    return tuple(gaps)
+
+
+def native_obstacle(
+    device_type: str, dtype: torch.dtype, weights: WeightStorage, plan: ModelPlan
+) -> str | None:
+    """Return the reasons of `native_gaps`, or None where there is no gap."""
+    gaps = native_gaps(device_type, dtype, weights, plan)
+    return "; ".join(gap.reason for gap in gaps) or None
+
+
+def attention_obstacle(plan: ModelPlan) -> str | None:
+    """Return what keeps a model from the paged attention kernels, or None."""
+    attends = (op for op in plan.operations if isinstance(op, Attend))
+    missing = (unsupported(op, KNOWN_TO_ATTENTION) for op in attends)
+    return next(filter(None, missing), None)
+
+
+def kernels_for(kernels: Kernels, plan: ModelPlan) -> Kernels:
+    """Return the kernels with plain attention if that of a model has no kernel."""
+    if attention_obstacle(plan) is None or kernels.attention is reference_paged_attention:
+        return kernels
+    return replace(kernels, attention=plain_paged_attention, bounded_by_length=False, masks=1)

@@ -1,7 +1,7 @@
-"""Conversations to prompts, by the chat template of the checkpoint.
+"""Renders conversations to prompts with the chat template of the checkpoint.
 
 Templates are written in Jinja and come from the checkpoint only, never from a request. Rendering
-follows transformers' `apply_chat_template`; see `template_sandbox` for its bounds.
+follows transformers' `apply_chat_template`; `template_sandbox` has its limits.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import RequestError
 from ..prompt_ids import type_name
+from .template_budget import TemplateLimitError, run_bounded
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
     from .template_sandbox import BoundedEnvironment
 
-__all__ = ["ChatPrompt", "ChatTemplates", "Message", "is_batch"]
+__all__ = ["ChatPrompt", "ChatTemplates", "Message", "chat_prompts", "is_batch"]
 
 Message = Mapping[str, Any]
-"""`role` and `content`, a text or a list of parts; and what else the template reads."""
+"""`role`, `content` (a text or a list of parts) and other fields that the template reads."""
 
 RENDER_SECONDS = 2.0
 COMPILE_SECONDS = 10.0
@@ -40,11 +41,11 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of functions that the model may call."""
     documents: Sequence[Mapping[str, Any]] | None = None
-    """Texts for retrieval-augmented generation, for templates that know them."""
+    """Texts for retrieval-augmented generation, for templates that support them."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of an assistant's message."""
     continue_final_message: bool | str = False
-    """Whether the model goes on with the last message; a string names the field it goes on with."""
+    """Whether the model continues the last message; a string names the field to continue."""
     chat_template: str | None = None
     """The name of one of the checkpoint's templates; None: `tool_use` with tools if there is one,
     else `default`."""
@@ -56,7 +57,7 @@ class ChatTemplates:
     """The chat templates of a checkpoint, compiled when they are first used. Thread-safe."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Take Jinja sources by name, and the special tokens that they may write."""
+        """Take Jinja sources by name, and the special tokens as template variables."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
@@ -68,8 +69,8 @@ class ChatTemplates:
 
         Raises:
             RequestError: there is no such template; jinja2 is missing; messages, tools or
-                variables are not of the right types; the template raises, takes longer than 2 s
-                or makes too much.
+                variables have a wrong type; the template raises, takes longer than 2 s or
+                exceeds the budget of characters.
         """
         name = self._name(prompt)
         messages = _messages(prompt.messages)
@@ -80,7 +81,7 @@ class ChatTemplates:
         if prompt.continue_final_message:
             if prompt.add_generation_prompt:
                 raise RequestError(
-                    "continue_final_message goes on with the last message, and"
+                    "continue_final_message continues the last message, and"
                     " add_generation_prompt begins a new one: set one of them"
                 )
             final = _mark_final(messages, prompt.continue_final_message, self.sources[name])
@@ -108,8 +109,8 @@ class ChatTemplates:
             names = ", ".join(sorted(self.sources))[:_MAX_SHOWN_CHARS]
             shown = repr(name[:80]) if isinstance(name, str) else type_name(name)
             raise RequestError(
-                f"chat_template {shown} is none of the checkpoint's: {names}. Templates come from"
-                " the checkpoint only"
+                f"chat_template {shown} is not one of the checkpoint's: {names}. Templates of"
+                " requests are not rendered"
             )
         return name
 
@@ -131,8 +132,34 @@ class ChatTemplates:
             return self._compiled[name]
 
 
+def chat_prompts(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool | str,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> list[ChatPrompt]:
+    """Return the prompt of a conversation, or those of a list of conversations."""
+    conversations = messages if is_batch(messages) else [messages]
+    return [
+        ChatPrompt(
+            cast("Sequence[Message]", conversation),
+            tools,
+            documents,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template,
+            template_kwargs,
+        )
+        for conversation in conversations
+    ]
+
+
 def is_batch(messages: object) -> bool:
-    """Return whether these are conversations, not the messages of one."""
+    """Return whether `messages` is a list of conversations, and not one conversation."""
     if not issubclass(type(messages), (list, tuple)):
         return False
     first = next(iter(messages), None)  # type: ignore[call-overload]
@@ -140,19 +167,17 @@ def is_batch(messages: object) -> bool:
 
 
 def _bounded(name: str, work: Callable[[], Any], seconds: float) -> Any:
-    from .template_sandbox import TemplateLimitError, run_bounded
-
     try:
         return run_bounded(work, seconds)
     except TemplateLimitError as error:
-        raise RequestError(f"the chat template {name!r} was ended: {error}") from error
-    except Exception as error:  # whatever a template does wrong, or raises on purpose
+        raise RequestError(f"the chat template {name!r} was stopped: {error}") from error
+    except Exception as error:  # of the template, or raised by it on purpose
         shown = f"{type_name(error)}: {error}"[:_MAX_SHOWN_CHARS]
         raise RequestError(f"the chat template {name!r} failed: {shown}") from error
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy of JSON values; a template sees no other object."""
+    """Return a copy of JSON values; templates get no other objects."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value
@@ -168,7 +193,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {_key(k, where): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if issubclass(kind, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise RequestError(f"{where[:80]} is a {type_name(value)}: templates are given JSON values")
+    raise RequestError(f"{where[:80]} is a {type_name(value)}: templates take JSON values only")
 
 
 def _key(key: object, where: str) -> str:
@@ -216,7 +241,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 
 
 def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: str) -> str:
-    """Put a mark behind the text that the model goes on with; return the text."""
+    """Append a mark to the text that the model continues; return the text."""
     name = field_name if isinstance(field_name, str) else "content"
     message = messages[-1]
     text = message.get(name)
@@ -235,15 +260,15 @@ def _mark_final(messages: list[dict[str, Any]], field_name: bool | str, source: 
             final: str = part["text"]
             part["text"] = final + _CONTINUE
             return final
-    raise RequestError("continue_final_message: the last message has no text to go on with")
+    raise RequestError("continue_final_message: the last message has no text to continue")
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    """Return what precedes the mark; without the space that the template trimmed."""
+    """Return the text before the mark, without trailing space if the template trimmed it."""
     mark = text.rfind(_CONTINUE.strip())
     if mark < 0 or final.strip() not in text:
         raise RequestError(
-            "continue_final_message: the chat template leaves out a part of the last message"
+            "continue_final_message: the chat template omits a part of the last message"
         )
     kept = text[mark : mark + len(_CONTINUE)] == _CONTINUE
     return text[:mark] if kept else text[:mark].rstrip()

@@ -1,6 +1,6 @@
-"""A checkpoint directory: its config and the tensors of its safetensors files, nothing else.
+"""Reads a checkpoint directory: its config and the tensors of its safetensors files.
 
-Whatever is wrong with the files is a `CheckpointError` that names the file. Nothing here unpickles.
+Any problem with a file is a `CheckpointError` that names it. Nothing here unpickles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _LFS_MAGIC = b"version https://git-lfs"
 _CONFIG_BYTES = 4 << 20
-"""Of a `config.json` at most; published ones have some KiB."""
+"""Most bytes of a `config.json`; published ones have some KiB."""
 _INDEX_BYTES = 128 << 20
 _FILES_SHOWN = 5
 
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 class TensorHeader(NamedTuple):
-    """What a checkpoint says about a tensor without its data being read."""
+    """The header of a tensor, without its data."""
 
     dtype: str
     """The safetensors name of the dtype, for example `BF16`."""
@@ -43,7 +43,7 @@ class TensorHeader(NamedTuple):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read `config.json` and, for more end-of-text tokens, `generation_config.json`.
+    """Read `config.json`, and `generation_config.json` for more end-of-sequence tokens.
 
     Raises `CheckpointError`, which names the file.
     """
@@ -67,7 +67,7 @@ class CheckpointReader:
     Opening reads the headers of all files and checks them against the index; data is read by
     `tensor`. Files stay mapped into memory until `close()`, or the end of a `with`. Raises
     `CheckpointError`, which names the file, for one that is missing, truncated or corrupt, and
-    `MemoryBudgetError` where the process may not map so much (`RLIMIT_AS`).
+    `MemoryBudgetError` if the process may not map as much (`RLIMIT_AS`).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -104,7 +104,7 @@ class CheckpointReader:
         return self._headers
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; it may share the mapped file's memory, so copy what is to be kept."""
+        """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
         path = self._headers[name].file
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(name)
@@ -115,13 +115,13 @@ class CheckpointReader:
         return tensor
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
-        has_file(path)  # or an error that says what is there: the library would wait for a FIFO
+        has_file(path)  # or raise: the library would block on a FIFO
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             self._files[path] = file
             for name in file.keys():  # noqa: SIM118  a safetensors file cannot be iterated
                 if index.get(name, path) != path:
-                    continue  # the index says that the one in another shard counts
+                    continue  # the index names another shard for it
                 view = file.get_slice(name)
                 self._headers[name] = TensorHeader(
                     str(view.get_dtype()), tuple(view.get_shape()), path
@@ -139,7 +139,7 @@ class CheckpointReader:
 
 
 def _lfs_hint(path: Path) -> str:
-    """Return what to do about a file that a `git clone` without LFS left in place of the data."""
+    """Return what to do about a Git LFS pointer in the place of the data."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
             return "; it is a Git LFS pointer, fetch the file itself with `git lfs pull`"
@@ -147,7 +147,7 @@ def _lfs_hint(path: Path) -> str:
 
 
 def _weight_files(directory: Path) -> dict[str, Path]:
-    """Return the index (name → shard) of a sharded checkpoint, nothing for a single file."""
+    """Return the index (name → shard) of a sharded checkpoint, empty for a single file."""
     if has_file(directory / SINGLE_FILE):
         return {}
     index_path = directory / INDEX_FILE
@@ -156,8 +156,8 @@ def _weight_files(directory: Path) -> dict[str, Path]:
         if pickles:
             raise CheckpointError(
                 f"{directory} holds weights as pickle files only ({', '.join(pickles[:3])}), which "
-                "can run code when they are loaded, so they are refused. Convert them to "
-                "safetensors where you trust them: load the model with transformers and call "
+                "can run code when they are loaded, so they are refused. If you trust them, "
+                "convert them to safetensors: load the model with transformers and call "
                 "model.save_pretrained(DIRECTORY)"
             )
         raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -167,7 +167,7 @@ def _weight_files(directory: Path) -> dict[str, Path]:
     for file in weight_map.values():
         if not isinstance(file, str) or not _is_file_name(file):
             raise CheckpointError(
-                f"{index_path} names {bounded_repr(file)}, which is no file beside it"
+                f"{index_path} names {bounded_repr(file)}, which is not a file in its directory"
             )
     missing = sorted(file for file in set(weight_map.values()) if not has_file(directory / file))
     if missing:
@@ -176,7 +176,7 @@ def _weight_files(directory: Path) -> dict[str, Path]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Return whether a name cannot lead out of its directory."""
+    """Return whether a name stays within its directory."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 

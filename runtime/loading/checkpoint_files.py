@@ -1,7 +1,7 @@
-"""Files of a checkpoint directory, which may come from anywhere: opened and parsed within bounds.
+"""Opens and parses the files of untrusted checkpoint directories within limits.
 
-Only regular files are read. Everything else that can stand at their path (a folder, a FIFO that
-would block, a loop of symbolic links, what the user may not read) is a `CheckpointError`.
+Only regular files are read. Anything else at their path (a directory, a FIFO that would block, a
+loop of symbolic links, a file without read permission) is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _EFFECTIVE_IDS = os.access in os.supports_effective_ids
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether `path` is a directory that can be searched; False if nothing is there.
+    """Return whether `path` is a directory that can be searched; False if it does not exist.
 
-    Raises `CheckpointError` where the operating system does not say, for instance because a
-    directory on the way must not be searched.
+    Raises `CheckpointError` if the operating system does not tell, for instance because a parent
+    directory may not be searched.
     """
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
@@ -36,9 +36,9 @@ def is_directory(path: Path) -> bool:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether there is a regular file at `path`; False if there is nothing.
+    """Return whether `path` is a regular file; False if it does not exist.
 
-    Raises `CheckpointError` for anything else, a file that may not be read included.
+    Raises `CheckpointError` for anything else, and for a file without read permission.
     """
     mode = _mode(path)
     if mode is None:
@@ -54,8 +54,8 @@ def has_file(path: Path) -> bool:
 def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
     """Read a file that holds one JSON object of at most `most_bytes` bytes.
 
-    Raises `CheckpointError`, which names the file: it is missing, longer, no UTF-8, no JSON, nested
-    too deeply, no object, or an object in it has a key twice.
+    Raises `CheckpointError`, which names the file, if it is missing, longer, not UTF-8, not JSON,
+    nested too deeply, not an object, or if an object in it has a key twice.
     """
     if not has_file(path):
         raise CheckpointError(f"{_shown(path)} does not exist")
@@ -87,7 +87,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _mode(path: Path) -> int | None:
-    """Return the mode of what is at `path`, links followed; None if nothing is."""
+    """Return the mode of the file at `path`, following links; None if it does not exist."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 __all__ = ["IncrementalDetokenizer"]
 
 _MAX_PARTS = 256
-"""Pieces of a text that are kept apart before they are joined."""
+"""Pieces of a text that are joined at a time."""
 
 
 class _StopPattern:
-    """A stop string and how much of it the text ends with (Knuth, Morris, Pratt 1977)."""
+    """A stop string, matched incrementally (Knuth, Morris, Pratt 1977)."""
 
     def __init__(self, text: str) -> None:
         assert text, "an empty stop string would match before the first token"
         self.text = text
         self.matched = 0
-        """The length of the longest suffix of the text that begins the stop string."""
+        """The length of the longest suffix of the text that is a prefix of the stop string."""
         self._borders = [0]
         """For each prefix, the length of its longest proper prefix that is also its suffix."""
         border = 0
@@ -39,20 +39,20 @@ class _StopPattern:
         return self.matched == len(self.text)
 
     def ignore(self) -> None:
-        """Go on after a match as if it were none."""
+        """Continue after a match that does not count."""
         self.matched = self._borders[-1]
 
 
 class IncrementalDetokenizer:
     """The text of one request's output, token by token, up to a stop string.
 
-    A stop string counts when its last character appears, so which one wins does not depend on
-    where tokens end: the match that *ends* first, and the longest of those that end together.
-    The text ends before it. Stop strings are looked for in the output only, not in the prompt,
-    and those that end within the text of the first `min_tokens` tokens are ignored, as in vLLM.
+    The first stop string whose *end* appears counts, and the longest of those that end together, so
+    the result does not depend on the boundaries of tokens. The text ends before it. Stop strings
+    are matched in the output only, not in the prompt, and are ignored if they end within the text
+    of the first `min_tokens` tokens, as in vLLM.
 
-    The text equals `decode(prompt + output)` behind the prompt, less the bytes of an unfinished
-    character at the end; `text_stream` has the details.
+    The text is that of `decode(prompt + output)` after the prompt, without the bytes of an
+    incomplete character at the end; see `text_stream`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class IncrementalDetokenizer:
         """Begin the output after a prompt.
 
         Args:
-            tokenizer: decodes.
+            tokenizer: of the checkpoint.
             prompt_ids: the tokens before the output.
             stop: strings that end it.
             min_tokens: tokens whose text no stop string ends.
@@ -80,20 +80,20 @@ class IncrementalDetokenizer:
         self.num_chars = 0
         """Characters of `text`, which only grows."""
         self._held = ""
-        """Decoded text that may be the beginning of a stop string."""
+        """Decoded text that may be the start of a stop string."""
         self._stopped: str | None = None
         self._finished = False
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was found, `None` as long as there is none."""
+        """The stop string that was found, None before."""
         return self._stopped
 
     @property
     def text(self) -> str:
-        """All text returned so far. Joins it: to be asked for once in a while, not per token.
+        """All text returned so far. It is joined on each access, so do not read it per token.
 
-        Changes nothing: another thread may ask while this one pushes.
+        Another thread may read it while this one pushes.
         """
         return "".join(self._parts)
 
@@ -112,10 +112,10 @@ class IncrementalDetokenizer:
         return "".join(found)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens and return the text that is now certain to be in the output.
+        """Take the next tokens and return the text that is final.
 
-        That is never half a character and never what may turn out to begin a stop string. After
-        a stop string was found tokens are ignored.
+        An incomplete character, and text that may be the start of a stop string, are held back.
+        After a stop string was found tokens are ignored.
         """
         assert not self._finished, "push after finish"
         text = ""
@@ -126,13 +126,13 @@ class IncrementalDetokenizer:
         return self._emit(text)
 
     def finish(self) -> str:
-        """End the output and return the text held back; bytes of half a character are dropped."""
+        """End the output and return the text held back, without an incomplete character."""
         self._finished = True
         held, self._held = self._held, ""
         return self._emit(held)
 
     def _advance(self, new: str) -> str:
-        """Run the text of a token through the stop patterns; return what need not be held back."""
+        """Match the text of a token with the stop strings; return the text that is final."""
         if not self._patterns:
             return new
         ignored = self._tokens_to_ignore > 0

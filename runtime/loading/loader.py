@@ -1,7 +1,7 @@
-"""Checkpoints: find them, check them before a weight is read, and yield fused weights one by one.
+"""Finds checkpoints, checks their headers before reading weights, and yields fused weights.
 
-Weights come from safetensors files only; nothing here unpickles. `fused_layout` is the table of
-what goes where.
+Weights come from safetensors files only; nothing here unpickles. `fused_layout` maps the tensors of
+a checkpoint to fused ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
 from ..models.config import ModelConfig
-from ..models.layout import FusedTensor, fused_layout
+from ..models.layout import Parameter, fused_layout
 from ..models.presets import preset
 from .checkpoint import (
     INDEX_FILE,
@@ -33,7 +33,7 @@ from .checkpoint_files import is_directory
 
 __all__ = [
     "CheckpointReader",
-    "FusedTensor",
+    "Parameter",
     "Source",
     "TensorHeader",
     "check_tensors",
@@ -52,33 +52,32 @@ _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 _PROBLEMS_SHOWN = 10
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ELEMENTS_COMPARED = 1 << 24
-"""Of two tensors at a time: copies in float32 stay small."""
+"""Elements of two tensors compared at a time, which bounds their copies in float32."""
 _INITIAL_STD = 0.02
 _NORMAL_POOL = 262_147
-"""Normal values drawn per tensor at most: a prime, so that the rows of a matrix filled with
-repetitions of the pool begin at different places of it."""
+"""Most normal values drawn for a tensor; larger tensors repeat them. A prime, so that the rows of a
+matrix begin at different values."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, resolved: see `resolve_source`."""
+    """A model that was found: see `resolve_source`."""
 
     name: str
-    """What the user asked for."""
+    """The name as given by the user."""
     config: ModelConfig
     directory: Path | None
-    """The checkpoint. `None` for a preset, whose weights are random."""
+    """The checkpoint; None for a preset, whose weights are random."""
 
 
 def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
     """Find a checkpoint and read its config.
 
     `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
-    package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is taken
-    from the local cache where it is complete and downloaded otherwise. A `Path` is always a
-    directory. With `config_only`, for who loads no weights, the config is all that must be there
-    and all that is downloaded. Raises `CheckpointError` where there is nothing that can be loaded,
-    `ConfigError` for an unknown preset.
+    package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is read from
+    the local cache if it is complete there and downloaded otherwise. A `Path` is always a
+    directory. With `config_only` only the config must exist and is downloaded. Raises
+    `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset.
     """
     if not isinstance(source, str | Path) or not str(source):
         raise CheckpointError(
@@ -94,7 +93,7 @@ def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
             directory = Path(source).expanduser()
         except RuntimeError as error:
             raise CheckpointError(
-                f"no checkpoint at {bounded_text(name)}: the home directory is not known ({error})"
+                f"no checkpoint at {bounded_text(name)}: the home directory is unknown ({error})"
             ) from error
         if not is_directory(directory):
             if isinstance(source, Path) or directory.exists() or not _HUB_ID.fullmatch(source):
@@ -112,8 +111,8 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{bounded_repr(repository)} is no local directory, and to look for it on the Hugging "
-            'Face hub the package huggingface_hub is needed: pip install "stepgraph[hub]"'
+            f"{bounded_repr(repository)} is not a local directory, and the Hugging Face hub needs "
+            'the package huggingface_hub: pip install "stepgraph[hub]"'
         ) from error
     patterns = ["*.json", "*.jinja", "*.safetensors"]
     if config_only:
@@ -125,10 +124,10 @@ def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
                 CheckpointReader(cached).close()
             return cached
     except (OSError, ValueError, CheckpointError):
-        pass  # not in the cache, or only a part of it: download
+        pass  # not in the cache, or incomplete: download
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
-    except Exception as error:  # what a failed download raises depends on the HTTP library
+    except Exception as error:  # the type depends on the HTTP library
         raise CheckpointError(
             f"{bounded_repr(repository)} is neither a local directory nor complete in the local "
             f"Hugging Face cache, and it could not be downloaded: {bounded_text(error)}"
@@ -140,9 +139,9 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over (our name, fused CPU tensor of `dtype`), in the layout's order.
 
-    Before it returns, `check_tensors` compares the checkpoint with the config. The tensors are
-    made as they are asked for and share no memory with the files, so the model is never in memory
-    twice. With `progress`, a bar is drawn on stderr if that is a terminal.
+    Before it returns, `check_tensors` compares the checkpoint with the config. Tensors are made one
+    at a time and share no memory with the files, so the model is never in memory twice. With
+    `progress`, a bar is drawn on stderr if that is a terminal.
     """
     layout = check_tensors(reader, config)
 
@@ -163,12 +162,12 @@ def iter_weights(
     return read()
 
 
-def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, FusedTensor]:
+def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
     """Compare the headers of a checkpoint with its config; return the layout that both agree on.
 
     Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
-    unsupported dtypes. A config with more layers than the files is refused before anything is made
-    per layer.
+    unsupported dtypes. A config with more layers than the files is refused before anything is
+    allocated per layer.
     """
     headers = reader.headers()
     held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
@@ -190,10 +189,10 @@ def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Fu
 
 
 def check_tied_head(reader: CheckpointReader) -> None:
-    """Refuse a checkpoint with a head of its own that its config says is the embedding.
+    """Refuse a checkpoint with a head that differs from the embedding its config ties it to.
 
-    transformers takes such a head for the output, other loaders drop it: which one the model was
-    trained with only the user can know.
+    transformers uses such a head, other loaders drop it: only the user can know which one the model
+    was trained with.
 
     Raises:
         CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
@@ -219,9 +218,9 @@ def check_tied_head(reader: CheckpointReader) -> None:
 
 
 def _contradictions(
-    headers: Mapping[str, TensorHeader], layout: Mapping[str, FusedTensor], *, tied: bool
+    headers: Mapping[str, TensorHeader], layout: Mapping[str, Parameter], *, tied: bool
 ) -> list[str]:
-    """Return a line for each tensor of a checkpoint that is not as the layout wants it."""
+    """Return a line for each tensor of a checkpoint that does not match the layout."""
     expected = {
         source: shape
         for fused in layout.values()
@@ -258,7 +257,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
     if not shown:
         yield lambda _: None
         return
-    from rich.console import Console  # not worth the time of every import of the package
+    from rich.console import Console  # slow to import
     from rich.progress import Progress
 
     console = Console(stderr=True)
@@ -270,12 +269,11 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (our name, CPU tensor of `dtype`) for a model that has shapes but no checkpoint.
+    """Yield (our name, CPU tensor of `dtype`) for a model without a checkpoint.
 
-    Norms are neutral, everything else is normal with standard deviation 0.02; parts that no
-    checkpoint has are zero. A tensor depends on its name and the seed only. Tensors of more than
-    262 147 elements repeat their values, which makes a model of eight billion a matter of memory
-    bandwidth.
+    Norms are neutral, other weights are normal with standard deviation 0.02; parts without a source
+    tensor are zero. A tensor depends on its name and the seed only. Tensors of more than 262 147
+    elements repeat their values, so that large models are made at memory bandwidth.
     """
     for name, fused in fused_layout(config).items():
         if name.endswith("norm.weight"):

@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer: text to token ids, token ids to text, conversations to prompts.
 
-`Engine.tokenizer` is one of these. `text_stream` shows how token ids become text one by one.
+`Engine.tokenizer` is one of these. `text_stream` decodes token ids one by one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from ..bounded_repr import bounded_text
 from ..errors import CheckpointError, RequestError
 from ..prompt_ids import type_name
-from .chat_template import ChatPrompt, ChatTemplates, Message, is_batch
+from .chat_template import ChatPrompt, ChatTemplates, Message, chat_prompts, is_batch
 from .checkpoint_files import has_file
 from .prompt_length import TokenBound
-from .text_stream import (
-    STREAMS,
-    Pieces,
-    TextStream,
-    component_state,
-    find_difference,
-    stages,
-    stream_kind,
-    tokenizer_errors,
-)
+from .text_stream import STREAMS, TextStream, find_difference, stream_kind
+from .token_pieces import Pieces, component_state, stages, tokenizer_errors
 from .tokenizer_config import TokenizerConfig
 
 __all__ = ["TextTokenizer", "load_tokenizer"]
@@ -49,13 +41,13 @@ class TextTokenizer:
         """Take over a tokenizer of the `tokenizers` library.
 
         Args:
-            tokenizer: its truncation and padding, if any, are switched off: a prompt is served as
-                it is or refused, never silently cut.
+            tokenizer: its truncation and padding, if any, are disabled: a prompt is served whole
+                or refused, never cut silently.
             eos_token_ids: tokens that end the model's output.
             templates: the chat templates of the checkpoint.
 
         Raises:
-            CheckpointError: it has a decoder whose text cannot be shown token by token.
+            CheckpointError: its decoder cannot be streamed.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -67,24 +59,24 @@ class TextTokenizer:
         kind = stream_kind(decoder)
         if kind is None:
             raise CheckpointError(
-                f"its decoder {_shown(decoder)} may change text that was already shown, so output"
-                " cannot be streamed: without tokenizer.json, requests of token ids are served"
+                f"its decoder {_shown(decoder)} may change earlier text, so output cannot be"
+                " streamed: remove tokenizer.json to serve requests of token ids"
             )
         self.pieces = Pieces(tokenizer, decoder)
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         self._stream = STREAMS[kind]
         difference = find_difference(kind, self.pieces)
         if difference is not None:
             raise CheckpointError(
                 f"its decoder {_shown(decoder)} gives {_shown(difference[1])} for tokens that"
-                f" give {_shown(difference[0])} one by one, so output cannot be streamed: without"
-                " tokenizer.json, requests of token ids are served"
+                f" give {_shown(difference[0])} one by one, so output cannot be streamed: remove"
+                " tokenizer.json to serve requests of token ids"
             )
 
         self._bound = TokenBound(tokenizer)
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """Return a number of tokens that `text` has at least, 0 where that is not known.
+        """Return a lower bound of the tokens of `text`, 0 if there is none.
 
         Does not tokenise the text, and stops counting at `enough`: milliseconds for megabytes.
         """
@@ -92,7 +84,7 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included. A model's vocabulary may be padded beyond."""
+        """The number of tokens, added ones included. A model's vocabulary may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -108,7 +100,7 @@ class TextTokenizer:
             raise RequestError(f"the text must be a str, not a {type_name(text)}")
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate cannot be handed to the tokenizer
+        except UnicodeEncodeError as error:  # a lone surrogate, which the tokenizer cannot take
             raise RequestError(f"the text is not valid Unicode: {text[:40]!a}") from error
         with tokenizer_errors("encode the text"):
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
@@ -146,9 +138,9 @@ class TextTokenizer:
         Args:
             messages: a conversation, or a list of them.
             tools: JSON schemas of functions that the model may call.
-            documents: texts for templates that know them.
+            documents: texts for templates that support them.
             add_generation_prompt: end with the beginning of an assistant's message.
-            continue_final_message: leave the last message open; a string names its field.
+            continue_final_message: leave the last message open; a string names the field.
             chat_template: the name of one of `chat_templates`.
             tokenize: return token ids instead of text.
             **template_kwargs: more variables of the template.
@@ -156,36 +148,33 @@ class TextTokenizer:
         Raises:
             RequestError: as `ChatTemplates.render`; or the text cannot be encoded.
         """
-
-        def one(conversation: Any) -> str | list[int]:
-            prompt = ChatPrompt(
-                conversation,
-                tools,
-                documents,
-                add_generation_prompt,
-                continue_final_message,
-                chat_template,
-                template_kwargs,
-            )
-            text = self.render(prompt)
-            return self.encode(text, special=False) if tokenize else text
-
-        if is_batch(messages):
-            return [one(conversation) for conversation in messages]  # type: ignore[return-value]
-        return one(messages)
+        prompts = chat_prompts(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+        )
+        texts = [self.render(prompt) for prompt in prompts]
+        if not tokenize:
+            return texts if is_batch(messages) else texts[0]
+        token_ids = [self.encode(text, special=False) for text in texts]
+        return token_ids if is_batch(messages) else token_ids[0]
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text of a conversation; `RequestError` as `ChatTemplates.render`."""
         return self._templates.render(prompt)
 
     def spelling(self, token_id: int) -> str:
-        """Return how the vocabulary spells a token, quoted, for messages."""
+        """Return a token as in the vocabulary, quoted, for messages."""
         return _shown(self._tokenizer.id_to_token(token_id))
 
     def text_stream(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """Return the state of a text that goes on after `prompt_ids`.
+        """Return the state of a text that continues `prompt_ids`.
 
         Raises:
             RequestError: the tokenizer cannot decode the prompt.
@@ -194,15 +183,15 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> TextTokenizer | None:
-    """Return the tokenizer of a checkpoint directory, `None` where it has no `tokenizer.json`.
+    """Return the tokenizer of a checkpoint directory, `None` without a `tokenizer.json`.
 
     Without one, prompts must be token ids and outputs have no text. `add_bos_token` and
-    `add_eos_token` of `tokenizer_config.json` count where `tokenizer.json` has no post-processor
-    that adds tokens: it leaves open whether a text begins or ends with one.
+    `add_eos_token` of `tokenizer_config.json` apply if `tokenizer.json` has no post-processor that
+    adds tokens.
 
     Raises:
-        CheckpointError: a file that is not a tokenizer or contradicts itself, or a decoder whose
-            text cannot be shown token by token.
+        CheckpointError: a file is not a tokenizer or inconsistent, or its decoder cannot be
+            streamed.
     """
     path = directory / "tokenizer.json"
     if not has_file(path):
@@ -221,7 +210,7 @@ def load_tokenizer(directory: Path, *, eos_token_ids: Sequence[int] = ()) -> Tex
 
 
 def _add_begin_and_end(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    """Set the post-processor that `tokenizer_config.json` asks for, if there is no other."""
+    """Set the post-processor of `tokenizer_config.json`, if there is no other."""
     kinds = {
         part["type"] for part in stages(component_state(tokenizer.post_processor), "processors")
     }

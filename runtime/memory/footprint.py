@@ -18,8 +18,9 @@ from ..execution.outputs import HostOutputs
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
-from ..loading.loader import fused_layout
+from ..kernels.ops.layer_plan import Activate, Attend, ModelPlan, Norm, Operation
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["model_footprint", "weight_bytes"]
@@ -39,16 +40,14 @@ CPU_STEP_BYTES = 1 << 20
 code, and the kernel's way of counting them."""
 
 
-def weight_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> int:
+def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
-    total = 0
-    for fused in fused_layout(config).values():
-        if len(fused.shape) == 2:
-            rows, columns = fused.shape
-            total += kernels.stored_bytes(rows, columns, dtype)
-        else:
-            total += math.prod(fused.shape) * dtype.itemsize
-    return total
+    return sum(
+        kernels.stored_bytes(*parameter.shape, dtype)
+        if parameter.is_matrix
+        else parameter.elements * dtype.itemsize
+        for parameter in plan.parameters()
+    )
 
 
 def model_footprint(
@@ -69,20 +68,21 @@ def model_footprint(
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
-    layer_weight, head_weight = _unpacked_bytes(model, kernels)
+    plan = model_plan(model)
+    layer_weight, head_weight = _unpacked_bytes(plan, kernels)
     footprint = ModelFootprint(
-        weight_bytes=weight_bytes(model, kernels, config.dtype),
+        weight_bytes=weight_bytes(plan, kernels, config.dtype),
         groups=groups,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefill_chunk=config.prefill_chunk,
         activation_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + layer_weight,
-        activation_bytes_per_token=math.ceil(heap * _activation_bytes(model, config, len(groups))),
+        activation_bytes_per_token=math.ceil(heap * _activation_bytes(plan, config, len(groups))),
         read_bytes_per_position=0
         if kernels.bounded_by_length
-        else math.ceil(heap * _gathered_bytes(model, config, groups[0].spec.sides)),
-        mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(model, config)),
+        else math.ceil(heap * _gathered_bytes(plan, config)),
+        mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(plan, config)),
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
@@ -106,62 +106,71 @@ def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
     return asked // block_bytes
 
 
-def _activation_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> int:
-    """Tensors of one token in the layer, and the place of it, where most of them are alive.
+def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) -> int:
+    """Tensors of one token in the layer, at the operation where most of them are alive."""
+    most = max(_live_bytes(op, plan.hidden_size, config) for op in plan.operations)
+    rotation = 2 * 4 * plan.rope_dim
+    indices = 8 * (5 + num_groups)
+    return most + rotation + indices
+
+
+def _live_bytes(operation: Operation, hidden: int, config: ResolvedConfig) -> int:
+    """What is alive of one token at an operation that takes much, hidden states included.
 
     Compiled code joins what is computed element by element; eager code makes a tensor of each
     intermediate result, in float32 for norms and rotations.
     """
     size, eager = config.dtype.itemsize, not config.compiled
-    hidden, inner = model.hidden_size, model.intermediate_size
-    queries = model.query_size
-    attended = model.num_heads * model.value_dim
-    cached = model.num_kv_heads * model.head_dim * (1 if model.latent else 2)
-    mlp = size * ((4 if eager else 3) * inner + 3 * hidden)
-    attention = size * (2 * hidden + 2 * queries + 2 * cached + attended)
-    if eager:
-        attention += 12 * queries
-    norm = size * 2 * hidden + (12 * hidden if eager else 0)
-    rotation = 2 * 4 * model.rope_dim
-    indices = 8 * (5 + num_groups)
-    return max(mlp, attention, norm) + rotation + indices
+    match operation:
+        case Norm():
+            return size * 2 * hidden + (12 * hidden if eager else 0)
+        case Attend():
+            queries, cached = operation.query_features, operation.sides * operation.kv_features
+            held = size * (2 * hidden + 2 * queries + 2 * cached + operation.features)
+            return held + (12 * queries if eager else 0)
+        case Activate():
+            return size * ((4 if eager else 3) * operation.features + 3 * hidden)
+        case _:
+            return 0
 
 
-def _unpacked_bytes(model: ModelConfig, kernels: Kernels) -> tuple[int, int]:
+def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
     """What the largest linear layer, and the head, make of their weights while they run."""
-    if kernels.make_stack is not None and model.latent is None:
+    if kernels.runs_stack(plan):
         return 0, 0  # its linear layers read weights as they are stored
     layers = [
-        kernels.unpacked_bytes(*fused.shape)
-        for name, fused in fused_layout(model).items()
-        if len(fused.shape) == 2 and name.startswith("layers.")
+        kernels.unpacked_bytes(*parameter.shape)
+        for operation in plan.operations
+        for parameter in operation.parameters
+        if parameter.is_matrix
     ]
-    return max(layers), kernels.unpacked_bytes(model.vocab_size, model.hidden_size)
+    return max(layers), kernels.unpacked_bytes(*plan.head.weight.shape)
 
 
-def _gathered_bytes(model: ModelConfig, config: ResolvedConfig, sides: int) -> int:
+def _gathered_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
     """Copies of what one position holds in a layer, for kernels that gather what they read."""
-    vector, size = model.num_kv_heads * model.head_dim, config.dtype.itemsize
+    attend, size = plan.layers[0].attend, config.dtype.itemsize
+    vector, sides = attend.kv_features, attend.sides
     if config.storage == "model":
         gathered = vector * size * (sides + 1)  # each side, and the last before it was masked
     else:
         # As stored, dequantised in float32 without and with its scale, and masked.
         gathered = vector * ((sides - 1) * size + config.kv_element_bytes + 3 * 4)
-    if model.latent is not None:  # attention over keys wider than the values runs in float32
-        gathered += 4 * (vector + model.num_kv_heads * model.value_dim)
+    if attend.value_dim != attend.head_dim:  # attention with wider keys runs in float32
+        gathered += 4 * (vector + attend.kv_heads * attend.value_dim)
     return gathered
 
 
-def _mask_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+def _mask_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
     """What the reference attention holds of one token and one position that it may look at.
 
     A bool; for every query head of a group a bool and a number to be added; and where torch has no
-    fused attention (capped scores, latents) the scores of every head, three times in float32.
+    fused attention (see `Attend.has_plain_softmax`) the scores of every head, three times in
+    float32.
     """
-    per_group = model.num_heads // model.num_kv_heads
-    scores = 0
-    if model.latent is not None or model.attn_logit_softcapping is not None:
-        scores = 3 * 4 * model.num_heads
+    attend = plan.layers[0].attend
+    per_group = attend.heads // attend.kv_heads
+    scores = 0 if attend.has_plain_softmax else 3 * 4 * attend.heads
     return 1 + per_group * (1 + config.dtype.itemsize) + scores
 
 

@@ -116,6 +116,8 @@ class ModelConfig:
     """Scores are multiplied by this to the power of -1/2; None: by that of `head_dim`."""
     attn_logit_softcapping: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    swiglu_limit: float | None = None
+    """What gate and up of the MLP are clamped to, in families with such an activation."""
     final_logit_softcapping: float | None = None
     """Logits x become cap * tanh(x / cap)."""
     latent: LatentConfig | None = None
@@ -149,6 +151,7 @@ class ModelConfig:
                 "rms_norm_eps",
                 "query_pre_attn_scalar",
                 "attn_logit_softcapping",
+                "swiglu_limit",
                 "final_logit_softcapping",
             ),
         )
@@ -281,6 +284,9 @@ class ModelConfig:
                 hidden_act=read_field(config, family.activation_key, str, family.activation),
                 final_logit_softcapping=read_optional(config, "final_logit_softcapping", float)
                 if family.logits_softcap
+                else None,
+                swiglu_limit=read_optional(config, "swiglu_limit", float)
+                if family.clamped_activation
                 else None,
                 bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),

@@ -1,4 +1,4 @@
-"""The decoder of every family, described by `ModelConfig`.
+"""The decoder of every family, described by its `ModelPlan`.
 
 Shape suffixes: T tokens of a step, E half of what is rotated of a head, D hidden_size, F
 intermediate_size, K kinds of rotation, V vocab_size, B sampled positions.
@@ -6,11 +6,11 @@ intermediate_size, K kinds of rotation, V vocab_size, B sampled positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ...cache.arena import Storage
 from ...cache.spec import (
@@ -21,127 +21,63 @@ from ...cache.spec import (
     SlidingWindowSpec,
 )
 from ..errors import CheckpointError
-from ..kernels import (
-    AttentionInputs,
-    DecodeEnds,
-    DecodeStep,
-    Kernels,
-    PackedMemory,
-    Stack,
-    StackLayer,
-    StackLinear,
-    StackShape,
-)
+from ..kernels import DecodeStep, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
 from ..kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
     reference_rotations,
     rotations,
 )
+from ..kernels.ops.layer_plan import BoundModel, LayerPlan, Parameter, Residual
 from ..operation_scopes import operation
-from .attention import Attention, LatentAttention, Place
 from .config import ModelConfig
 from .layout import fused_layout
 from .modules import Projection, RMSNorm
+from .operations import LayerStep, bind
+from .plan import model_plan, rope_kinds
 from .rope import inverse_frequencies
 
-__all__ = ["AttentionInputs", "Decoder", "attention_specs"]
+__all__ = ["Decoder", "attention_specs"]
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer: its plan, carried out operation by operation."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, layer: int, place: Place) -> None:
+    def __init__(
+        self, plan: LayerPlan, kernels: Kernels, place: LayerPlace, storage: Storage
+    ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.hidden_act = config.hidden_act
+        self._operations = [
+            (
+                op.name,
+                None
+                if isinstance(op, Residual)
+                else bind(op, self._module, kernels, place, storage),
+            )
+            for op in plan.operations
+        ]
 
-        def norm() -> RMSNorm:
-            return RMSNorm(config.rms_norm_eps, offset=config.family.offset_norms)
+    def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
+        """The module that holds a parameter, in the tree that its name describes."""
+        parent: nn.Module = self
+        *path, name, _ = parameter.name.split(".")
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        if not hasattr(parent, name):
+            parent.add_module(name, make())
+        return parent.get_submodule(name)
 
-        self.input_norm = norm()
-        self.attention: Attention | LatentAttention = (
-            Attention(config, kernels, layer, place)
-            if config.latent is None
-            else LatentAttention(config, kernels, layer, place, config.latent)
-        )
-        self.attention_output_norm = norm() if config.family.output_norms else None
-        self.mlp_norm = norm()
-        self.gate_up = Projection(kernels, 2 * inner, hidden)
-        self.down = Projection(kernels, hidden, inner)
-        self.mlp_output_norm = norm() if config.family.output_norms else None
-
-    def stacked(self, rope: int) -> StackLayer:
-        """The layer as one of a `Stack`; `rope` is its kind of rotation."""
-        attention = self.attention
-        assert isinstance(attention, Attention)
-        return StackLayer(
-            input_norm=_weight(self.input_norm),
-            qkv=_linear(attention.qkv),
-            q_norm=_weight_if_any(attention.q_norm),
-            k_norm=_weight_if_any(attention.k_norm),
-            output=_linear(attention.output),
-            attention_output_norm=_weight_if_any(self.attention_output_norm),
-            mlp_norm=_weight(self.mlp_norm),
-            gate_up=_linear(self.gate_up),
-            down=_linear(self.down),
-            mlp_output_norm=_weight_if_any(self.mlp_output_norm),
-            group=attention.place.group,
-            position=attention.place.position,
-            window=attention.window,
-            rope=rope,
-        )
-
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_TE: torch.Tensor,
-        sin_TE: torch.Tensor,
-        arena: torch.Tensor,
-        inputs: AttentionInputs,
-    ) -> torch.Tensor:
-        normed_TD = _normed("input_norm", self.input_norm, x_TD)
-        attended_TD = self.attention(normed_TD, cos_TE, sin_TE, arena, inputs)
-        if self.attention_output_norm is not None:
-            attended_TD = _normed("attention_output_norm", self.attention_output_norm, attended_TD)
-        with operation("residual"):
-            x_TD = x_TD + attended_TD
-        normed_TD = _normed("mlp_norm", self.mlp_norm, x_TD)
-        with operation("gate_up_linear"):
-            gate_TF, up_TF = self.gate_up(normed_TD).chunk(2, dim=-1)
-        del normed_TD  # what follows takes the most memory of a step
-        with operation("activate"):
-            inner_TF = self.activate(gate_TF) * up_TF
-        with operation("down_linear"):
-            out_TD: torch.Tensor = self.down(inner_TF)
-        if self.mlp_output_norm is not None:
-            out_TD = _normed("mlp_output_norm", self.mlp_output_norm, out_TD)
-        with operation("residual"):
-            return x_TD + out_TD
-
-    def activate(self, gate_TF: torch.Tensor) -> torch.Tensor:
-        if self.hidden_act == "silu":
-            return F.silu(gate_TF)
-        return F.gelu(gate_TF, approximate="tanh")
-
-
-def _normed(name: str, norm: RMSNorm, x_TD: torch.Tensor) -> torch.Tensor:
-    with operation(name):
-        normed_TD: torch.Tensor = norm(x_TD)
-        return normed_TD
-
-
-def _weight(module: RMSNorm | Projection) -> torch.Tensor:
-    assert module.weight is not None
-    return module.weight
-
-
-def _weight_if_any(norm: RMSNorm | None) -> torch.Tensor | None:
-    return None if norm is None else _weight(norm)
-
-
-def _linear(projection: Projection) -> StackLinear:
-    return StackLinear(_weight(projection), projection.scales, projection.bias)
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        value: Any = x_TD
+        for name, run in self._operations:
+            with operation(name):
+                if run is not None:
+                    value = run(value, step)
+                else:
+                    x_TD = value = x_TD + value
+        return x_TD
 
 
 class Decoder(nn.Module):
@@ -169,29 +105,27 @@ class Decoder(nn.Module):
         self.storage: Storage = storage
         self.stack: Stack | None = None
         self.decode_step: DecodeStep | None = None
+        self.plan = plan = model_plan(config)
         places = {
-            layer: Place(group.index, position, storage)
+            layer: LayerPlace(group.index, position)
             for group in groups
             for position, layer in enumerate(group.layers)
         }
-        self.embed_tokens = Projection(kernels, config.vocab_size, config.hidden_size)
+        self._places = tuple(places[layer] for layer in range(config.num_layers))
+        self.embed_tokens = Projection(kernels, *plan.embedding.shape)
         self.layers = nn.ModuleList(
-            Layer(config, kernels, layer, places[layer]) for layer in range(config.num_layers)
+            Layer(layer, kernels, place, storage)
+            for layer, place in zip(plan.layers, self._places, strict=True)
         )
-        self.norm = RMSNorm(config.rms_norm_eps, offset=config.family.offset_norms)
+        self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
         self.lm_head = (
-            self.embed_tokens
-            if config.tie_word_embeddings
-            else Projection(kernels, config.vocab_size, config.hidden_size)
+            self.embed_tokens if plan.tied else Projection(kernels, *plan.head.weight.shape)
         )
-        self.embedding_scale: float | None = None
-        if config.family.scaled_embeddings:
-            # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
-            self.embedding_scale = torch.tensor(config.hidden_size**0.5).to(dtype).item()
-        ropes = [config.rope(layer) for layer in range(config.num_layers)]
-        kinds = list(dict.fromkeys(ropes))
-        self.rope_kinds = [kinds.index(rope) for rope in ropes]
-        frequencies_KE = torch.stack([inverse_frequencies(r, config.rope_dim) for r in kinds])
+        # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
+        self.embedding_factor: float = torch.tensor(plan.embedding_scale).to(dtype).item()
+        self.logit_softcap = plan.logit_softcap
+        kinds = rope_kinds(config)
+        frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in kinds])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
         amplitudes = [rope.scaling.amplitude for rope in kinds]
         self.amplitudes: torch.Tensor | None = (
@@ -217,13 +151,12 @@ class Decoder(nn.Module):
                 except ValueError as error:
                     raise CheckpointError(self._unfit(name, error)) from error
                 if memory is not None:
-                    placed = memory.place(_weight(module))
+                    placed = memory.place(module.weight)
                     module.weight = nn.Parameter(placed, requires_grad=False)
             else:
                 assert leaf in ("weight", "bias"), name
                 setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
-        self.stack = self._make_stack()
-        self.decode_step = self._make_decode_step()
+        self._make_native()
 
     def _packed_memory(self) -> PackedMemory | None:
         """Room for the weights of all linear layers, where the CPU kernels read them packed."""
@@ -236,47 +169,27 @@ class Decoder(nn.Module):
         ]
         return PackedMemory(sum(sizes), len(sizes))
 
-    def _make_stack(self) -> Stack | None:
-        """All layers as one operation, or None where they run one by one."""
-        config = self.config
-        if self.kernels.make_stack is None or config.latent is not None:
-            return None
-        shape = StackShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-            scale=config.score_scale,
-            softcap=config.attn_logit_softcapping or 0.0,
-            offset_norms=config.family.offset_norms,
-            gelu=config.hidden_act != "silu",
-            storage=self.storage,
-        )
-        layers: list[StackLayer] = []
-        for layer, rope in zip(self.layers, self.rope_kinds, strict=True):
-            assert isinstance(layer, Layer)
-            layers.append(layer.stacked(rope))
-        return self.kernels.make_stack(shape, layers, _weight(self.norm))
-
-    def _make_decode_step(self) -> DecodeStep | None:
-        """A whole decode step as kernels of their own, or None where it is made of parts."""
-        if self.kernels.make_decode_step is None or self.stack is None:
-            return None
+    def _make_native(self) -> None:
+        """Make all layers one operation, and decode steps kernels of their own, where there are
+        such kernels for the plan."""
+        kernels, self.stack, self.decode_step = self.kernels, None, None
+        if kernels.make_stack is None or not kernels.runs_stack(self.plan):
+            return
         amplitudes = self.amplitudes
         if amplitudes is None:
             amplitudes = self.inverse_frequencies.new_ones(len(self.inverse_frequencies))
-        ends = DecodeEnds(
-            embedding=_linear(self.embed_tokens),
-            embedding_factor=1.0 if self.embedding_scale is None else self.embedding_scale,
+        model = BoundModel(
+            plan=self.plan,
+            tensors={name: tensor.detach() for name, tensor in self.named_parameters()},
+            places=self._places,
+            storage=self.storage,
+            embedding_factor=self.embedding_factor,
             frequencies=self.inverse_frequencies,
             amplitudes=amplitudes.flatten(),
-            norm=_weight(self.norm),
-            head=_linear(self.lm_head),
-            logit_softcap=self.config.final_logit_softcapping or 0.0,
         )
-        return self.kernels.make_decode_step(self.stack, ends)
+        self.stack = kernels.make_stack(model)
+        if kernels.make_decode_step is not None:
+            self.decode_step = kernels.make_decode_step(self.stack, model)
 
     def _unfit(self, name: str, error: ValueError) -> str:
         sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))
@@ -302,34 +215,33 @@ class Decoder(nn.Module):
 
     @property
     def _runs_natively_on_cpu(self) -> bool:
-        return self.stack is not None and self.device.type == "cpu"
+        return self.stack is not None and self.kernels.library is not None
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
         x_TD = self.embed_tokens.rows(token_ids_T)
-        return x_TD if self.embedding_scale is None else x_TD * self.embedding_scale
+        return x_TD if self.embedding_factor == 1.0 else x_TD * self.embedding_factor
 
     def forward(
-        self, token_ids_T: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
+        self, token_ids_T: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch
     ) -> torch.Tensor:
         """Return the final hidden states `[T, hidden_size]`; writes the tokens' keys and values."""
-        return self.decode(self.embed(token_ids_T), arena, inputs)
+        return self.decode(self.embed(token_ids_T), arena, batch)
 
-    def decode(
-        self, x_TD: torch.Tensor, arena: torch.Tensor, inputs: AttentionInputs
-    ) -> torch.Tensor:
+    def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """As `forward`, for tokens that are embedded."""
         with operation("rotations"):
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
-            cos_KTE, sin_KTE = rotations_of(inputs.positions, self.inverse_frequencies)
+            cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
             if self.amplitudes is not None:
                 cos_KTE, sin_KTE = cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
         if self.stack is not None:
             with operation("layers"):
-                return self.stack.run(x_TD, arena, inputs, cos_KTE, sin_KTE)
-        for index, (layer, kind) in enumerate(zip(self.layers, self.rope_kinds, strict=True)):
+                return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)
+        step = LayerStep(cos_KTE, sin_KTE, arena, batch)
+        for index, layer in enumerate(self.layers):
             with operation("layer", index):
-                x_TD = layer(x_TD, cos_KTE[kind], sin_KTE[kind], arena, inputs)
+                x_TD = layer(x_TD, step)
         with operation("final_norm"):
             normed: torch.Tensor = self.norm(x_TD)
         return normed
@@ -338,8 +250,8 @@ class Decoder(nn.Module):
         """Return logits `[B, vocab_size]` in the model's dtype."""
         with operation("head"):
             logits: torch.Tensor = self.lm_head(hidden_BD)
-            cap = self.config.final_logit_softcapping
-            if cap is None:
+            cap = self.logit_softcap
+            if not cap:
                 return logits
             capped = cap_logits if self._runs_natively_on_cpu else reference_cap_logits
             return capped(logits, cap)
@@ -352,11 +264,14 @@ def attention_specs(
 
     `element_bytes` are those of a stored element, `scale_bytes` those of the scale of a vector.
     """
-    sizes = (config.num_kv_heads, config.head_dim, element_bytes, scale_bytes)
-    if config.latent is not None:
-        return [LatentSpec(*sizes)] * config.num_layers
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    return [
-        FullAttentionSpec(*sizes) if window is None else SlidingWindowSpec(*sizes, window=window)
-        for window in windows
-    ]
+    specs: list[LayerSpec] = []
+    for layer in model_plan(config).layers:
+        attend = layer.attend
+        sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
+        if attend.shared_values:
+            specs.append(LatentSpec(*sizes))
+        elif attend.window:
+            specs.append(SlidingWindowSpec(*sizes, window=attend.window))
+        else:
+            specs.append(FullAttentionSpec(*sizes))
+    return specs

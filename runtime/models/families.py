@@ -96,6 +96,11 @@ class Family:
     """`final_logit_softcapping` is in force."""
     two_ropes: bool = False
     """Sliding layers have a rotation of their own."""
+    attention_sinks: bool = False
+    """Each head has a logit in the softmax of its scores that stands for no value (gpt-oss)."""
+    clamped_activation: bool = False
+    """`swiglu_limit` is in force: gate and up are clamped, and the activation is
+    (up + 1) * gate * sigmoid(1.702 * gate) (gpt-oss)."""
     latent: bool = False
     """Multi-head latent attention."""
     rope_interleaved: bool | None = False

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
 
-__all__ = ["HeadProjection", "Projection", "RMSNorm"]
+__all__ = ["HeadProjection", "Projection", "RMSNorm", "Vector"]
 
 
 class Projection(nn.Module):
@@ -87,6 +87,14 @@ class HeadProjection(nn.Module):
         assert self.weight is not None
         up_HRD = self.weight[:, self.key_dim :].transpose(1, 2)
         return torch.bmm(x_THR.transpose(0, 1), up_HRD).transpose(0, 1)
+
+
+class Vector(nn.Module):
+    """Holds a parameter that is read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = None
 
 
 class RMSNorm(nn.Module):

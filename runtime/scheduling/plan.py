@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 from ...cache.kv_cache import Admitted
 from ..request import Request
 
-__all__ = ["Admission", "Preemption", "PrefillChunk", "StepPlan", "TableUpdate"]
+__all__ = ["Admission", "Preemption", "RowSpan", "StepPlan", "TableUpdate"]
 
 
 class TableUpdate(NamedTuple):
@@ -40,33 +42,44 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """`count` known tokens of a request from position `start`: their keys and values come next."""
+class RowSpan:
+    """`count` neighbouring tokens of a row, whose keys and values a step computes.
+
+    One token of a row that decodes, the newest token and drafts after it of one that verifies, a
+    chunk of known tokens of one that is prefilled.
+    """
 
     request: Request
     row: int
     start: int
+    """Position of the first token. Of rows that decode, the furthest that it may be: how far a row
+    has come is known when its steps are committed, and its device tensors hold it before."""
     count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one is sampled.
-
-        To be asked before the step is committed, which makes one more token known.
-        """
-        return self.start + self.count == self.request.num_tokens
+    samples: bool
+    """Whether tokens are sampled: always, but for chunks that end before the last known token."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the next launch does. Copies come first: out to the host, within the arena, in."""
+    """What the next launch does. Copies come first: out to the host, within the arena, in.
+
+    Its tokens are a uniform batch of the rows that decode and a ragged one of those that are
+    prefilled.
+    """
 
     preempted: list[Preemption] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
     """Entries of block tables that changed, in any order; none occurs twice."""
-    prefill: list[PrefillChunk] = field(default_factory=list)
+    prefill: list[RowSpan] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
+    """Who decodes. The same list as long as nobody joins or leaves, so that steps of one token a
+    row need not look at rows."""
+    tokens_per_row: int = 1
+    """Tokens of each row of `decode`: 1, or 1 + k of a verify step."""
+    decode_counts: list[int] = field(default_factory=list)
+    """Of a verify step: tokens of each row that count, 1 to `tokens_per_row`; the rest is
+    padding."""
     steps: int = 1
     """Decode steps: the tokens that each request of `decode` gets. More than one only where there
     is no prefill."""
@@ -77,6 +90,18 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to launch."""
         return not (self.prefill or self.decode)
+
+    def decode_spans(self) -> Iterator[RowSpan]:
+        """Yield the spans of the rows of `decode`, as of before the launch."""
+        counts = self.decode_counts or repeat(1, len(self.decode))
+        for request, count in zip(self.decode, counts, strict=True):
+            assert request.row is not None, "a request that decodes holds a row"
+            yield RowSpan(request, request.row, request.num_computed, count, samples=True)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that the rows of `decode` compute in each of the plan's steps."""
+        return sum(self.decode_counts) if self.decode_counts else len(self.decode)
 
     @property
     def prefill_tokens(self) -> int:

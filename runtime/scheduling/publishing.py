@@ -44,7 +44,7 @@ class Publishing:
         """
         if request not in self._at:
             return
-        known = min(request.num_computed, request.num_tokens)
+        known = min(request.least_computed, request.num_tokens)
         verified = self._num_verified(request)
         if ends and verified:
             known = min(known, verified)

@@ -31,7 +31,7 @@ from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
 from .headroom import Headroom
 from .next_events import Appointments
-from .plan import Admission, Preemption, PrefillChunk, StepPlan, TableUpdate
+from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
 from .preemption import PreemptionPolicy
 from .publishing import Publishing
 from .step_budget import StepBudget
@@ -59,8 +59,13 @@ class Scheduler:
         preemption: PreemptionPolicy | None = None,
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
+        tokens_per_row: int = 1,
     ) -> None:
-        assert max_batch_tokens > max_num_seqs >= 1
+        """Plan decode steps of one token a row, or verify steps of up to `tokens_per_row`."""
+        assert max_batch_tokens > max_num_seqs * tokens_per_row
+        assert max_num_seqs >= 1
+        assert tokens_per_row >= 1
+        assert tokens_per_row == 1 or steps_per_launch == 1, "a verify step is launched alone"
         assert prefill_chunk >= 1
         assert max_prefill_rows >= 1
         assert steps_per_launch >= 1
@@ -71,13 +76,15 @@ class Scheduler:
         self.max_prefill_rows = max_prefill_rows
         self.preemption = preemption or PreemptionPolicy()
         self.steps_per_launch = steps_per_launch
+        self.tokens_per_row = tokens_per_row
         self._step_budget = step_budget
         self._waiting = WaitingQueue()
         # By order: all that hold a row; of these, those that are prefilled, and those that decode.
-        # Who waits for the last token only is neither.
         self._running: list[Request] = []
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
+        # Those whose launched steps may have sampled all of their tokens.
+        self._ending: set[Request] = set()
         self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
         self._num_steps = 0  # that plans have decided, so many of a plan as it has decode steps
         self._appointments = Appointments()
@@ -133,7 +140,20 @@ class Scheduler:
             plan.decode = self._those_that_decode()
         if self.steps_per_launch > 1 and not single:
             self._plan_several_steps(plan)
+        if self.tokens_per_row > 1 and not single:
+            plan.tokens_per_row = self.tokens_per_row
+            plan.decode_counts = [self._next_count(request) for request in plan.decode]
         return plan
+
+    def fell_short(self, request: Request) -> None:
+        """Note that a committed step advanced a running request by less than was launched.
+
+        Its appointment is early now, which does no harm. If all of its tokens seemed to be sampled
+        it decodes again, beginning with the next plan.
+        """
+        if request in self._ending and not request.reached_max_tokens:
+            self._appointments.cancel(request)
+            self._appointments.make(request, self._num_steps + 1)
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
         """Take back an admission of the plan just made, whose copies failed; it waits again.
@@ -167,7 +187,7 @@ class Scheduler:
         """Do what those who decode need for their next token, if it is time; see who joins them."""
         joining = [request for request in self._prefilling if request.decoding]
         for request in (*due, *self._prefilling):
-            if request.num_computed >= self._publishing.next_at(request):
+            if request.least_computed >= self._publishing.next_at(request):
                 self._publishing.publish(request)
         if joining:
             self._prefilling = [request for request in self._prefilling if not request.decoding]
@@ -175,10 +195,14 @@ class Scheduler:
             if request not in self._rows:  # preempted for one that is served before it
                 continue
             if request.reached_max_tokens:
-                if request in due:
+                if request in due and request not in self._ending:
                     self._stop_decoding(request)
-            elif self._make_room(plan, request, request.num_computed + 1, may_leave=True):
-                if request not in due:
+                self._ending.add(request)
+                continue
+            stop = request.num_computed + self._next_count(request)
+            if self._make_room(plan, request, stop, may_leave=True):
+                if request not in due or request in self._ending:
+                    self._ending.discard(request)
                     insort(self._decoding, request, key=_order)
                     self._decode = None
                 self._appoint(request)
@@ -212,10 +236,16 @@ class Scheduler:
     def _appoint(self, request: Request, least: int = 1) -> None:
         """Note at which step a request that decodes from this one on needs something again.
 
-        For the first `least` steps it has all that it needs.
+        For the first `least` steps it has all that it needs. The step is the earliest that it can
+        be: rows may advance by less than `tokens_per_row`.
         """
-        steps = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
+        tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
+        steps = tokens // self.tokens_per_row
         self._appointments.make(request, self._num_steps + max(least, steps))
+
+    def _next_count(self, request: Request) -> int:
+        """Return the tokens of a request's next span, if it decodes."""
+        return min(self.tokens_per_row, request.num_unsampled)
 
     def _quiet_until(self, request: Request) -> int:
         """First position before whose token the blocks of a request have to be seen to."""
@@ -235,7 +265,9 @@ class Scheduler:
         return self._decode
 
     def _plan_prefill(self, plan: StepPlan) -> None:
-        budget = min(self.prefill_chunk, self.max_batch_tokens - len(plan.decode))
+        budget = min(
+            self.prefill_chunk, self.max_batch_tokens - len(plan.decode) * self.tokens_per_row
+        )
         for request in tuple(self._prefilling):
             if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
                 break
@@ -333,7 +365,8 @@ class Scheduler:
         if self._step_budget is not None:
             count = self._step_budget.fit(plan, request, start, asked)
         if count:
-            plan.prefill.append(PrefillChunk(request, self._rows[request], start, count))
+            samples = start + count == request.num_tokens
+            plan.prefill.append(RowSpan(request, self._rows[request], start, count, samples))
         return budget - count if count == asked else 0
 
     def _make_room(
@@ -346,7 +379,7 @@ class Scheduler:
         """
         # Siblings may be about to go on from the last token of the prompt, which reads a block that
         # this request's next token does not: it is kept for them if there is room.
-        slid = not request.siblings or request.num_computed != len(request.prompt_ids)
+        slid = not request.siblings or request.least_computed != len(request.prompt_ids)
         if slid:
             self._slide(plan, request)
         while (grown := self.cache.grow(request.id, num_tokens)) is None:
@@ -367,16 +400,17 @@ class Scheduler:
 
     def _slide(self, plan: StepPlan, request: Request) -> None:
         """Give back what a request's next token, and all after it, will not read."""
-        dropped = self.cache.slide(request.id, request.num_computed)
+        dropped = self.cache.slide(request.id, request.least_computed)
         self._update_tables(plan, request, dropped)
 
     def _preempt(self, plan: StepPlan, victim: Request) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
         self._publishing.publish(victim)
         pairs = None
-        num_blocks = self.cache.num_blocks_of(victim.id, victim.num_computed)
-        if self.preemption.swaps(num_blocks, victim.num_computed):
-            pairs = self.cache.swap_out(victim.id, victim.num_computed)
+        num_tokens = victim.least_computed
+        num_blocks = self.cache.num_blocks_of(victim.id, num_tokens)
+        if self.preemption.swaps(num_blocks, num_tokens):
+            pairs = self.cache.swap_out(victim.id, num_tokens)
         if pairs is None:
             self.cache.release(victim.id)
         self._give_up_row(victim)
@@ -399,6 +433,8 @@ class Scheduler:
         self._running.remove(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
+        elif request in self._ending:
+            self._ending.remove(request)
         elif request in self._decoding:
             self._stop_decoding(request)
         self._appointments.cancel(request)
@@ -426,14 +462,16 @@ class Scheduler:
         assert not prefilling & decoding
         assert [r for r in self._running if r in prefilling] == self._prefilling
         assert [r for r in self._running if r in decoding] == self._decoding
-        ending = set(self._running) - prefilling - decoding
-        assert all(request.decoding and request.reached_max_tokens for request in ending)
+        assert self._ending == set(self._running) - prefilling - decoding
         assert self._decode is None or self._decode == self._decoding
         self._appointments.check_integrity()
         appointments = self._appointments.all()
-        assert appointments.keys() == decoding
+        for request in self._ending:
+            assert request.decoding
+            assert request.reached_max_tokens == (request not in appointments)
+        assert appointments.keys() - self._ending == decoding
         for request, number in appointments.items():
-            steps = number - self._num_steps - 1  # that decode it before
-            assert 0 <= steps <= request.num_unsampled
-            last = request.num_computed + steps - 1
-            assert steps == 0 or last < self._quiet_until(request)
+            tokens = (number - self._num_steps - 1) * self.tokens_per_row  # decoded before
+            assert 0 <= tokens <= request.num_unsampled
+            last = request.num_computed + tokens - 1
+            assert tokens == 0 or last < self._quiet_until(request)

@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ...cache.arena import Arena
 from ..engine.startup import layer_groups
-from ..kernels import AttentionForm, quantise_weight
+from ..kernels import AttentionForm, LayerPlace, RaggedBatch, quantise_weight
 from ..kernels.ops.kv_storage import read_blocks
+from ..kernels.ops.layer_plan import (
+    Activate,
+    Attend,
+    Linear,
+    ModelPlan,
+    Norm,
+    QKNorm,
+    Residual,
+    Rotate,
+)
 from ..kernels.triton.activation import activate_rows
 from ..kernels.triton.combine_output import (
     combine_output,
@@ -25,15 +36,18 @@ from ..kernels.triton.combine_output import (
     reference_combine_output,
 )
 from ..kernels.triton.decode_attention import decode_attention, reference_decode_attention
+from ..kernels.triton.fusion import Attention, GateUp, NormLinear, ResidualLinear, fuse
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
 from ..kernels.triton.launch import num_multiprocessors
-from ..kernels.triton.linear import GpuLinear, Norm, Pending
+from ..kernels.triton.linear import GpuLinear, Pending
+from ..kernels.triton.linear import Norm as GpuNorm
 from ..kernels.triton.matmul import library_linear
 from ..kernels.triton.norm import norm_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
+from ..kernels.triton.rotated_heads import HeadRotation
 from ..kernels.triton.split_attention import (
     choose_tile,
     new_counters,
@@ -43,6 +57,7 @@ from ..kernels.triton.split_attention import (
 from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.store import rotate_and_store, store_keys_and_values
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["KernelCase", "decode_cases", "launch_prefill"]
@@ -56,7 +71,7 @@ class KernelCase:
     """One kernel, as often as a layer has it: once."""
 
     name: str
-    """As in `profiling/kernel_costs.py`."""
+    """As in `step_costs.py`."""
     run: Callable[[int], None]
     """Launches it over copy number `i` (modulo their number) of what it reads."""
     outputs: Callable[[], Sequence[Tensor]]
@@ -83,57 +98,54 @@ def decode_cases(
     """Return the five operations of a layer that decodes, and the projection to the vocabulary.
 
     Args:
-        model: shapes; without latent attention.
+        model: one that `kernel_obstacle` has nothing against.
         config: dtype, storage of weights and cache, block size.
         device: where the tensors are; "meta" for none.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
         copies: of weights and cache.
     """
-    assert model.latent is None
-    shapes = _Tensors(model, config, device)
-    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
-    kv_heads, size = model.num_kv_heads, model.head_dim
-    family = model.family
-    form = _form(model, config)
-    width = (heads + 2 * kv_heads) * size
-    biased, mlp_biased = model.attention_bias, model.mlp_bias
-    norms = [shapes.norm() for _ in range(copies)]
-    qkv = [shapes.linear(width, hidden, biased) for _ in range(copies)]
-    output = [shapes.linear(hidden, heads * size, biased) for _ in range(copies)]
-    gates = [shapes.linear(2 * inner, hidden, mlp_biased) for _ in range(copies)]
-    down = [shapes.linear(hidden, inner, mlp_biased) for _ in range(copies)]
-    vocabulary = [shapes.linear(model.vocab_size, hidden, False) for _ in range(min(copies, 2))]
-    q_norm, k_norm = (shapes.ones(size) if family.qk_norm else None for _ in range(2))
+    plan = model_plan(model)
+    first, attention, out, mlp, last = _kernels_of(plan)
+    attends, shapes = attention.attend, _Tensors(config, device)
+    form = _form(attends, config)
+    norms = [shapes.norm(plan.norm) for _ in range(copies)]
+    qkv = [shapes.linear(first.linear) for _ in range(copies)]
+    output = [shapes.linear(out.linear) for _ in range(copies)]
+    gates = [shapes.linear(mlp.linear) for _ in range(copies)]
+    down = [shapes.linear(last.linear) for _ in range(copies)]
+    vocabulary = [shapes.linear(plan.head) for _ in range(min(copies, 2))]
 
-    cache = _Cache(model, config, device, form, rows, context, copies)
-    tile = choose_tile(heads // kv_heads, size, size, cache.arena.element_size())
-    splits = choose_splits(rows, kv_heads, context, num_multiprocessors(device), tile.positions)
+    cache = _Cache(model, config, device, rows, context, copies)
+    heads, size = attends.heads, attends.head_dim
+    tile = choose_tile(heads // attends.kv_heads, size, size, cache.arena.element_size())
+    multiprocessors = num_multiprocessors(device)
+    splits = choose_splits(rows, attends.kv_heads, context, multiprocessors, tile.positions)
     partials, counters = new_partials(rows, heads, splits, size, device), new_counters(device)
     partials.acc.normal_()
     partials.m.normal_()
     partials.l.uniform_(0.5, 1.5)
     combining = product_combines(partials.acc, output[0], config.dtype)
-    x, x_next, delta = (shapes.activations(rows, hidden) for _ in range(3))
-    qkv_TN, gated_TF = shapes.activations(rows, width), shapes.activations(rows, inner)
-    attended_TK = shapes.activations(rows, heads * size)
-    angles = torch.rand(rows, size // 2, device=device)
-    cos_TE, sin_TE = angles.cos(), angles.sin()
+    x, x_next, delta = (shapes.activations(rows, plan.hidden_size) for _ in range(3))
+    qkv_TN, gated_TF = (shapes.activations(rows, f.features) for f in (first, mlp))
+    attended_TK = shapes.activations(rows, attends.features)
+    rotation = shapes.rotation(plan, attention.qk_norm, rows)
 
     # Families that norm what attention and MLP return leave it to the next kernel to add that.
-    def pending(out: Tensor = x_next) -> Pending | None:
-        return Pending(delta, norms[0], out) if family.output_norms else None
+    normed = out.norm is not None
 
-    residual, target = (None, delta) if family.output_norms else (x, x)
-    added = [x_next] if family.output_norms else []
-    softcap, gelu = model.final_logit_softcapping or 0.0, model.hidden_act != "silu"
+    def pending(out: Tensor = x_next) -> Pending | None:
+        return Pending(delta, norms[0], out) if normed else None
+
+    residual, target = (None, delta) if normed else (x, x)
+    added = [x_next] if normed else []
+    softcap, gelu = plan.logit_softcap, mlp.gelu
     scores: list[Tensor] = []
 
     def attend(i: int) -> None:
         decode_attention(
-            *(qkv_TN, cache.arena, i % copies, q_norm, k_norm, model.rms_norm_eps),
-            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
-            *(cache.token_rows_T, cache.positions_T, form, partials),
+            *(qkv_TN, cache.arena, LayerPlace(0, i % copies), rotation, cache.batch, form),
+            partials,
             attended_TN=None if combining else attended_TK,
             counters=counters,
             next_weight=output[i % copies].weight,
@@ -147,9 +159,7 @@ def decode_cases(
     def reference_attend() -> list[Tensor]:
         arena = cache.arena.clone()
         out_TK = reference_decode_attention(
-            *(qkv_TN, arena, 0, q_norm, k_norm, model.rms_norm_eps),
-            *(family.offset_norms, cos_TE, sin_TE, cache.slots_T, cache.block_tables),
-            *(cache.token_rows_T, cache.positions_T, cache.block_tables.shape[1], form),
+            qkv_TN, arena, LayerPlace(0, 0), rotation, cache.batch, form
         )
         return [out_TK, *cache.newest(arena)]
 
@@ -257,64 +267,82 @@ def launch_prefill(
 
     Those around the library's matrix products; with weights of 8 bits these products too.
     """
-    shapes, form = _Tensors(model, config, device), _form(model, config)
-    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.num_heads
-    kv_heads, size = model.num_kv_heads, model.head_dim
-    cache = _Cache(model, config, device, form, 1, config.max_model_len, 1)
+    plan, shapes = model_plan(model), _Tensors(config, device)
+    layer = plan.layers[0].operations
+    attend, form = plan.layers[0].attend, _form(plan.layers[0].attend, config)
+    hidden, heads, kv_heads, size = (
+        plan.hidden_size,
+        attend.heads,
+        attend.kv_heads,
+        attend.head_dim,
+    )
+    cache = _Cache(model, config, device, 1, config.max_model_len, 1)
     x, normed, delta, x_next = (shapes.activations(tokens, hidden) for _ in range(4))
-    norm = shapes.norm()
-    norm_rows(x, norm, normed, Pending(delta, norm, x_next) if model.family.output_norms else None)
-    gate_up_TF, gated_TF = shapes.activations(tokens, 2 * inner), shapes.activations(tokens, inner)
-    library_linear(normed, shapes.linear(2 * inner, hidden, model.mlp_bias), gate_up_TF)
-    activate_rows(gate_up_TF, gated_TF, gelu=model.hidden_act != "silu")
+    norm = shapes.norm(plan.norm)
+    adds_normed = any(
+        isinstance(op, Norm) and isinstance(after, Residual) for op, after in pairwise(layer)
+    )
+    norm_rows(x, norm, normed, Pending(delta, norm, x_next) if adds_normed else None)
+    for linear, activate in pairwise(layer):
+        if isinstance(linear, Linear) and isinstance(activate, Activate):
+            both_TF = shapes.activations(tokens, linear.out_features)
+            gated_TF = shapes.activations(tokens, activate.features)
+            library_linear(normed, shapes.linear(linear), both_TF)
+            activate_rows(both_TF, gated_TF, gelu=activate.function == "gelu_tanh")
 
-    slots_T, positions_T = (torch.arange(tokens, device=device) for _ in range(2))
+    positions_T = torch.arange(tokens, device=device)
     rows_T = torch.zeros_like(positions_T)
+    one_row = dataclasses.replace(
+        cache.batch,
+        positions=positions_T,
+        slots=positions_T[None],
+        token_rows=rows_T,
+        rows=rows_T[:1],
+        tokens_per_row=tokens,
+    )
+    decoding = dataclasses.replace(one_row, rows=rows_T, tokens_per_row=1)
+    place = LayerPlace(0, 0)
     keys = shapes.activations(tokens, kv_heads * size).view(tokens, kv_heads, size)
     queries = shapes.activations(tokens, heads * size).view(tokens, heads, size)
-    if model.latent is None:
-        qkv_TN = shapes.activations(tokens, (heads + 2 * kv_heads) * size)
-        q_norm, k_norm = (shapes.ones(size) if model.family.qk_norm else None for _ in range(2))
-        cos_TE, sin_TE = torch.rand(2, tokens, size // 2, device=device)
-        eps, offset = model.rms_norm_eps, model.family.offset_norms
-        rotate_and_store(
-            qkv_TN, cache.arena, 0, q_norm, k_norm, eps, offset, cos_TE, sin_TE, slots_T, form
-        )
-    values = keys if model.latent is None else None
-    for row_count in (1, tokens):  # a chunk of one row, and rows of one token each
-        triton_paged_attention(
-            queries,
-            keys,
-            values,
-            cache.arena,
-            0,
-            slots_T,
-            cache.block_tables,
-            rows_T,
-            rows_T[:row_count],
-            positions_T,
-            cache.block_tables.shape[1],
-            form,
-        )
+    if any(isinstance(op, Rotate) for op in layer):
+        qk_norm = next((op for op in layer if isinstance(op, QKNorm)), None)
+        qkv_TN = shapes.activations(tokens, attend.query_features + 2 * attend.kv_features)
+        rotation = shapes.rotation(plan, qk_norm, tokens)
+        rotate_and_store(qkv_TN, cache.arena, place, rotation, one_row, form)
+    values = None if attend.shared_values else keys
+    for batch in (one_row, decoding):
+        triton_paged_attention(queries, keys, values, cache.arena, place, batch, form)
 
 
-def _form(model: ModelConfig, config: ResolvedConfig) -> AttentionForm:
-    """The attention of the first layer."""
+def _kernels_of(
+    plan: ModelPlan,
+) -> tuple[NormLinear, Attention, ResidualLinear, GateUp, ResidualLinear]:
+    """The kernels of the first layer."""
+    match fuse(plan.layers[0]):
+        case (
+            NormLinear() as first,
+            Attention() as attention,
+            ResidualLinear() as output,
+            GateUp() as mlp,
+            ResidualLinear() as last,
+        ):
+            return first, attention, output, mlp, last
+        case others:
+            raise ValueError(f"there are cases of other kernels than {[f.name for f in others]}")
+
+
+def _form(attend: Attend, config: ResolvedConfig) -> AttentionForm:
+    """The constants of attention."""
     return AttentionForm(
-        config.block_size,
-        model.score_scale,
-        model.window(0) or 0,
-        model.attn_logit_softcapping or 0.0,
-        config.storage,
-        model.value_dim,
+        attend.scale, attend.window, attend.softcap, config.storage, attend.value_dim
     )
 
 
 class _Tensors:
     """Makes random tensors; on "meta" they only have shapes."""
 
-    def __init__(self, model: ModelConfig, config: ResolvedConfig, device: torch.device) -> None:
-        self.model, self.config, self.device = model, config, device
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
 
     def activations(self, rows: int, features: int) -> torch.Tensor:
         """`[rows, features]` in the model's dtype."""
@@ -324,13 +352,20 @@ class _Tensors:
         """The weight of a norm, near 1."""
         return torch.ones(size, device=self.device, dtype=self.config.dtype)
 
-    def norm(self) -> Norm:
-        """Of hidden states."""
-        model = self.model
-        return Norm(self.ones(model.hidden_size), model.rms_norm_eps, model.family.offset_norms)
+    def norm(self, norm: Norm) -> GpuNorm:
+        """A norm of hidden states."""
+        return GpuNorm(self.ones(norm.weight.elements), norm.eps, norm.offset)
 
-    def linear(self, n: int, k: int, bias: bool) -> GpuLinear:
+    def rotation(self, plan: ModelPlan, norm: QKNorm | None, tokens: int) -> HeadRotation:
+        """Norms of queries and keys, and their rotation to random positions."""
+        size, traits = plan.rope_dim, norm or plan.norm
+        weights = (None if norm is None else self.ones(size) for _ in range(2))
+        angles = torch.rand(tokens, size // 2, device=self.device)
+        return HeadRotation(*weights, traits.eps, traits.offset, angles.cos(), angles.sin())
+
+    def linear(self, linear: Linear) -> GpuLinear:
         """A layer with its weight as stored."""
+        n, k, bias = linear.out_features, linear.in_features, linear.bias is not None
         config, device = self.config, self.device
         weight = torch.randn(n, k, device=device, dtype=config.dtype).mul_(_STANDARD_DEVIATION)
         bias_N = torch.randn(n, device=device, dtype=config.dtype) if bias else None
@@ -348,46 +383,51 @@ class _Cache:
         model: ModelConfig,
         config: ResolvedConfig,
         device: torch.device,
-        form: AttentionForm,
         rows: int,
         context: int,
         copies: int,
     ) -> None:
-        blocks = -(-context // form.block_size)
+        size = config.block_size
+        blocks = -(-context // size)
         (group, *_) = layer_groups(model, config)
         group = dataclasses.replace(group, layers=tuple(range(copies)))
-        size = form.block_size
         arena = Arena([group], rows * blocks + 1, size, config.dtype, device, config.storage)
         self.arena = arena.tensor
         order = torch.randperm(rows * blocks, device=device).to(torch.int32) + 1
-        self.block_tables = order.view(rows, blocks)
-        self.token_rows_T = torch.arange(rows, device=device)
-        self.positions_T = torch.full((rows,), context - 1, device=device)
-        last = self.block_tables[:, -1].to(torch.int64) * form.block_size
-        self.slots_T = last + (context - 1) % form.block_size
-        self._form = form
+        tables = order.view(rows, blocks)
+        token_rows = torch.arange(rows, device=device)
+        self.batch = RaggedBatch(
+            positions=torch.full((rows,), context - 1, device=device),
+            slots=(tables[:, -1].to(torch.int64) * size + (context - 1) % size)[None],
+            token_rows=token_rows,
+            rows=token_rows,
+            block_tables=tables[None],
+            read_blocks=blocks,
+            block_size=size,
+            tokens_per_row=1,
+        )
+        self._storage = config.storage
         if device.type != "meta":
-            self._fill(model, config, device, form, copies)
+            self._fill(model, config, device, copies)
 
     def newest(self, arena: Tensor) -> list[Tensor]:
         """The last block of each row in the first layer, keys and values, as they would be read."""
-        last = self.block_tables[:, -1:]
-        size, storage = self._form.block_size, self._form.storage
-        return [read_blocks(side, last, size, storage) for side in arena[0]]
+        last, size = self.batch.block_tables[0, :, -1:], self.batch.block_size
+        return [read_blocks(side, last, size, self._storage) for side in arena[0]]
 
     def _fill(
         self,
         model: ModelConfig,
         config: ResolvedConfig,
         device: torch.device,
-        form: AttentionForm,
         copies: int,
     ) -> None:
         """Write random keys and values to all slots, as many at a time as a prompt has."""
-        slots = self.arena.shape[2] * form.block_size
+        size = config.block_size
+        slots = self.arena.shape[2] * size
         for layer in range(copies):
             for start in range(0, slots, 8192):
                 slots_T = torch.arange(start, min(start + 8192, slots), device=device)
                 shape = (2, len(slots_T), model.num_kv_heads, model.head_dim)
                 k, v = torch.randn(shape, device=device, dtype=config.dtype)
-                store_keys_and_values(k, v, self.arena, layer, slots_T, form)
+                store_keys_and_values(k, v, self.arena, layer, slots_T, size, config.storage)

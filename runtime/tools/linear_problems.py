@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels.ops.weight_storage import WeightStorage, quantise_weight, quantised_dtype
 from ..kernels.result_check import relative_error
 from ..kernels.triton.combine_output import combine_output, reference_combine_output
+from ..kernels.triton.fusion import GateUp, NormLinear, ResidualLinear, fuse
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
 from ..kernels.triton.linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
@@ -27,6 +28,7 @@ from ..kernels.triton.residual_linear import reference_residual_linear, residual
 from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.tuning import TuningKey, is_tight, tuning_key
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 
 __all__ = ["LinearProblem", "Operands", "Problem", "TimedOperands", "problems_of"]
 
@@ -140,19 +142,23 @@ def problems_of(
     for more than a few rows always (see `product_combines`). Of the rows of one class the most are
     taken. Raises ValueError for more rows than the kernels take.
     """
-    hidden, queries = model.hidden_size, model.query_size
-    normed = model.family.output_norms
-    shapes = (
-        ("norm_linear", queries + 2 * model.kv_size, hidden),
-        ("combine_output", hidden, queries),
-        ("residual_linear", hidden, queries),
-        ("gate_up", model.intermediate_size, hidden),
-        ("residual_linear", hidden, model.intermediate_size),
-        ("head", model.vocab_size, hidden),
-    )
+    plan = model_plan(model)
+    layer, attend, head = fuse(plan.layers[0]), plan.layers[0].attend, plan.head
+    gelu = any(isinstance(fused, GateUp) and fused.gelu for fused in layer)
+    normed = any(isinstance(fused, ResidualLinear) and fused.norm is not None for fused in layer)
+    shapes: list[tuple[str, int, int]] = []
+    for fused in layer:
+        if isinstance(fused, ResidualLinear):
+            sizes = (fused.linear.out_features, fused.linear.in_features)
+            if fused.name == "combine_output":
+                shapes.append((fused.name, *sizes))
+            shapes.append(("residual_linear", *sizes))
+        elif isinstance(fused, NormLinear | GateUp):
+            shapes.append((fused.name, fused.features, fused.linear.in_features))
+    shapes.append((head.name, head.out_features, head.in_features))
     for count in {row_class(count): count for count in sorted(rows)}.values():
         splits = choose_splits(
-            count, model.num_kv_heads, model.max_position_embeddings, multiprocessors
+            count, attend.kv_heads, model.max_position_embeddings, multiprocessors
         )
         for kernel, n, k in shapes:
             combines = kernel == "combine_output"
@@ -166,10 +172,10 @@ def problems_of(
                 dtype,
                 weights,
                 pending=normed and kernel in ("norm_linear", "gate_up", "head"),
-                gelu=model.hidden_act != "silu",
-                heads=model.num_heads if combines else 1,
+                gelu=gelu,
+                heads=attend.heads if combines else 1,
                 splits=splits if combines else 1,
-                softcap=(model.final_logit_softcapping or 0.0) if kernel == "head" else 0.0,
+                softcap=plan.logit_softcap if kernel == "head" else 0.0,
             )
 
 

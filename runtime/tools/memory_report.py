@@ -16,10 +16,11 @@ from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
 from ...cache.memory.memory_plan import format_bytes
 from ..config import MAX_ROWS, EngineConfig
 from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine
-from ..kernels import Kernels, Mode, native_obstacle, select_kernels
+from ..kernels import Kernels, Mode, kernels_for, native_obstacle, select_kernels
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig, resolve_kernels
 
 __all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
@@ -84,6 +85,7 @@ def explain_memory(
     kernels = select_kernels(
         resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
     )
+    kernels = kernels_for(kernels, model_plan(model))
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
@@ -111,9 +113,7 @@ def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     on_cpu = dataclasses.replace(config, device="cpu", mode="eager", kernels="torch")
     resolved = ResolvedConfig.resolve(on_cpu, model)
     mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
-    obstacle = native_obstacle(
-        "cuda", resolved.dtype, resolved.weights, latent=model.latent is not None
-    )
+    obstacle = native_obstacle("cuda", resolved.dtype, resolved.weights, model_plan(model))
     return dataclasses.replace(
         resolved,
         user=config,

@@ -22,12 +22,14 @@ from ..kernels.triton.fused_pair import (
     new_barrier,
     reference_fused_pair,
 )
+from ..kernels.triton.fusion import GateUp, fuse, product_pairs
 from ..kernels.triton.gate_up import gate_up
 from ..kernels.triton.linear import FEW_ROWS, SEPARATE, GpuLinear, LinearConfig, Norm, row_class
 from ..kernels.triton.norm_linear import norm_linear
 from ..kernels.triton.residual_linear import residual_linear
 from ..kernels.triton.tuning import TuningKey, tuning_key
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 
 __all__ = ["PairOperands", "PairProblem", "pair_problems"]
 
@@ -83,15 +85,15 @@ def pair_problems(
 
     Yields nothing for models that norm the outputs of attention and the MLP.
     """
-    if model.family.output_norms:
-        return
-    hidden, inner = model.hidden_size, model.intermediate_size
-    queries, size = model.query_size, (quantised_dtype(weights) or dtype).itemsize
+    plan, size = model_plan(model), (quantised_dtype(weights) or dtype).itemsize
+    layer = fuse(plan.layers[0])
     few = [count for count in sorted(rows) if count <= FEW_ROWS]
     for count in {row_class(count): count for count in few}.values():
-        for k, n, gated in ((queries, inner, True), (inner, queries + 2 * model.kv_size, False)):
-            shape = PairShape(count, k, hidden, n, gated, size)
-            yield PairProblem(shape, dtype, weights, gelu=model.hidden_act != "silu")
+        for first, second in product_pairs([layer, layer]):
+            k, gated = first.linear.in_features, isinstance(second, GateUp)
+            shape = PairShape(count, k, plan.hidden_size, second.features, gated, size)
+            gelu = any(isinstance(fused, GateUp) and fused.gelu for fused in layer)
+            yield PairProblem(shape, dtype, weights, gelu=gelu)
 
 
 class PairOperands:

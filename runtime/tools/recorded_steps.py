@@ -20,13 +20,14 @@ from ..engine.startup import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions, StepKey
-from ..kernels import select_kernels
+from ..kernels import kernels_for, select_kernels
 from ..kernels.triton.launch import CAPABILITY, KernelLaunch, record_launches
 from ..kernels.triton.paired_layers import every_pair
 from ..kernels.triton.tuning import without_library
 from ..loading.loader import resolve_source
 from ..models.decoder import Decoder
 from ..models.layout import fused_layout
+from ..models.plan import model_plan
 from .kernel_cases import launch_prefill
 from .memory_report import resolve_absent
 
@@ -80,6 +81,7 @@ def record_steps(
     kernels = select_kernels(
         "cuda", resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
     )
+    kernels = kernels_for(kernels, model_plan(model))
     arena = Arena(groups, _BLOCKS, resolved.block_size, resolved.dtype, _META, resolved.storage)
     decoder = Decoder(model, kernels, resolved.dtype, _META, groups, resolved.storage)
     decoder.store(

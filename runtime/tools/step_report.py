@@ -6,17 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...profiling.kernel_costs import (
-    DEPENDENT_EDGE_SECONDS,
-    EDGE_SECONDS,
-    DecoderShape,
-    KernelCost,
-    Parts,
-    floor_bytes,
-    kernel_costs,
-    operation_costs,
-    predicted_seconds,
-)
 from ...profiling.kernel_names import OperationCost
 from ...profiling.markdown import aligned
 from ...profiling.roofline import floor_seconds
@@ -24,14 +13,27 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
 from ..kernels.ops.weight_storage import quantised_dtype
+from ..kernels.triton.fusion import kernel_obstacle
 from ..kernels.triton.linear import ROW_CLASSES
 from ..kernels.triton.linear_configs import default_config
 from ..kernels.triton.splits import choose_splits
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
+from .step_costs import (
+    DEPENDENT_EDGE_SECONDS,
+    EDGE_SECONDS,
+    KernelCost,
+    Parts,
+    StoredSizes,
+    floor_bytes,
+    kernel_costs,
+    operation_costs,
+    predicted_seconds,
+)
 
-__all__ = ["decode_operation_costs", "decoder_shape", "explain_step", "untuned_parts"]
+__all__ = ["decode_operation_costs", "explain_step", "stored_sizes", "untuned_parts"]
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM)."""
@@ -51,8 +53,8 @@ def explain_step(
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
-        ConfigError: the configuration cannot work with this model, or the model has latent
-            attention, whose layers are made of other kernels.
+        ConfigError: the configuration cannot work with this model, or its layers are made of
+            other kernels, as those of latent attention are.
     """
     model = resolve_source(source, config_only=True).config
     # The device need not be there, and says nothing about dtypes.
@@ -63,9 +65,16 @@ def explain_step(
         raise ConfigError(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
+    plan = model_plan(model)
+    if (obstacle := kernel_obstacle(plan)) is not None:
+        raise ConfigError(
+            f"the layers of a model with {obstacle} are not made of the kernels that are counted"
+            " here"
+        )
     splits = choose_splits(rows, model.num_kv_heads, context, MULTIPROCESSORS)
     costs = kernel_costs(
-        decoder_shape(model, resolved),
+        plan,
+        stored_sizes(resolved, model.head_dim),
         rows=rows,
         context=context,
         splits=splits,
@@ -88,7 +97,7 @@ def decode_operation_costs(
 ) -> list[OperationCost]:
     """Return what each operation of a decode step on a GPU must read, for `KernelNames.costs`.
 
-    Empty for latent attention, whose layers are made of other kernels.
+    Empty for models whose layers are made of other kernels.
 
     Args:
         model: shapes.
@@ -96,11 +105,12 @@ def decode_operation_costs(
         rows: that decode.
         context: tokens of each, the newest included.
     """
-    if model.latent is not None:
+    plan = model_plan(model)
+    if kernel_obstacle(plan) is not None:
         return []
     # What splits of attention move on top is written by one kernel for the next: not counted here.
-    shape = decoder_shape(model, config)
-    return operation_costs(kernel_costs(shape, rows=rows, context=context, splits=1))
+    sizes = stored_sizes(config, model.head_dim)
+    return operation_costs(kernel_costs(plan, sizes, rows=rows, context=context, splits=1))
 
 
 def untuned_parts(config: ResolvedConfig, rows: int, multiprocessors: int) -> Parts:
@@ -124,33 +134,12 @@ def untuned_parts(config: ResolvedConfig, rows: int, multiprocessors: int) -> Pa
     return parts
 
 
-def decoder_shape(model: ModelConfig, config: ResolvedConfig) -> DecoderShape:
-    """Return what the bytes of a decode step depend on.
-
-    Raises:
-        ConfigError: the model has latent attention.
-    """
-    if model.latent is not None:
-        raise ConfigError(
-            "the layers of a model with latent attention are not made of the kernels that are"
-            " counted here"
-        )
-    return DecoderShape(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
-        windows=tuple(model.window(layer) for layer in range(model.num_layers)),
+def stored_sizes(config: ResolvedConfig, head_dim: int) -> StoredSizes:
+    """Return the bytes of what a step reads, as an engine stores it."""
+    return StoredSizes(
         matrix_bytes=lambda n, k: stored_bytes(config.weights, n, k, config.dtype),
         element_bytes=config.dtype.itemsize,
-        kv_vector_bytes=model.head_dim * config.kv_element_bytes + config.kv_scale_bytes,
-        rope_kinds=len({model.rope(layer) for layer in range(model.num_layers)}),
-        qk_norm=model.family.qk_norm,
-        output_norms=model.family.output_norms,
-        attention_bias=model.attention_bias,
-        mlp_bias=model.mlp_bias,
+        kv_vector_bytes=head_dim * config.kv_element_bytes + config.kv_scale_bytes,
     )
 
 

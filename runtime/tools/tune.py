@@ -19,8 +19,10 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError
+from ..kernels.triton.fusion import kernel_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, R
     """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
     model = resolve_source(source, config_only=True).config
     config = EngineConfig(device="cpu", mode="eager", dtype=dtype, weight_dtype=weight_dtype)
-    if model.latent is not None:
-        raise ConfigError("layers with latent attention are not made of the kernels tuned here")
+    if (obstacle := kernel_obstacle(model_plan(model))) is not None:
+        raise ConfigError(f"layers with {obstacle} are not made of the kernels tuned here")
     return model, ResolvedConfig.resolve(config, model)
 
 

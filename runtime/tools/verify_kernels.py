@@ -29,10 +29,12 @@ from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..kernels.result_check import relative_error
 from ..kernels.triton.dependent import dependent_launch
+from ..kernels.triton.fusion import kernel_obstacle
 from ..kernels.triton.launch import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 from .kernel_cases import KernelCase, decode_cases
 
@@ -94,7 +96,7 @@ def check_operations(
     Stops after an error that makes the device unusable.
 
     Args:
-        model: shapes; without latent attention.
+        model: one that `kernel_obstacle` has nothing against.
         config: dtype, storage of weights and cache, block size.
         device: a CUDA device, or the CPU in Triton's interpreter, where nothing is captured.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
@@ -246,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except StepgraphError as error:
         return _refuse(str(error))
-    if model.latent is not None:
-        return _refuse(f"{options.model} has latent attention, which these kernels do not compute")
+    if (obstacle := kernel_obstacle(model_plan(model))) is not None:
+        return _refuse(f"{options.model} has {obstacle}, which these kernels do not compute")
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
     for rows in options.rows:

@@ -1,6 +1,6 @@
 """The samplers as operators that a CPU runs in one call each; `cpu_sampling.cpp` computes them.
 
-`runtime/sampling/sampler.py` has the reference of both, in plain torch, and says what they mean.
+`runtime/sampling/reference_sampler.py` is the reference of both, in plain torch.
 Shapes: B lanes, R rows of the state, V vocabulary.
 """
 

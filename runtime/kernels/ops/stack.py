@@ -1,23 +1,39 @@
 """All layers of a decoder as one operation over weights that are packed once.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
-rotation. The arithmetic is that of the modules in `models/decoder.py`, with results rounded to the
-model's dtype at the same places; what is fused or shared out among threads, and how, is said in
-`cpu_stack.cpp`. Like the operations it is made of, it computes a row's result bitwise the same in
+rotation. The arithmetic is that of `models/operations.py`, with results rounded to the model's
+dtype at the same places; what is fused or shared out among threads, and how, is said in
+`csrc/stack.cpp`. Like the operations it is made of, it computes a row's result bitwise the same in
 any batch and with any number of threads.
 
 Weights are no arguments: a stack is created once over them and known by a handle.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionInputs
+from .batch import RaggedBatch
+from .layer_plan import (
+    KNOWN_TO_LAYERS,
+    Activate,
+    Attend,
+    BoundModel,
+    LayerPlan,
+    Linear,
+    ModelPlan,
+    Norm,
+    Operation,
+    QKNorm,
+    Residual,
+    Rotate,
+    unsupported,
+)
 
 torch.library.define(
     "stepgraph::stack_create",
@@ -51,73 +67,65 @@ def _fake_decoder_stack(
 torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
 
 
-class StackLinear(NamedTuple):
-    """A linear layer: its packed weight, and what its sums are multiplied by and added to."""
+class GatedLayer(NamedTuple):
+    """A layer as the stack computes it: attention with keys and values, and a gated MLP."""
 
-    weight: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
+    input_norm: Norm
+    qkv: Linear
+    qk_norm: QKNorm | None
+    rotate: Rotate
+    attend: Attend
+    output: Linear
+    attention_output_norm: Norm | None
+    attention_residual: Residual
+    mlp_norm: Norm
+    gate_up: Linear
+    activate: Activate
+    down: Linear
+    mlp_output_norm: Norm | None
+    mlp_residual: Residual
 
+    @classmethod
+    def of(cls, plan: LayerPlan) -> GatedLayer | Operation:
+        """Return the operations of a layer by their place in it, or the first that has none."""
+        found: dict[str, Operation | None] = {}
+        left = list(plan.operations)
+        for place, kind in get_type_hints(cls).items():
+            optional = type(None) in get_args(kind)
+            if left and isinstance(left[0], get_args(kind) or kind):
+                found[place] = left.pop(0)
+            elif optional:
+                found[place] = None
+            else:
+                return left[0] if left else plan.operations[-1]
+        if left:
+            return left[0]
+        return cls(**found)  # type: ignore[arg-type]  # checked by their classes
 
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """One layer. Weights of norms are in the model's dtype; None: there is no such norm."""
-
-    input_norm: Tensor
-    qkv: StackLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: StackLinear
-    attention_output_norm: Tensor | None
-    mlp_norm: Tensor
-    gate_up: StackLinear
-    down: StackLinear
-    mlp_output_norm: Tensor | None
-    group: int
-    """Its layer group."""
-    position: int
-    """Its position in the group: the first coordinate of the arena."""
-    window: int
-    """Tokens that a token attends to, itself included; 0: all before it."""
-    rope: int
-    """Its kind of rotation: the first coordinate of cosines and sines."""
-
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """In the order in which `stack_create` reads them."""
-        return (
-            self.input_norm,
-            *self.qkv,
-            self.q_norm,
-            self.k_norm,
-            *self.output,
-            self.attention_output_norm,
-            self.mlp_norm,
-            *self.gate_up,
-            *self.down,
-            self.mlp_output_norm,
-        )
+    @property
+    def norms(self) -> list[Norm | QKNorm]:
+        """All norms of the layer."""
+        return [operation for operation in self if isinstance(operation, Norm | QKNorm)]
 
 
-@dataclass(frozen=True, slots=True)
-class StackShape:
-    """What all layers have in common."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    """Multiplies q . k."""
-    softcap: float
-    """Of scores; 0: none."""
-    offset_norms: bool
-    """Norms multiply by one plus their weight, in float32."""
-    gelu: bool
-    """The activation is tanh's approximation of gelu; else silu."""
-    storage: str
-    """How the arena stores vectors: `model`, `int8` or `fp8`."""
+def stack_obstacle(plan: ModelPlan) -> str | None:
+    """Return what keeps the layers of a model from the C++ stack, or None."""
+    for op in plan.operations:
+        if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
+            return missing
+    layers: list[GatedLayer] = []
+    for kind in dict.fromkeys(plan.layers):
+        layer = GatedLayer.of(kind)
+        if not isinstance(layer, GatedLayer):
+            return layer.title
+        layers.append(layer)
+    traits = {(norm.eps, norm.offset) for layer in layers for norm in layer.norms}
+    alike = {
+        (replace(layer.attend, window=0), layer.activate, layer.mlp_output_norm) for layer in layers
+    }
+    if traits != {(plan.norm.eps, plan.norm.offset)} or len(alike) > 1:
+        return "layers that differ in more than windows and rotations"
+    return None
 
 
 class Stack(Protocol):
@@ -127,13 +135,13 @@ class Stack(Protocol):
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
         """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
 
-        Cosines and sines are float32. All positions are below `inputs.read_blocks` blocks.
+        Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -141,23 +149,6 @@ class Stack(Protocol):
 
     def close(self) -> None:
         """Let go of the weights; `run` may not be called any more. Idempotent."""
-
-
-class DecodeEnds(NamedTuple):
-    """What a decode step begins and ends with, besides its layers."""
-
-    embedding: StackLinear
-    embedding_factor: float
-    """Embeddings are multiplied by it; a number of the model's dtype."""
-    frequencies: Tensor
-    """float32 `[K, E]`: radians that pairs of elements turn a position, for each kind."""
-    amplitudes: Tensor
-    """float32 `[K]`: cosines and sines are multiplied by it."""
-    norm: Tensor
-    """Weight of the final norm."""
-    head: StackLinear
-    logit_softcap: float
-    """Logits l become softcap * tanh(l / softcap); 0: they stay."""
 
 
 class DecodeResult(NamedTuple):
@@ -200,24 +191,12 @@ class DecoderStack:
     It keeps the weights alive, and ends with itself or with `close`.
     """
 
-    def __init__(self, shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> None:
-        """Raises RuntimeError for weights that do not fit together."""
-        number: int = torch.ops.stepgraph.stack_create.default(
-            norm.detach(),
-            [None if w is None else w.detach() for layer in layers for w in layer.weights()],
-            [n for x in layers for n in (x.group, x.position, x.window, x.rope)],
-            [
-                shape.hidden_size,
-                shape.intermediate_size,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-            ],
-            [shape.eps, shape.scale, shape.softcap],
-            shape.offset_norms,
-            shape.gelu,
-            shape.storage,
-        )
+    def __init__(self, model: BoundModel) -> None:
+        """Raises RuntimeError for weights that do not fit together.
+
+        The plan is one that `stack_obstacle` has nothing against.
+        """
+        number: int = torch.ops.stepgraph.stack_create.default(model.norm, *stack_arguments(model))
         # A tensor, so that compiled code does not depend on the number.
         self._handle = torch.tensor(number, device="cpu")
         self._number = number
@@ -241,7 +220,7 @@ class DecoderStack:
         self,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
@@ -253,13 +232,43 @@ class DecoderStack:
         out: Tensor = torch.ops.stepgraph.decoder_stack.default(
             x_TD,
             arena,
-            inputs.positions,
-            inputs.slots,
-            inputs.block_tables,
-            inputs.token_rows,
+            batch.positions,
+            batch.slots,
+            batch.block_tables,
+            batch.token_rows,
             cos_KTE,
             sin_KTE,
-            inputs.read_blocks,
+            batch.read_blocks,
             self._handle,
         )
         return out
+
+
+def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
+    """Return what `stack_create` takes after the final norm."""
+    weights: list[Tensor | None] = []
+    places: list[int] = []
+    for layer in model.layers:
+        ops = GatedLayer.of(layer.plan)
+        assert isinstance(ops, GatedLayer)
+        for place, op in ops._asdict().items():
+            match op:
+                case Linear():
+                    weights += layer.linear(op)
+                case Norm():
+                    weights.append(layer.tensor(op.weight))
+                case QKNorm():
+                    weights += [layer.tensor(op.q), layer.tensor(op.k)]
+                case None:  # of queries and keys there would be two
+                    weights += [None, None] if place == "qk_norm" else [None]
+        places += [*layer.place, ops.attend.window, ops.rotate.kind]
+    attend, activate, norm = ops.attend, ops.activate, model.plan.norm
+    return (
+        weights,
+        places,
+        [model.plan.hidden_size, activate.features, attend.heads, attend.kv_heads, attend.head_dim],
+        [norm.eps, attend.scale, attend.softcap],
+        norm.offset,
+        activate.function == "gelu_tanh",
+        model.storage,
+    )

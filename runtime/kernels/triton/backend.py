@@ -5,7 +5,7 @@ Triton is imported when a model is made, not before: a plan of memory needs none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..choice import Kernels
 from ..ops.attention import paged_attention
+from ..ops.layer_plan import BoundModel
 from ..ops.linear import reference_linear
-from ..ops.stack import DecodeEnds, DecodeStep, Stack, StackLayer, StackShape
+from ..ops.stack import DecodeStep, Stack
 from ..ops.weight_storage import WeightStorage
+from .fusion import fusion_obstacle
 
 if TYPE_CHECKING:
     from .operations import Operations
@@ -40,15 +42,15 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
 
         return Operations.native()
 
-    def make_stack(shape: StackShape, layers: Sequence[StackLayer], norm: Tensor) -> Stack:
+    def make_stack(model: BoundModel) -> Stack:
         from .stack import GpuStack
 
-        return GpuStack(shape, layers, norm, chosen())
+        return GpuStack(model, chosen())
 
-    def make_decode_step(stack: Stack, ends: DecodeEnds) -> DecodeStep:
+    def make_decode_step(stack: Stack, model: BoundModel) -> DecodeStep:
         from .decode_step import GpuDecodeStep
 
-        return GpuDecodeStep(stack, ends, chosen())
+        return GpuDecodeStep(stack, model)
 
     def linear(
         x_TK: Tensor,
@@ -76,6 +78,7 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
         weights=weights,
         sampler="triton",
         make_stack=make_stack,
+        stack_obstacle=fusion_obstacle,
         make_decode_step=make_decode_step,
     )
 

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.attention import AttentionForm, reference_paged_attention
+from ..ops.batch import LayerPlace, RaggedBatch
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import Norm, reference_norm
 from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
-from .rotated_heads import normed_and_turned, reference_turned
+from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
 from .split_attention import (
     NO_WINDOW,
     Partials,
@@ -202,17 +202,9 @@ def _decode_attention(  # type: ignore[no-untyped-def]
 def decode_attention(
     qkv_TN: Tensor,
     arena: Tensor,
-    layer: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    offset_norms: bool,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
     form: AttentionForm,
     partials: Partials,
     *,
@@ -223,7 +215,7 @@ def decode_attention(
 ) -> None:
     """Write the step's keys and values and find the partials of its attention.
 
-    The tokens of the step are of different rows (but for padding): none sees another's key.
+    The batch is uniform, of one token a row: none sees another's key.
     Arguments as in `reference_decode_attention`; besides:
         partials: workspace of T rows, whose number of splits is that of the launch.
         attended_TN: where to put the result, `[T, H * E]` in the dtype of `qkv_TN`, contiguous;
@@ -234,12 +226,13 @@ def decode_attention(
             brought to the L2 cache while they wait for what earlier kernels write.
         tile: sizes, where those of `choose_tile` are not wanted.
     """
-    kv = arena[layer]
+    assert batch.tokens_per_row == 1
+    kv, block_tables = arena[place.position], batch.block_tables[place.group]
     tokens, features = qkv_TN.shape
     kv_heads, head_dim = kv.shape[2], form.value_dim
     assert block_tables.is_contiguous()
     group = features // head_dim // kv_heads - 2
-    views = cache_views(kv, head_dim, form.block_size, form.storage)
+    views = cache_views(kv, head_dim, batch.block_size, form.storage)
     tile = tile or choose_tile(group, head_dim, head_dim, views.keys.element_size())
     splits = partials.m.shape[2]
     lines = lines_each = 0
@@ -257,33 +250,25 @@ def decode_attention(
         combined = min(triton.next_power_of_2(group), max(1, 8 * threads // padded(head_dim)))
     launch(
         _decode_attention, (kv_heads, splits, tokens),
-        qkv_TN, *views, q_norm, k_norm, cos_TE, sin_TE, slots_T, block_tables, token_rows_T,
-        positions_T, *partials, counters, attended_TN, next_weight, *block_tables.shape,
-        kv.shape[1], form.window or NO_WINDOW, eps, form.scale, lines, lines_each,
+        qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
+        batch.slots[place.group], block_tables, batch.token_rows, batch.positions, *partials,
+        counters, attended_TN, next_weight, *block_tables.shape, kv.shape[1],
+        form.window or NO_WINDOW, rotation.eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=form.block_size, STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, OFFSET_NORMS=offset_norms,
-        BLOCK_E=padded(head_dim), HEADS=max(tile.heads, triton.next_power_of_2(group)),
-        TILE=tile.positions, LANES=threads, LINE=LINE_BYTES, BRING_TILE=splits > 1,
-        COMBINED=combined,
+        GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
+        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap,
+        OFFSET_NORMS=rotation.offset_norms, BLOCK_E=padded(head_dim),
+        HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
+        LINE=LINE_BYTES, BRING_TILE=splits > 1, COMBINED=combined,
     )  # fmt: skip
 
 
 def reference_decode_attention(
     qkv_TN: Tensor,
     arena: Tensor,
-    layer: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    offset_norms: bool,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
-    read_blocks: int,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
     """What `decode_attention` computes, in plain torch: `[T, H * E]`.
@@ -291,29 +276,13 @@ def reference_decode_attention(
     Args:
         qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.
         arena: all layers' cache.
-        layer: the first coordinate of this one's.
-        q_norm: weights `[E]` of the norm of queries, or None.
-        k_norm: of keys, or None.
-        eps: of these norms.
-        offset_norms: they multiply by one plus their weight, see `models/modules.py`.
-        cos_TE: float32 `[T, E / 2]`, of the angles of the rows' positions.
-        sin_TE: likewise.
-        slots_T: where each row writes; this and the rest as for `reference_paged_attention`.
-        block_tables: of the layer's group.
-        token_rows_T: the row of the block table of each row of the step.
-        positions_T: of the new tokens.
-        read_blocks: columns of the block tables to read; kernels need no such bound.
+        place: this one's part of it.
+        rotation: norms and angles of the rows.
+        batch: uniform, one token a row; kernels need no `read_blocks`.
         form: what attention this is.
     """
     kv_heads, head_dim = arena.shape[3], form.value_dim
     qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
-        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
-    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
-    out = reference_paged_attention(
-        q, k, v, arena, layer, slots_T, block_tables, token_rows_T, token_rows_T, positions_T,
-        read_blocks, form,
-    )  # fmt: skip
-    return out.flatten(1)
+    q, k = reference_rotated(q, k, rotation)
+    return reference_paged_attention(q, k, v, arena, place, batch, form).flatten(1)

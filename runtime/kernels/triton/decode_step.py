@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionInputs
+from ..ops.batch import RaggedBatch
 from ..ops.feedback import Feedback
-from ..ops.stack import DecodeEnds, DecodeResult, Stack
+from ..ops.layer_plan import BoundModel
+from ..ops.stack import DecodeResult, Stack
 from .begin import Embedding, Rotations
-from .operations import Operations
-from .stack import GpuStack, gpu_linear
+from .layer_kernels import gpu_linear
+from .linear import Norm
+from .stack import GpuStack
 
 __all__ = ["GpuDecodeStep"]
 
@@ -19,20 +21,19 @@ __all__ = ["GpuDecodeStep"]
 class GpuDecodeStep:
     """See `DecodeStep`; three kernels around those of the layers."""
 
-    def __init__(self, stack: Stack, ends: DecodeEnds, operations: Operations) -> None:
+    def __init__(self, stack: Stack, model: BoundModel) -> None:
+        """`stack` are the layers of the model."""
         assert isinstance(stack, GpuStack)
-        self.operations = operations
+        self.operations = stack.operations
         self._stack = stack
+        plan, embedding = model.plan, model.embedding
         self._embedding = Embedding(
-            ends.embedding.weight.detach(),
-            None if ends.embedding.scales is None else ends.embedding.scales.detach(),
-            ends.norm.dtype,
-            ends.embedding_factor,
+            embedding.weight, embedding.scales, model.norm.dtype, model.embedding_factor
         )
-        self._rotations = Rotations(ends.frequencies, ends.amplitudes)
-        self._norm = stack.norm(ends.norm)
-        self._head = gpu_linear(ends.head)
-        self._logit_softcap = ends.logit_softcap
+        self._rotations = Rotations(model.frequencies, model.amplitudes)
+        self._norm = Norm(model.norm, plan.norm.eps, plan.norm.offset)
+        self._head = gpu_linear(model.head)
+        self._logit_softcap = plan.logit_softcap
 
     @torch.no_grad()
     def run(
@@ -56,7 +57,7 @@ class GpuDecodeStep:
                 self._embedding,
                 self._rotations,
             )
-        inputs = AttentionInputs(
+        batch = RaggedBatch(
             positions=start.positions,
             slots=start.slots,
             token_rows=rows_T,
@@ -64,8 +65,9 @@ class GpuDecodeStep:
             block_tables=block_tables,
             read_blocks=read_blocks,
             block_size=block_size,
+            tokens_per_row=1,
         )
-        hidden = self._stack.layers(start.x, arena, inputs, start.cos, start.sin, decodes=True)
+        hidden = self._stack.layers(start.x, arena, batch, start.cos, start.sin, decodes=True)
         with operation("head"):
             logits, maxima, ids = self.operations.head(
                 hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()

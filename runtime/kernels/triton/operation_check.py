@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.batch import RaggedBatch
 from ..ops.feedback import Feedback
 from ..ops.kv_storage import read_blocks as read_side
 from ..result_check import Fallback, brief, disagreement, require_usable_device, tolerance
@@ -121,8 +122,10 @@ class OperationChecks:
                     called = f"{name} ({_shapes(given)})"
                     require_usable_device(called, self._device, failure)
                     error = brief(failure)
-            if "read_blocks" in given.arguments:
-                given.arguments["read_blocks"] = self.read_blocks
+            batch = given.arguments.get("batch")
+            if isinstance(batch, RaggedBatch):
+                narrowed = dataclasses.replace(batch, read_blocks=self.read_blocks)
+                given.arguments["batch"] = narrowed
             result = reference(*given.args, **given.kwargs)
             if name not in self.failures:
                 error = error or self._difference(name, copies, given, found, result)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -48,9 +47,8 @@ class Operations:
     norm_linear: Callable[..., None]
     """`norm_linear.norm_linear`."""
     decode_attention: Callable[..., None]
-    """`decode_attention.decode_attention`, with a keyword more: `read_blocks`, the columns of the
-    block tables that may be read. Plain torch reads all of them; the kernel stops at the length of
-    each row."""
+    """`decode_attention.decode_attention`. Plain torch reads `batch.read_blocks` columns of the
+    block tables; the kernel stops at the length of each row."""
     residual_linear: Callable[..., None]
     """`residual_linear.residual_linear`."""
     combine_output: Callable[..., None]
@@ -70,9 +68,7 @@ class Operations:
     prefill_tiles: Callable[..., Tensor]
     """`prefill_tiles.prefill_tiles`."""
     prefill_attention: Callable[..., Tensor]
-    """`prefill_attention.prefill_attention`, with two keywords more: `rows_R`, the distinct rows of
-    the step, padded with the null row, and `read_blocks`. Plain torch reads those instead of
-    `tiles`."""
+    """`prefill_attention.prefill_attention`; plain torch reads no `tiles`."""
     paged_attention: Callable[..., Tensor]
     """`paged_attention.triton_paged_attention`, of layers that are not in a `GpuStack`."""
     head: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -86,7 +82,7 @@ class Operations:
         return cls(
             begin_decode=begin_decode,
             norm_linear=norm_linear,
-            decode_attention=_decode_attention,
+            decode_attention=decode_attention,
             residual_linear=residual_linear,
             combine_output=combine_output,
             gate_up=gate_up,
@@ -96,7 +92,7 @@ class Operations:
             linear=library_linear,
             rotate_and_store=rotate_and_store,
             prefill_tiles=prefill_tiles,
-            prefill_attention=_prefill_attention,
+            prefill_attention=prefill_attention,
             paged_attention=triton_paged_attention,
             head=head,
             pick_greedy=pick_greedy,
@@ -136,11 +132,3 @@ class Operations:
         """
         reference = Operations.reference()
         return replace(self, **{name: getattr(reference, name) for name in names})
-
-
-def _decode_attention(*arguments: Any, read_blocks: int, **keywords: Any) -> None:
-    decode_attention(*arguments, **keywords)
-
-
-def _prefill_attention(*arguments: Any, rows_R: Tensor, read_blocks: int) -> Tensor:
-    return prefill_attention(*arguments)

@@ -17,20 +17,13 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ....profiling.attribution import operation
-from ..ops.stack import StackLayer, StackShape
-from .fused_pair import PairShape, default_pair_config, new_barrier
-from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm
-from .operations import Operations
-from .step_attention import DecodeAttention
+from .fused_pair import PairShape, default_pair_config
+from .fusion import Fused, GateUp, NormLinear, ResidualLinear, product_pairs
+from .linear import FEW_ROWS, GpuLinear, LinearConfig
 from .tuning import lookup, tuning_key
 
-__all__ = ["LayerPairs", "PairedLayers", "every_pair"]
-
-Layers = Sequence[tuple[StackLayer, tuple[GpuLinear, GpuLinear, GpuLinear, GpuLinear]]]
-"""Of each layer q/k/v, output, gate/up and down as well."""
+__all__ = ["LayerPairs", "every_pair", "tuned_pairs"]
 
 
 class LayerPairs(NamedTuple):
@@ -38,6 +31,14 @@ class LayerPairs(NamedTuple):
 
     output_gate_up: LinearConfig | None
     down_qkv: LinearConfig | None
+
+    def of(self, first: Fused, second: Fused | None) -> LinearConfig | None:
+        """Return the configuration of two neighbours that are one kernel, or None."""
+        if not isinstance(first, ResidualLinear) or first.norm is not None:
+            return None
+        if isinstance(second, GateUp):
+            return self.output_gate_up
+        return self.down_qkv if isinstance(second, NormLinear) else None
 
 
 _every: ContextVar[bool] = ContextVar("whether untuned pairs are one kernel", default=False)
@@ -56,112 +57,33 @@ def every_pair() -> Iterator[None]:
         _every.reset(token)
 
 
-class PairedLayers:
-    """The layers of a stack, for decode steps with pairs."""
+def tuned_pairs(
+    layer: Sequence[tuple[Fused, GpuLinear | None]], rows: int, dtype: torch.dtype
+) -> LayerPairs | None:
+    """Return the pairs of a step that were tuned to be faster than two kernels, or None.
 
-    def __init__(
-        self,
-        operations: Operations,
-        shape: StackShape,
-        layers: Layers,
-        device: torch.device,
-    ) -> None:
-        """Keep the layers, and a barrier on the device."""
-        self._operations, self._shape, self._layers = operations, shape, layers
-        # With norms of outputs the residual addition is left to the next kernel that norms.
-        self._supported = operations.pairs and not any(
-            norm is not None
-            for layer, _ in layers
-            for norm in (layer.attention_output_norm, layer.mlp_output_norm)
-        )
-        # Kept, as graphs are replayed with its address.
-        self._barrier = new_barrier(device)
+    None for more than four rows, and where a layer norms what attention or the MLP return.
 
-    def tuned(self, rows: int, dtype: torch.dtype) -> LayerPairs | None:
-        """Return the pairs of a step that were tuned to be faster than two kernels, or None.
-
-        None for more than four rows, where a layer norms what attention or the MLP return, and
-        where `fused_pair` is plain torch.
-        """
-        if rows > FEW_ROWS or not self._supported or not self._layers:
-            return None
-        _, (qkv, output, gate_up, down) = self._layers[0]
-        pairs = LayerPairs(
-            _tuned(PairShape.of(rows, output, gate_up, gated=True), dtype, output.weight),
-            _tuned(PairShape.of(rows, down, qkv, gated=False), dtype, down.weight),
-        )
-        return None if pairs == LayerPairs(None, None) else pairs
-
-    def run(self, x_TD: Tensor, step: DecodeAttention, pairs: LayerPairs) -> Tensor:
-        """Return the hidden states after the last layer, `[T, D]`, not normed.
-
-        Args:
-            x_TD: hidden states before the first layer.
-            step: attention of the layers.
-            pairs: as `tuned` returns them.
-        """
-        operations, gelu, tokens = self._operations, self._shape.gelu, x_TD.shape[0]
-        qkv_TN: Tensor | None = None
-        for index, (layer, (qkv, output, gate_up, down)) in enumerate(self._layers):
-            with operation("layer", index):
-                if qkv_TN is None:
-                    qkv_TN = x_TD.new_empty(tokens, qkv.weight.shape[0])
-                    with operation("norm_linear"):
-                        operations.norm_linear(x_TD, self._norm(layer.input_norm), qkv, qkv_TN)
-                attended_TK = step.attended(layer, qkv_TN, output.weight)
-
-                out_TD, norm = torch.empty_like(x_TD), self._norm(layer.mlp_norm)
-                inner_TF = x_TD.new_empty(tokens, self._shape.intermediate_size)
-                if pairs.output_gate_up is not None:
-                    with operation("output_gate_up"):
-                        operations.fused_pair(
-                            attended_TK,
-                            output,
-                            x_TD,
-                            out_TD,
-                            norm,
-                            gate_up,
-                            inner_TF,
-                            self._barrier,
-                            pairs.output_gate_up,
-                            gated=True,
-                            gelu=gelu,
-                        )
-                else:
-                    with operation("combine_output"):
-                        operations.residual_linear(attended_TK, output, x_TD, out_TD)
-                    with operation("gate_up"):
-                        operations.gate_up(out_TD, norm, gate_up, inner_TF, gelu=gelu)
-
-                x_TD, out_TD, qkv_TN = out_TD, torch.empty_like(x_TD), None
-                following = self._layers[index + 1 : index + 2]
-                if pairs.down_qkv is not None and following:
-                    ((next_layer, (next_qkv, *_)),) = following
-                    qkv_TN = x_TD.new_empty(tokens, next_qkv.weight.shape[0])
-                    with operation("down_qkv"):
-                        operations.fused_pair(
-                            inner_TF,
-                            down,
-                            x_TD,
-                            out_TD,
-                            self._norm(next_layer.input_norm),
-                            next_qkv,
-                            qkv_TN,
-                            self._barrier,
-                            pairs.down_qkv,
-                            gated=False,
-                        )
-                else:
-                    with operation("down"):
-                        operations.residual_linear(inner_TF, down, x_TD, out_TD)
-                x_TD = out_TD
-        return x_TD
-
-    def _norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.detach(), self._shape.eps, self._shape.offset_norms)
+    Args:
+        layer: the kernels of a layer with their products; those of all layers have these shapes.
+        rows: of the step.
+        dtype: of activations.
+    """
+    if rows > FEW_ROWS:
+        return None
+    products, fused = dict(layer), [fused for fused, _ in layer]
+    chosen: dict[str, LinearConfig | None] = {"output_gate_up": None, "down_qkv": None}
+    for first, second in product_pairs([fused, fused]):
+        weights = products[first], products[second]
+        assert weights[0] is not None
+        assert weights[1] is not None
+        shape = PairShape.of(rows, *weights, gated=isinstance(second, GateUp))
+        chosen[shape.name] = _tuned(shape, dtype, weights[0].weight)
+    pairs = LayerPairs(**chosen)
+    return None if pairs == LayerPairs(None, None) else pairs
 
 
-def _tuned(shape: PairShape, dtype: torch.dtype, weight: Tensor) -> LinearConfig | None:
+def _tuned(shape: PairShape, dtype: torch.dtype, weight: torch.Tensor) -> LinearConfig | None:
     """The sizes of a pair that was tuned to be faster than two kernels."""
     if _every.get():
         return default_pair_config(shape)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.attention import AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .prefill_tiles import PrefillTiling
 from .quantised_cache import (
@@ -37,25 +38,21 @@ __all__ = ["prefill_attention"]
 def prefill_attention(
     q_THD: Tensor,
     arena: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
-    tiles: Tensor,
+    place: LayerPlace,
+    batch: RaggedBatch,
     form: AttentionForm,
+    tiles: Tensor,
     tiling: PrefillTiling,
 ) -> Tensor:
-    """Attend to what `arena[layer]` holds: `[T, H, E]`, finite for padded tokens too.
+    """Attend to what `arena[place.position]` holds: `[T, H, E]`, finite for padded tokens too.
 
     Args:
         q_THD: queries, rotated, in the model's dtype.
         arena: the cache, where the step's own keys and values are written already.
-        layer: the first coordinate of this layer's part.
-        block_tables: int32 `[max_rows + 1, max_blocks]` of the layer's group.
-        token_rows_T: int64, row of each token (see the contract above).
-        positions_T: int64, position of each.
-        tiles: of these token rows, as `prefill_tiles` makes them for `tiling.tokens(H // G)`.
+        place: the layer's.
+        batch: its tokens, see the contract above.
         form: what the attention is; its scale is above 0.
+        tiles: of its token rows, as `prefill_tiles` makes them for `tiling.tokens(H // G)`.
         tiling: as `prefill_tiling` chooses it.
     """
     t, h, d = q_THD.shape
@@ -65,7 +62,8 @@ def prefill_attention(
         q_THD = q_THD.contiguous()
     out = q_THD.new_empty(t, h, e)
     assert form.scale > 0
-    views = cache_views(arena[layer], d, form.block_size, form.storage)
+    views = cache_views(arena[place.position], d, batch.block_size, form.storage)
+    block_tables = batch.block_tables[place.group]
     latent = views.values is None
     block_d, block_rest = _pieces(d)
     heads = tiling.heads(group)
@@ -75,8 +73,8 @@ def prefill_attention(
         q_THD,
         *views,
         block_tables,
-        token_rows_T,
-        positions_T,
+        batch.token_rows,
+        batch.positions,
         tiles,
         out,
         form.scale,
@@ -93,7 +91,7 @@ def prefill_attention(
         BLOCK_D=block_d,
         BLOCK_REST=block_rest,
         BLOCK_E=padded(e),
-        BLOCK_SIZE=form.block_size,
+        BLOCK_SIZE=batch.block_size,
         WINDOW=form.window,
         SOFTCAP=form.softcap,
         STORAGE=form.storage,

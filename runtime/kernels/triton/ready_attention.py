@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.attention import AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
 from .launch import launch, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, fp8_is_native
 from .split_attention import (
@@ -77,33 +78,32 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
 def decode_ready_attention(
     q_THD: Tensor,
     arena: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
+    place: LayerPlace,
+    batch: RaggedBatch,
     form: AttentionForm,
     partials: Partials,
     *,
     attended_TN: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Find the partials. Arguments as in `reference_paged_attention`, which writes besides, and in
-    `decode_attention`; the elements of a query are contiguous.
+    """Find the partials of one token a row. Arguments as in `reference_paged_attention`, which
+    writes besides, and in `decode_attention`; the elements of a query are contiguous.
     """
-    kv = arena[layer]
+    kv, block_tables = arena[place.position], batch.block_tables[place.group]
     tokens, heads, head_dim = q_THD.shape
     kv_heads, value_dim = kv.shape[2], form.value_dim
-    views = cache_views(kv, head_dim, form.block_size, form.storage)
+    views = cache_views(kv, head_dim, batch.block_size, form.storage)
     group = heads // kv_heads
     tile = tile or choose_tile(group, head_dim, value_dim, views.keys.element_size())
     only = attended_TN if partials.m.shape[2] == 1 else None
     launch(
         _decode_ready_attention,
         (kv_heads * triton.cdiv(group, tile.heads), partials.m.shape[2], tokens),
-        q_THD, *views, block_tables, token_rows_T, positions_T, *partials, only, q_THD.stride(0),
-        q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW, form.scale,
+        q_THD, *views, block_tables, batch.token_rows, batch.positions, *partials, only,
+        q_THD.stride(0), q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW,
+        form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=form.block_size,
+        GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=batch.block_size,
         STORAGE=form.storage, NATIVE_FP8=fp8_is_native(q_THD.device), SOFTCAP=form.softcap,
         BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim), HEADS=tile.heads,
         TILE=tile.positions,

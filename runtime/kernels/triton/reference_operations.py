@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import AttentionForm, reference_attend, reference_paged_attention
+from ..ops.batch import LayerPlace, RaggedBatch
 from .activation import reference_activate_rows
 from .begin import reference_begin_decode
 from .decode_attention import reference_decode_attention
@@ -22,6 +23,7 @@ from .head import reference_softcap
 from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
 from .norm import reference_norm_rows
 from .prefill_tiles import PrefillTiling, num_prefill_tiles
+from .rotated_heads import HeadRotation
 from .split_attention import Partials, reference_combine_splits
 from .store import reference_rotate_and_store
 
@@ -154,21 +156,12 @@ def combine_output(
 def decode_attention(
     qkv_TN: Tensor,
     arena: Tensor,
-    layer: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    offset_norms: bool,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
     form: AttentionForm,
     partials: Partials,
     *,
-    read_blocks: int,
     attended_TN: Tensor | None = None,
     counters: Tensor | None = None,
     next_weight: Tensor | None = None,
@@ -178,15 +171,15 @@ def decode_attention(
     Without `attended_TN` the first split holds the result, and the others have no positions.
     """
     tokens, kv_heads = qkv_TN.shape[0], arena.shape[3]
-    row_bytes = 2 * read_blocks * form.block_size * kv_heads * form.value_dim * qkv_TN.itemsize
+    positions = batch.read_blocks * batch.block_size
+    row_bytes = 2 * positions * kv_heads * form.value_dim * qkv_TN.itemsize
     rows = max(1, _GATHERED_BYTES // row_bytes)
     for start in range(0, tokens, rows):
         part = slice(start, min(start + rows, tokens))
+        angles = rotation._replace(cos=rotation.cos[part], sin=rotation.sin[part])
         out_TN = reference_decode_attention(
-            qkv_TN[part], arena, layer, q_norm, k_norm, eps, offset_norms, cos_TE[part],
-            sin_TE[part], slots_T[part], block_tables, token_rows_T[part], positions_T[part],
-            read_blocks, form,
-        )  # fmt: skip
+            qkv_TN[part], arena, place, angles, batch.of_rows(part), form
+        )
         if attended_TN is not None:
             attended_TN[part] = out_TN
             continue
@@ -214,21 +207,14 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
 def prefill_attention(
     q_THD: Tensor,
     arena: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    token_rows_T: Tensor,
-    positions_T: Tensor,
-    tiles: Tensor,
+    place: LayerPlace,
+    batch: RaggedBatch,
     form: AttentionForm,
+    tiles: Tensor,
     tiling: PrefillTiling,
-    *,
-    rows_R: Tensor,
-    read_blocks: int,
 ) -> Tensor:
     """See `prefill_attention.prefill_attention`."""
-    return reference_attend(
-        q_THD, arena, layer, block_tables, token_rows_T, rows_R, positions_T, read_blocks, form
-    )
+    return reference_attend(q_THD, arena, place, batch, form)
 
 
 def head(

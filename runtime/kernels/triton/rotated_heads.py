@@ -6,14 +6,32 @@ them (`models/modules.RMSNorm`, `models/rope.rotate`): after the norm and after 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .linear import Norm, reference_norm
 from .linear_tiles import normed
 
-__all__ = ["normed_and_turned", "reference_turned"]
+__all__ = ["HeadRotation", "normed_and_turned", "reference_rotated", "reference_turned"]
+
+
+class HeadRotation(NamedTuple):
+    """Norm and rotation of a layer's queries and keys."""
+
+    q_norm: Tensor | None
+    """Weights `[E]` of the norm of queries; None: there is none, of keys neither."""
+    k_norm: Tensor | None
+    eps: float
+    """Of these norms."""
+    offset_norms: bool
+    """They multiply by one plus their weight, see `models/modules.py`."""
+    cos: Tensor
+    """float32 `[T, E / 2]`, of the angles of the tokens' positions; a pair is (i, i + E / 2)."""
+    sin: Tensor
 
 
 @triton.jit
@@ -46,3 +64,16 @@ def reference_turned(x_TNE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     cos, sin = cos_TE[:, None], sin_TE[:, None]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_TNE.dtype)
+
+
+def reference_rotated(
+    q_THE: Tensor, k_TGE: Tensor, rotation: HeadRotation
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed where the model norms them, and rotated."""
+    weights = rotation.q_norm, rotation.k_norm
+    rotated = []
+    for x, weight in zip((q_THE, k_TGE), weights, strict=True):
+        if weight is not None:
+            x = reference_norm(x, Norm(weight, rotation.eps, rotation.offset_norms))
+        rotated.append(reference_turned(x, rotation.cos, rotation.sin))
+    return rotated[0], rotated[1]

@@ -1,7 +1,7 @@
 """The samplers of a GPU: two kernels for all sampling parameters, two for greedy sampling.
 
 Shapes: B rows of the step, R rows of the state, V vocabulary. The references in plain torch are
-`sample_full` and `sample_greedy` in `runtime/sampling/sampler.py`.
+`sample_full` and `sample_greedy` in `runtime/sampling/reference_sampler.py`.
 """
 
 from __future__ import annotations

@@ -6,20 +6,58 @@ rotation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.attention import AttentionForm, AttentionInputs
-from ..ops.stack import StackLayer, StackShape
+from ..ops.attention import AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
+from ..ops.layer_plan import Attend, BoundLayer, BoundModel
+from .fusion import Attention
 from .launch import num_multiprocessors
 from .operations import Operations
 from .prefill_tiles import PrefillTiling, prefill_tiling
+from .rotated_heads import HeadRotation
 from .split_attention import new_partials
 from .splits import choose_splits
 
-__all__ = ["DecodeAttention", "PrefillAttention"]
+__all__ = ["DecodeAttention", "LayerAttention", "PrefillAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Attention of a layer with its tensors and its place in the cache."""
+
+    attend: Attend
+    form: AttentionForm
+    place: LayerPlace
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    offset_norms: bool
+    rope: int
+    """Its kind of rotation: the first coordinate of cosines and sines."""
+
+    @classmethod
+    def of(cls, fused: Attention, layer: BoundLayer, model: BoundModel) -> LayerAttention:
+        """Bind the tensors of a layer."""
+        attend, norm = fused.attend, fused.qk_norm
+        traits = norm or model.plan.norm  # one that is not there has those of the others
+        sinks = None if attend.sinks is None else layer.tensor(attend.sinks)
+        return cls(
+            attend,
+            AttentionForm(
+                attend.scale, attend.window, attend.softcap, model.storage, attend.value_dim, sinks
+            ),
+            layer.place,
+            None if norm is None else layer.tensor(norm.q),
+            None if norm is None else layer.tensor(norm.k),
+            traits.eps,
+            traits.offset,
+            fused.rotate.kind,
+        )
 
 
 class _StepAttention:
@@ -28,29 +66,30 @@ class _StepAttention:
     def __init__(
         self,
         operations: Operations,
-        shape: StackShape,
+        like: LayerAttention,
         x_TD: Tensor,
         arena: Tensor,
-        inputs: AttentionInputs,
+        batch: RaggedBatch,
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> None:
+        """`like` is the attention of any layer: all have the same heads."""
         self.operations = operations
-        self.shape = shape
+        self.like = like
         self.x = x_TD
         self.arena = arena
-        self.inputs = inputs
+        self.batch = batch
         self.cos, self.sin = cos_KTE, sin_KTE
 
-    def form(self, layer: StackLayer) -> AttentionForm:
-        shape = self.shape
-        return AttentionForm(
-            self.inputs.block_size,
-            shape.scale,
-            layer.window,
-            shape.softcap,
-            shape.storage,
-            shape.head_dim,
+    def rotation(self, layer: LayerAttention) -> HeadRotation:
+        """Norm and rotation of a layer's heads in this step."""
+        return HeadRotation(
+            layer.q_norm,
+            layer.k_norm,
+            layer.eps,
+            layer.offset_norms,
+            self.cos[layer.rope],
+            self.sin[layer.rope],
         )
 
 
@@ -63,49 +102,38 @@ class DecodeAttention(_StepAttention):
     def __init__(self, counters: Tensor, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._counters = counters
-        tokens, shape, device = self.x.shape[0], self.shape, self.x.device
-        most = self.inputs.read_blocks * self.inputs.block_size
-        splits = choose_splits(tokens, shape.num_kv_heads, most, num_multiprocessors(device))
-        self.partials = new_partials(tokens, shape.num_heads, splits, shape.head_dim, device)
+        tokens, attend, device = self.x.shape[0], self.like.attend, self.x.device
+        most = self.batch.read_blocks * self.batch.block_size
+        splits = choose_splits(tokens, attend.kv_heads, most, num_multiprocessors(device))
+        self.partials = new_partials(tokens, attend.heads, splits, attend.value_dim, device)
 
     def attend(
         self,
-        layer: StackLayer,
+        layer: LayerAttention,
         qkv_TN: Tensor,
         attended_TK: Tensor | None,
         next_weight: Tensor | None,
     ) -> None:
         """Write keys and values, and attend: into `attended_TK`, or None leaves the partials."""
-        inputs, shape = self.inputs, self.shape
         with operation("decode_attention"):
             self.operations.decode_attention(
                 qkv_TN,
                 self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
-                self.form(layer),
+                layer.place,
+                self.rotation(layer),
+                self.batch,
+                layer.form,
                 self.partials,
-                read_blocks=inputs.read_blocks,
                 attended_TN=attended_TK,
                 counters=self._counters,
                 next_weight=next_weight,
             )
 
     def attended(
-        self, layer: StackLayer, qkv_TN: Tensor, next_weight: Tensor | None = None
+        self, layer: LayerAttention, qkv_TN: Tensor, next_weight: Tensor | None = None
     ) -> Tensor:
         """Attention of the layer, `[T, H * E]`."""
-        shape = self.shape
-        attended_TK = self.x.new_empty(self.x.shape[0], shape.num_heads * shape.head_dim)
+        attended_TK = self.x.new_empty(self.x.shape[0], layer.attend.features)
         self.attend(layer, qkv_TN, attended_TK, next_weight)
         return attended_TK
 
@@ -115,48 +143,28 @@ class PrefillAttention(_StepAttention):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        shape, tokens, rows = self.shape, self.x.shape[0], self.inputs.rows.shape[0]
+        attend, tokens, rows = self.like.attend, self.x.shape[0], self.batch.rows.shape[0]
         self.tiling: PrefillTiling = prefill_tiling(
             tokens,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
+            attend.heads,
+            attend.kv_heads,
+            attend.head_dim,
             self.x.dtype,
-            shape.storage,
+            self.like.form.storage,
             self.x.device,
         )
-        most = self.tiling.tokens(shape.num_heads // shape.num_kv_heads)
-        self.tiles = self.operations.prefill_tiles(self.inputs.token_rows, rows, most)
+        most = self.tiling.tokens(attend.heads // attend.kv_heads)
+        self.tiles = self.operations.prefill_tiles(self.batch.token_rows, rows, most)
 
-    def attended(self, layer: StackLayer, qkv_TN: Tensor) -> Tensor:
+    def attended(self, layer: LayerAttention, qkv_TN: Tensor) -> Tensor:
         """Write keys and values, and attend: `[T, H * E]`."""
-        inputs, shape, form = self.inputs, self.shape, self.form(layer)
+        place, form = layer.place, layer.form
         with operation("rotate_and_store"):
             q_THE = self.operations.rotate_and_store(
-                qkv_TN,
-                self.arena,
-                layer.position,
-                layer.q_norm,
-                layer.k_norm,
-                shape.eps,
-                shape.offset_norms,
-                self.cos[layer.rope],
-                self.sin[layer.rope],
-                inputs.slots[layer.group],
-                form,
+                qkv_TN, self.arena, place, self.rotation(layer), self.batch, form
             )
         with operation("prefill_attention"):
             out_THE: Tensor = self.operations.prefill_attention(
-                q_THE,
-                self.arena,
-                layer.position,
-                inputs.block_tables[layer.group],
-                inputs.token_rows,
-                inputs.positions,
-                self.tiles,
-                form,
-                self.tiling,
-                rows_R=inputs.rows,
-                read_blocks=inputs.read_blocks,
+                q_THE, self.arena, place, self.batch, form, self.tiles, self.tiling
             )
         return out_THE.flatten(1)

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.attention import AttentionForm
+from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.kv_storage import write_blocks
 from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import Norm, reference_norm
 from .quantised_cache import cache_views, store_vectors
-from .rotated_heads import normed_and_turned, reference_turned
+from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
 
 __all__ = [
     "reference_rotate_and_store",
@@ -38,12 +38,13 @@ def reference_store(
     arena: Tensor,
     layer: int,
     slots_T: Tensor,
-    form: AttentionForm,
+    block_size: int,
+    storage: str,
 ) -> None:
     """Plain torch; arguments as in `store_keys_and_values`."""
     for side, x in zip(arena[layer], (k_TGE, v_TGE), strict=False):
         assert x is not None, "an arena of two sides takes keys and values"
-        write_blocks(side, slots_T, x, form.block_size, form.storage)
+        write_blocks(side, slots_T, x, block_size, storage)
 
 
 def store_keys_and_values(
@@ -52,7 +53,8 @@ def store_keys_and_values(
     arena: Tensor,
     layer: int,
     slots_T: Tensor,
-    form: AttentionForm,
+    block_size: int,
+    storage: str,
 ) -> None:
     """Write keys `[T, G, E]` and values (None where the arena has one side) to `arena[layer]`.
 
@@ -62,7 +64,7 @@ def store_keys_and_values(
     t, g, e = k_TGE.shape
     k_TGE = _dense_vectors(k_TGE)
     v_TGE = None if v_TGE is None else _dense_vectors(v_TGE)
-    views = cache_views(arena[layer], e, form.block_size, form.storage)
+    views = cache_views(arena[layer], e, block_size, storage)
     assert (views.values is None) == (v_TGE is None), "as many sides as tensors"
     heads, warps = _heads_of_program(g, e)
     launch(
@@ -80,8 +82,8 @@ def store_keys_and_values(
         E=e,
         HEADS=heads,
         BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=form.block_size,
-        STORAGE=form.storage,
+        BLOCK_SIZE=block_size,
+        STORAGE=storage,
         num_warps=warps,
     )
 
@@ -89,39 +91,27 @@ def store_keys_and_values(
 def reference_rotate_and_store(
     qkv_TN: Tensor,
     arena: Tensor,
-    layer: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    offset_norms: bool,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
     """Plain torch; arguments and result as in `rotate_and_store`."""
     g = arena.shape[3]
     heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
     q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q = reference_norm(q, Norm(q_norm, eps, offset_norms))
-        k = reference_norm(k, Norm(k_norm, eps, offset_norms))
-    q, k = (reference_turned(x, cos_TE, sin_TE) for x in (q, k))
-    reference_store(k, v, arena, layer, slots_T, form)
+    q, k = reference_rotated(q, k, rotation)
+    slots_T = batch.slots[place.group]
+    reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
     return q
 
 
 def rotate_and_store(
     qkv_TN: Tensor,
     arena: Tensor,
-    layer: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    offset_norms: bool,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    slots_T: Tensor,
+    place: LayerPlace,
+    rotation: HeadRotation,
+    batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
     """Norm (if any) and rotate queries and keys, cache keys and values, return the queries
@@ -129,44 +119,38 @@ def rotate_and_store(
 
     Args:
         qkv_TN: `[T, (H + 2G) * E]`, contiguous: all query heads, then key heads, then value heads.
-        arena: all layers' cache; keys and values go to `arena[layer]`.
-        layer: see there.
-        q_norm: weights `[E]` of the norm of queries, or None.
-        k_norm: of keys, or None; both or none.
-        eps: of these norms.
-        offset_norms: they multiply by one plus their weight, see `models/modules.py`.
-        cos_TE: float32 `[T, E / 2]`, of the angles of the tokens' positions; a pair is
-            (i, i + E / 2).
-        sin_TE: likewise.
-        slots_T: int64, where each token goes.
-        form: block size, storage and E (its value_dim) are what counts.
+        arena: all layers' cache; keys and values go to `arena[place.position]`.
+        place: the layer's.
+        rotation: norms and angles.
+        batch: its write index is what counts.
+        form: storage and E (its value_dim) are what counts.
     """
     tokens, g, e = qkv_TN.shape[0], arena.shape[3], form.value_dim
     h = qkv_TN.shape[1] // e - 2 * g
     assert qkv_TN.is_contiguous()
-    assert (q_norm is None) == (k_norm is None)
+    assert (rotation.q_norm is None) == (rotation.k_norm is None)
     out = qkv_TN.new_empty(tokens, h, e)
     heads, warps = _heads_of_program(max(h, g), e)
     launch(
         _rotate_and_store_kernel,
         (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
         qkv_TN,
-        cos_TE,
-        sin_TE,
-        slots_T,
-        q_norm,
-        k_norm,
+        rotation.cos,
+        rotation.sin,
+        batch.slots[place.group],
+        rotation.q_norm,
+        rotation.k_norm,
         out,
-        *cache_views(arena[layer], e, form.block_size, form.storage),
-        eps,
+        *cache_views(arena[place.position], e, batch.block_size, form.storage),
+        rotation.eps,
         H=h,
         G=g,
         E=e,
         HEADS=heads,
         BLOCK_E=triton.next_power_of_2(e),
-        BLOCK_SIZE=form.block_size,
+        BLOCK_SIZE=batch.block_size,
         STORAGE=form.storage,
-        OFFSET_NORMS=offset_norms,
+        OFFSET_NORMS=rotation.offset_norms,
         num_warps=warps,
     )
     return out

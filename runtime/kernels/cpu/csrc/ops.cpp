@@ -90,11 +90,13 @@ at::Tensor packed_linear_cpu(const at::Tensor& x, const at::Tensor& packed,
 
 at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                const std::optional<at::Tensor>& v, at::Tensor& arena, int64_t layer,
-                               const at::Tensor& slots, const at::Tensor& block_tables,
+                               const at::Tensor& positions, const at::Tensor& slots,
                                const at::Tensor& token_rows, const at::Tensor& /*rows*/,
-                               const at::Tensor& positions, int64_t read_blocks, int64_t block_size,
-                               double scale, int64_t window, double softcap,
-                               std::string_view storage_name, int64_t value_dim) {
+                               const at::Tensor& block_tables, int64_t read_blocks,
+                               int64_t block_size, std::optional<int64_t> /*tokens_per_row*/,
+                               const std::optional<at::Tensor>& /*query_start_loc*/, double scale,
+                               int64_t window, double softcap, std::string_view storage_name,
+                               int64_t value_dim) {
   const Storage storage = storage_named("paged_attention", storage_name);
   TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && (!v || v->dim() == 3),
               "paged_attention: q, k, v are [tokens, heads, head_dim]; got ", q.sizes(), ", ",

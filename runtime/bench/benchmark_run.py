@@ -1,0 +1,153 @@
+"""What all measurements with engines share: device, engines, progress and the document."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+
+from ...profiling import bandwidth
+from ...profiling.device_state import DeviceMonitor
+from ..config import EngineConfig
+from ..engine.engine import Engine
+from ..errors import ConfigError
+from ..kernels import cpu_kernels_obstacle
+from ..loading.loader import resolve_source
+from ..resolved_config import ResolvedConfig, resolve_device
+from .options import MODES
+from .results.document import new_document
+from .results.step_plot import MeasuredSteps
+
+__all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]
+
+
+class ModelKind(NamedTuple):
+    """A model with its dtypes (of the model, its linear weights, its cache), as flags name them."""
+
+    model: str
+    dtype: str
+    weight_dtype: str
+    kv_dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.dtype} weights {self.weight_dtype} KV {self.kv_dtype}"
+
+
+class StepMode(NamedTuple):
+    """How the steps of an engine run, as flags name it."""
+
+    mode: str
+    kernels: str
+
+    def __str__(self) -> str:
+        return self.mode if self.kernels == "auto" else f"{self.mode} with {self.kernels} kernels"
+
+
+def modes_of(device: torch.device) -> tuple[str, ...]:
+    """Return the modes that a device supports, the fastest last."""
+    if device.type != "cpu":
+        return MODES
+    return ("eager", "compile") if cpu_kernels_obstacle() is None else ("eager",)
+
+
+def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
+    """Return the choices for a model; only its configuration is read.
+
+    Raises:
+        CheckpointError: the model does not exist.
+        ConfigError: it cannot run with this configuration: names the model and the reason.
+    """
+    source = resolve_source(model, config_only=True).config
+    try:
+        return ResolvedConfig.resolve(config, source)
+    except ConfigError as error:
+        raise ConfigError(f"{model}: {error}") from error
+
+
+class BenchmarkRun:
+    """One run of the command line."""
+
+    all_modes = False
+    """Whether every mode of the device is measured by default, else the fastest."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and all engines, and measure the bandwidth.
+
+        Raises:
+            StepgraphError: an engine cannot run as configured; nothing was measured yet.
+        """
+        self.options = options
+        self.console = Console(stderr=True)
+        self.device = resolve_device(options.device)
+        self.monitor = DeviceMonitor.of(self.device)
+        modes = modes_of(self.device)
+        self.modes = self._step_modes(options.mode or (modes if self.all_modes else modes[-1:]))
+        self.kinds = self._check_kinds()
+        self.say("measuring the read bandwidth of the device")
+        self.bandwidth = bandwidth.measure_read_bandwidth(self.device)
+        self.document = new_document(self.device, self.bandwidth)
+        """The content of `--output-json`; has an entry as soon as it is measured."""
+        self.steps = MeasuredSteps(options)
+
+    def run(self) -> None:
+        """Measure, and write the document after each entry."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Print progress to stderr."""
+        self.console.print(text, style="dim", highlight=False, markup=False)
+
+    def config(self, kind: ModelKind, mode: StepMode, **sizes: Any) -> EngineConfig:
+        """Return the configuration of an engine; `sizes` are further fields."""
+        options = self.options
+        fields: dict[str, Any] = {
+            "device": str(self.device),
+            **dict(zip(("dtype", "weight_dtype", "kv_dtype"), kind[1:], strict=True)),
+            "mode": mode.mode,
+            "kernels": mode.kernels,
+            "prefill_chunk": options.prefill_chunk,
+            "prefix_cache": False,  # every repetition prefills its prompts
+            "seed": options.seed,
+        }
+        return EngineConfig(**fields | sizes)
+
+    def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
+        """Start an engine; `what` is what it is started for."""
+        if what:
+            self.say(f"{kind} {StepMode(config.mode, config.kernels)}, {what}")
+        return Engine.from_pretrained(kind.model, config, progress=False)
+
+    def start_budgeted(
+        self, kind: ModelKind, config: EngineConfig, input_len: int, rows: int
+    ) -> Engine:
+        """Start an engine for `rows` rows and prompts of `input_len`, with or without a budget."""
+        budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
+        return self.start(kind, config, f"{rows} rows, prompts of {input_len}, {budget}")
+
+    def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
+        """Return every combination of modes and `--kernels` once.
+
+        Eager first: tokens and logits of the other modes are compared with it.
+        """
+        ordered = sorted(modes, key=MODES.index)
+        return list(dict.fromkeys(StepMode(m, k) for m in ordered for k in self.options.kernels))
+
+    def _check_kinds(self) -> list[ModelKind]:
+        """Return the models and dtypes to be measured, once each, in the order of the flags.
+
+        `auto` and the dtype that it resolves to are one engine.
+        """
+        options = self.options
+        kinds: dict[tuple[object, ...], ModelKind] = {}
+        for values in itertools.product(
+            options.model, options.dtype, options.weight_dtype, options.kv_dtype
+        ):
+            kind = ModelKind(*values)
+            for mode in self.modes:
+                found = resolve_engine(kind.model, self.config(kind, mode))
+                kinds.setdefault((kind.model, found.dtype, found.weights, found.storage), kind)
+        return list(kinds.values())

@@ -1,0 +1,112 @@
+"""Memory of engines in a benchmark: equal shares of a device, and blocks for given requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ...cache.memory.device_memory import DeviceMemory
+from ...cache.memory.handler import MemoryBudgetError
+from ...cache.memory.memory_plan import MemoryPlan
+from ..config import DEFAULT_MEMORY_FRACTION, EngineConfig
+from ..engine.startup import layer_groups, plan_engine
+from ..errors import ConfigError
+from ..kernels import select_kernels
+from ..loading.loader import resolve_source
+from ..models.config import ModelConfig
+from ..resolved_config import ResolvedConfig
+
+__all__ = ["RequestBlocks", "share_memory"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestBlocks:
+    """Blocks of requests of one length."""
+
+    each: int
+    """The most blocks that one of them holds at once, over all layer groups."""
+    num_groups: int
+    num_sliding: int
+    """Layer groups with a sliding window."""
+    block_bytes: int
+    """Over the layers of a group; equal in every group."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: EngineConfig, num_tokens: int) -> RequestBlocks:
+        """Count the blocks of a request of `num_tokens` tokens, prompt and output.
+
+        Raises:
+            ConfigError: the configuration does not work on this device or with this model.
+        """
+        groups = layer_groups(model, ResolvedConfig.resolve(config, model))
+        size = config.block_size
+        return cls(
+            sum(g.spec.most_blocks(num_tokens, size, config.prefill_chunk) for g in groups),
+            len(groups),
+            sum(g.spec.window_tokens is not None for g in groups),
+            groups[0].spec.block_bytes(size) * len(groups[0].layers),
+        )
+
+    def pool(self, rows: int) -> int:
+        """Return a pool size, null block included, in which `rows` requests never lack a block.
+
+        The one that is admitted last leaves a block in each group to every other.
+        """
+        return rows * (self.each + self.num_groups) + 1
+
+    def full_pool(self, rows: int) -> int:
+        """Return the smallest such pool size if the rows fill one more block while all decode.
+
+        They leave that block to others until then; sliding windows take no more blocks.
+        """
+        return rows * (self.each + self.num_sliding) + 1
+
+
+def share_memory(
+    model: str, configs: Sequence[EngineConfig], device: torch.device, fraction: float | None
+) -> list[EngineConfig]:
+    """Return the configurations of engines that share the device's memory equally.
+
+    Each share is in bytes of what is free before the first engine starts: a fraction would apply
+    to what the others left. Plans are made without reading a weight.
+
+    Args:
+        model: as `Engine.from_pretrained`.
+        configs: of the engines, on `device`.
+        device: of the engines.
+        fraction: of the free memory, for all of them together; None: the default of one engine.
+
+    Raises:
+        MemoryBudgetError: they do not fit together. Names the one that does not fit its share.
+    """
+    if fraction is None:
+        fraction = DEFAULT_MEMORY_FRACTION[device.type]
+    memory = DeviceMemory.of(device)
+    # At least 1 byte: 0 is not a valid budget, and the plan reports that a byte is too few.
+    share = max(1, int(fraction * memory.available) // len(configs))
+    shared = [
+        dataclasses.replace(config, memory_fraction=None, memory_bytes=share) for config in configs
+    ]
+    plans = [_plan(model, config, memory) for config in shared]
+    total = sum(plan.total for plan in plans)
+    host = sum(plan.host_total for plan in plans if not plan.host_shared)
+    if total > memory.available or host > memory.host_available:
+        raise MemoryBudgetError(
+            f"together they take {total} bytes of {memory.available} on the device, and {host} of"
+            f" {memory.host_available} on the host"
+        )
+    return shared
+
+
+def _plan(model: str, config: EngineConfig, memory: DeviceMemory) -> MemoryPlan:
+    source = resolve_source(model, config_only=True).config
+    resolved = ResolvedConfig.resolve(config, source)
+    kernels = select_kernels(
+        resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
+    )
+    try:
+        return plan_engine(source, resolved, kernels, layer_groups(source, resolved), memory)
+    except ConfigError as error:  # the cache of this share cannot hold the longest sequence
+        raise MemoryBudgetError(str(error)) from error

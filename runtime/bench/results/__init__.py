@@ -1,0 +1,1 @@
+"""The JSON document of the benchmark, comparisons of two, and the tables."""

@@ -1,0 +1,373 @@
+"""The columns of the benchmark's tables: a format of the fields of an entry for each head."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ....cache.memory.memory_plan import format_bytes
+
+__all__ = ["CHECK_COLUMN", "TABLES", "Cell", "Entry", "Table", "baseline_columns", "table_rows"]
+
+Entry = Mapping[str, Any]
+Cell = str | Callable[[Entry], str]
+"""A format string over the fields of an entry (see `CellFormatter`), or a function."""
+
+
+class CellFormatter(string.Formatter):
+    """Formats fields such as `{step_ms[p50]:.2f}`; a field that is null or absent is a dash.
+
+    Additional formats: `dist` is p50 / p90 / p99, `MB` bytes in 10^6, `size` bytes with a unit.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name, *keys = field_name.replace("]", "").split("[")
+        value = kwargs.get(name)
+        for key in keys:
+            value = None if value is None else value.get(key)
+        return value, name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "-"
+        if format_spec == "dist":
+            return " / ".join(self.format_field(value[p], ".2f") for p in ("p50", "p90", "p99"))
+        if format_spec == "MB":
+            return f"{value / 1e6:.1f}"
+        if format_spec == "size":
+            return format_bytes(value)
+        return format(value, format_spec)
+
+
+_format = CellFormatter().vformat
+
+
+class Table(NamedTuple):
+    """A table of a scenario."""
+
+    columns: Mapping[str, Cell]
+    rows: Callable[[Entry], Sequence[Entry]] = lambda entry: [entry]
+    """Splits an entry of the document into the rows of this table."""
+    title: str | None = None
+    text_columns: int = 5
+    """The first columns, which are aligned to the left."""
+
+
+def _mode(entry: Entry) -> str:
+    """Return the mode, and the kernels unless they are those that `auto` takes."""
+    usual = "torch" if entry["mode"] == "eager" else "native"
+    kernels = entry.get("kernels", usual)
+    return entry["mode"] if kernels == usual else f"{entry['mode']}, {kernels}"
+
+
+_DTYPES = {"dtype": "{dtype}", "weights": "{weight_dtype}", "KV": "{kv_dtype}"}
+_ENGINE: dict[str, Cell] = {"model": "{model}", **_DTYPES, "mode": _mode}
+_ROOFLINE = "{roofline[fraction]:.0%}"
+_SIZES = {"batch": "{batch_size}", "input": "{input_len}", "output": "{output_len}"}
+_ROWS = {"rows": "{batch_size}", "prompt": "{input_len}"}
+
+_STEADY = Table(
+    {
+        **_ENGINE,
+        **_SIZES,
+        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
+        "step ms p50 / p90 / p99": "{step_ms:dist}",
+        "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+        "n": "{step_ms[n]}",
+        "spread": "{spread:.1%}",
+        "host µs": "{host_us[p50]:.0f}",
+        "tok/s": "{tokens_per_second:.1f}",
+        "MB/step": "{roofline[bytes_per_step]:MB}",
+        "roofline": _ROOFLINE,
+        "padding": "{padding:.0%}",
+        "KV MB": "{kv_bytes:MB}",
+        "= eager": "{correct[tokens_equal_eager]:.0%}",
+        "max logit error": "{correct[max_abs_logit_error]:.2g}",
+    }
+)
+CHECK_COLUMN: dict[str, Cell] = {
+    "tokens checked": lambda entry: (
+        "-"
+        if entry.get("check") is None
+        else f"{entry['check']['tokens']} {'ok' if entry['check']['passed'] else 'FAILED'}"
+    )
+}
+
+
+def baseline_columns(method: str) -> dict[str, Cell]:
+    """Return the columns of a decoding method of transformers; failed cases have dashes."""
+
+    def column(cell: str) -> Callable[[Entry], str]:
+        def show(entry: Entry) -> str:
+            for found in entry["baselines"]:
+                if found["method"] == method and found["error"] is None:
+                    return _format(cell, (), found)
+            return "-"
+
+        return show
+
+    return {
+        f"transformers {method} step ms p50 (n)": column("{step_ms[p50]:.2f} ({step_ms[n]})"),
+        f"times faster than {method}": column("{speedup:.2f}"),
+        f"= {method}": column("{tokens_equal:.0%}"),
+    }
+
+
+def _chunk_tokens(entry: Entry) -> str:
+    tokens = sorted(round(c["tokens"]) for c in entry["chunks"] for _ in range(c["n"]))
+    return f"{tokens[0]} - {tokens[-1]}, p50 {tokens[len(tokens) // 2]}" if tokens else "-"
+
+
+def _p99_to_bound(entry: Entry) -> str:
+    p99 = entry["itl_ms"]["p99"]
+    return "-" if p99 is None else f"{p99 / entry['bound_ms']:.2f}"
+
+
+_INTERFERENCE = Table(
+    {
+        **_ENGINE,
+        **_ROWS,
+        "max ITL ms": "{max_itl_ms:g}",
+        "chunk tokens": _chunk_tokens,
+        "decode ms p50": "{decode_step_ms[p50]:.2f}",
+        "chunk ms": "{chunk_ms:.2f}",
+        "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+        "max": "{itl_ms[max]:.2f}",
+        "n": "{itl_ms[n]}",
+        "bound ms": "{bound_ms:.2f}",
+        "p99 / bound": _p99_to_bound,
+        "over budget": lambda entry: (
+            "-"
+            if entry["step_budget"] is None
+            else "{over_budget} of {n}".format_map(entry["step_budget"])
+        ),
+        "roofline": _ROOFLINE,
+        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
+        "served": "{first_tokens} of {arrivals}",
+    }
+)
+_CHURN = Table(
+    {
+        **_ENGINE,
+        **_ROWS,
+        "output": "{output_len}",
+        "max ITL ms": "{max_itl_ms:g}",
+        "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+        "max": "{itl_ms[max]:.2f}",
+        "n": lambda entry: "0" if entry["itl_ms"] is None else str(entry["itl_ms"]["n"]),
+        "step ms p50 / p90 / p99": "{step_ms:dist}",
+        "roofline": _ROOFLINE,
+        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
+        "occupancy": "{occupancy:.0%}",
+        "padding": "{padding:.0%}",
+        "preempted": "{preemptions}",
+        "requests": "{requests}, {aborted} left",
+    }
+)
+
+
+def _start_rows(entry: Entry) -> Sequence[Entry]:
+    """Return the entry with its phases, and the seconds that none of them covers."""
+    phases = {"imports": entry["import_seconds"], "compile_kernels": 0.0}  # if Triton is not used
+    shown = ("kernels", "load", "compile_kernels", "prepare", "measure")
+    measured = entry["start"]["phases"]
+    phases |= {name: measured[name] for name in shown if name in measured}
+    other = entry["total_seconds"] - sum(phases.values())
+    built = {None: None, True: "built", False: "found"}[entry["start"]["kernels_built"]]
+    return [{**entry, "phases": phases, "other": other, "built": built}]
+
+
+_START = Table(
+    {
+        **_ENGINE,
+        "buckets": lambda entry: " ".join(map(str, entry["buckets"])),
+        "start": "{number}",
+        "total s": "{total_seconds:.1f}",
+        "imports": "{phases[imports]:.1f}",
+        "kernels": "{phases[kernels]:.1f}",
+        "load": "{phases[load]:.1f}",
+        "compile kernels": "{phases[compile_kernels]:.1f}",
+        "prepare": "{phases[prepare]:.1f}",
+        "measure": "{phases[measure]:.1f}",
+        "other": "{other:.1f}",
+        "kernel library": "{built}",
+        "compiled code: found / made": "{start[code_cache][hits]} / {start[code_cache][misses]}",
+    },
+    _start_rows,
+)
+_KERNELS = Table(
+    {
+        "model": "{model}",
+        **_DTYPES,
+        "kernel": "{kernel}",
+        "rows": "{rows}",
+        "context": "{context}",
+        "launches": "{launches}",
+        "MB": "{bytes:MB}",
+        "predicted µs": "{predicted_us:.2f}",
+        "measured µs p50 / p90 / p99": "{measured_us:dist}",
+        "measured / predicted": lambda e: f"{e['measured_us']['p50'] / e['predicted_us']:.2f}",
+        "bandwidth": "{bandwidth_fraction:.0%}",
+        "torch.mm µs": "{library_us:.2f}",
+    }
+)
+_NEIGHBOURS = Table(
+    {
+        **_ENGINE,
+        **{name: _SIZES[name] for name in ("batch", "input")},
+        "busy": "{neighbours}",
+        "runtime": "{name}",
+        "step ms p50 / p90 / p99": lambda e: (
+            "failed" if e["step_ms"] is None else _format("{step_ms:dist}", (), e)
+        ),
+        "p50 to peer": "{ratio_p50:.2f}",
+        "p90 to peer": "{ratio_p90:.2f}",
+        "p99 / p50": "{p99_to_p50:.2f}",
+        "n": "{step_ms[n]}",
+        "spread": "{spread:.1%}",
+    },
+    lambda entry: [{"name": "stepgraph", **entry}, *(entry | peer for peer in entry["peers"])],
+    text_columns=9,
+)
+_PREFIX = Table(
+    {
+        **_ENGINE,
+        **_ROWS,
+        "shared": "{prefix_len}",
+        "first TTFT ms p50: off / on": (
+            "{unshared[first_ttft_ms][p50]:.1f} / {first_ttft_ms[p50]:.1f}"
+        ),
+        "cold TTFT ms p50 / p90 / p99": "{unshared[ttft_ms]:dist}",
+        "warm TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
+        "n": "{ttft_ms[n]}",
+        "cold / warm": "{ttft_ratio:.2f}",
+        "hit rate": "{hit_rate:.0%}",
+        "computed tokens: off / on": "{unshared[computed_tokens]:,} / {computed_tokens:,}",
+        "prompt tok/s: off / on": (
+            "{unshared[prompt_tokens_per_second]:,.0f} / {prompt_tokens_per_second:,.0f}"
+        ),
+        "tok/s saved": "{saved_tokens_per_second:,.0f}",
+        "ITL ms p50: off / on": "{unshared[itl_ms][p50]:.2f} / {itl_ms[p50]:.2f}",
+        "spread: off / on": "{unshared[spread]:.1%} / {spread:.1%}",
+        "blocks: off / on": "{unshared[blocks_in_use]} / {blocks_in_use}",
+        "roofline": _ROOFLINE,
+        "= unshared": "{tokens_equal:.0%}",
+    }
+)
+
+
+def _term_rows(entry: Entry) -> Sequence[Entry]:
+    """Return a row for each memory term that is not 0, for their sum, and for the process."""
+    terms = {
+        name.replace("_", " "): (term["planned"], term["measured"])
+        for name, term in entry["memory"].items()
+        if term["planned"] or term["measured"]
+    }
+    both = [(planned, held) for planned, held in terms.values() if held is not None]
+    terms["measured terms"] = (sum(p for p, _ in both), sum(held for _, held in both))
+    process = entry["process_bytes"]
+    for state in ("started", "filled"):
+        terms[f"process, {state}"] = (None, process[state] - process["before"])
+    return [
+        {**entry, "term": name, "planned": planned, "measured": held, "difference": difference}
+        for name, (planned, held) in terms.items()
+        for difference in [None if None in (planned, held) else held - planned]
+    ]
+
+
+def _difference(entry: Entry) -> str:
+    difference = entry["difference"]
+    if difference is None:
+        return "-"
+    return ("+" if difference > 0 else "") + format_bytes(difference)
+
+
+def _scarcity_rows(entry: Entry) -> Sequence[Entry]:
+    runs = entry["scarcity"]
+    names = {"none": "never", "recompute": "compute again", "swap": "swap"}
+    return [
+        {**entry, **run, "preemption": names[run["preemption"]]}
+        | {"of_unlimited": run["tokens_per_second"] / runs[0]["tokens_per_second"]}
+        for run in runs
+    ]
+
+
+_MEMORY_ENGINE: dict[str, Cell] = {**_ENGINE, "rows": "{batch_size}"}
+_MEMORY = (
+    Table(
+        {
+            **_MEMORY_ENGINE,
+            "term": "{term}",
+            "planned": "{planned:size}",
+            "measured": "{measured:size}",
+            "measured - planned": _difference,
+        },
+        _term_rows,
+        "Memory of an engine",
+        text_columns=7,
+    ),
+    Table(
+        {
+            **_MEMORY_ENGINE,
+            "prompt": "{input_len}",
+            "context": "{mean_context:.0f}",
+            "blocks": "{blocks_in_use} of {usable_blocks}",
+            "full": "{fill:.0%}",
+            "slack": "{slack:.1%}",
+            "padding": "{padding:.0%}",
+            "KV MB": "{kv_bytes:MB}",
+            "step ms p50 / p90 / p99": "{step_ms:dist}",
+            "n": "{step_ms[n]}",
+            "MB/step": "{roofline[bytes_per_step]:MB}",
+            "roofline": _ROOFLINE,
+        },
+        lambda entry: [entry | step for step in entry["steps"]],
+        "Step time as the cache fills",
+    ),
+    Table(
+        {
+            **_MEMORY_ENGINE,
+            "prompt": "{input_len}",
+            "output": "{output_len}",
+            "out of blocks": "{preemption}",
+            "blocks": "{usable_blocks}",
+            "preempted": "{preemptions}",
+            "blocks out / in": "{swapped_out} / {swapped_in}",
+            "computed again": "{recomputed_tokens}",
+            "tok/s": "{tokens_per_second:.1f}",
+            "of unlimited": "{of_unlimited:.0%}",
+            "spread": "{spread:.1%}",
+            "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+            "max": "{itl_ms[max]:.2f}",
+            "roofline": _ROOFLINE,
+            "= unlimited": "{tokens_equal:.0%}",
+            "left": "{blocks_left}",
+        },
+        _scarcity_rows,
+        "Cost of too few blocks",
+    ),
+)
+TABLES: dict[str, tuple[Table, ...]] = {
+    "interference": (_INTERFERENCE,),
+    "churn": (_CHURN,),
+    "start": (_START,),
+    "kernels": (_KERNELS,),
+    "prefix": (_PREFIX,),
+    "neighbours": (_NEIGHBOURS,),
+    "memory": _MEMORY,
+    "cases": (_STEADY,),
+}
+"""By the name of the list in the document; `cases` is that of steady."""
+
+
+def table_rows(table: Table, entries: Sequence[Entry]) -> list[dict[str, str]]:
+    """Return the cells of each row, by the head of their column."""
+    return [
+        {
+            head: _format(cell, (), row) if isinstance(cell, str) else cell(row)
+            for head, cell in table.columns.items()
+        }
+        for entry in entries
+        for row in table.rows(entry)
+    ]

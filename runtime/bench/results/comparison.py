@@ -1,0 +1,342 @@
+"""Two runs of the benchmark, case by case: ratios of their times, and bounds from their noise.
+
+The repetitions of a case differ by more than the steps within one: what disturbs a machine lasts
+longer than a step. So a repetition counts as one observation, its median, and the bounds of a ratio
+come from the least and the greatest of them:
+
+    low  = min(new) / max(old)        high = max(new) / min(old)
+
+where `old` and `new` are the medians of the repetitions and the median of all steps, so that the
+ratio of the latter lies between. The least and the greatest of k independent observations have the
+true median between them with probability 1 - 2^(1 - k), whatever its distribution: all k lie on one
+side of it with probability 2 * 2^-k (David and Nagaraja, "Order Statistics", 3rd edition, section
+7.1). If that holds for both runs, the bounds have the true ratio between them, so they do with
+at least (1 - 2^(1 - k_old)) * (1 - 2^(1 - k_new)), the `confidence`.
+
+Standard library only, but for the errors.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ...errors import StepgraphError
+
+__all__ = [
+    "COMPARED",
+    "SCHEMA_VERSION",
+    "Compared",
+    "Observed",
+    "ResultsError",
+    "case_of",
+    "compare",
+    "confidence",
+    "ratio_bounds",
+    "read_results",
+    "slower_than",
+]
+
+SCHEMA_VERSION = 1
+"""Of the document."""
+ENVIRONMENT = ("device", "driver", "cpu", "threads", "torch", "python", "system", "commit")
+"""Fields of the environment whose differences are reported."""
+
+
+class ResultsError(StepgraphError, ValueError):
+    """A file has no results that can be compared: the message names it and the reason."""
+
+
+class Compared(NamedTuple):
+    """What is compared of a scenario."""
+
+    entries: str
+    """The list in the document."""
+    keys: tuple[str, ...]
+    """Fields that two entries must share to be compared."""
+    metrics: tuple[tuple[str, str], ...]
+    """Distributions in milliseconds, and which of their values."""
+
+
+_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
+_SIZES = (*_ENGINE, "batch_size", "input_len", "prefill_chunk")
+_ITL = (("itl_ms", "p50"), ("itl_ms", "p99"))
+
+COMPARED = {
+    "steady": Compared("cases", (*_SIZES, "output_len", "steps_per_launch"), (("step_ms", "p50"),)),
+    "interference": Compared("interference", (*_SIZES, "steps", "max_itl_ms"), _ITL),
+    "churn": Compared("churn", (*_SIZES, "output_len", "steps", "max_itl_ms"), _ITL),
+    "prefix": Compared("prefix", (*_SIZES, "output_len"), (("ttft_ms", "p50"), ("step_ms", "p50"))),
+    "neighbours": Compared(
+        "neighbours", (*_SIZES, "steps", "neighbours"), (("step_ms", "p50"), ("step_ms", "p99"))
+    ),
+}
+"""By scenario."""
+
+_OPTIONAL = ("weight_dtype", "kernels", "prefill_chunk", "steps_per_launch")
+"""Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`."""
+_MIN_MS, _MAX_MS = 1e-9, 1e12
+"""No step takes less than a picosecond, or more than thirty years."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A time of one run, and its value in each repetition."""
+
+    value: float
+    repetitions: tuple[float, ...]
+    """Empty if repetitions cannot be told apart."""
+
+
+def ratio_bounds(old: Observed, new: Observed) -> tuple[float, float] | None:
+    """Return the bounds of new / old; None unless both runs have several repetitions."""
+    if min(len(old.repetitions), len(new.repetitions)) < 2:
+        return None
+    olds, news = ((side.value, *side.repetitions) for side in (old, new))
+    return min(news) / max(olds), max(news) / min(olds)
+
+
+def confidence(old: int, new: int) -> float:
+    """Return the least probability that bounds from so many repetitions hold."""
+    return (1 - 2.0 ** (1 - old)) * (1 - 2.0 ** (1 - new))
+
+
+def case_of(entry: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return what an entry is matched by; a device is its type, without a number.
+
+    An optional key that the entry lacks is absent here as well. A budget that the scenario chose
+    follows from the machine's speed, so it is `auto`.
+    """
+    case = {key: entry[key] for key in keys if key in entry}
+    if "weight_dtype" in keys:
+        case.setdefault("weight_dtype", entry["dtype"])
+    case["device"] = entry["device"].partition(":")[0]
+    if "max_itl_ms" in keys and entry.get("automatic_budget"):
+        case["max_itl_ms"] = "auto"
+    return case
+
+
+def compare(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    scenario: str,
+    old_name: str,
+    new_name: str | None,
+    fail_above: float | None,
+) -> dict[str, Any]:
+    """Return the `comparison` of the benchmark's JSON.
+
+    Args:
+        old: a document as `read_results` returns it.
+        new: another, or that of this run.
+        scenario: of both.
+        old_name: the file that `old` was read from.
+        new_name: the file that `new` was read from; None: this run.
+        fail_above: the largest ratio that is no failure.
+    """
+    name, every_key, metrics = COMPARED[scenario]
+    cases = [case_of(entry, every_key) for side in (old, new) for entry in side[name]]
+    keys = [key for key in every_key if all(key in case for case in cases)]
+    old_entries, new_entries = (
+        [(case_of(entry, keys), entry) for entry in side[name]] for side in (old, new)
+    )
+    old_cases, new_cases = ([case for case, _ in side] for side in (old_entries, new_entries))
+    return {
+        "old": old_name,
+        "new": new_name,
+        "fail_above": fail_above,
+        "entries": [
+            entry
+            for case, ours in new_entries
+            for other, theirs in old_entries
+            if case == other
+            for metric in metrics
+            if (entry := _entry(case, *metric, theirs, ours, fail_above)) is not None
+        ],
+        "only_old": [case for case in old_cases if case not in new_cases],
+        "only_new": [case for case in new_cases if case not in old_cases],
+        "not_matched_by": [key for key in every_key if key not in keys],
+        "environment": [
+            {"name": name, "old": theirs, "new": ours}
+            for name in ENVIRONMENT
+            for theirs, ours in [(old["environment"].get(name), new["environment"].get(name))]
+            if theirs != ours
+        ],
+    }
+
+
+def slower_than(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of a comparison that are above its limit."""
+    return [entry for entry in comparison["entries"] if entry["above"]]
+
+
+def _entry(
+    case: dict[str, Any],
+    metric: str,
+    percentile: str,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    fail_above: float | None,
+) -> dict[str, Any] | None:
+    """Return the comparison of a case; None if one of the runs did not observe the metric."""
+    before, after = (_observed(entry, metric, percentile) for entry in (old, new))
+    if before is None or after is None:
+        return None
+    ratio, bounds = after.value / before.value, ratio_bounds(before, after)
+    low, high = bounds or (None, None)
+    counts = len(before.repetitions), len(after.repetitions)
+    return {
+        "case": case,
+        "metric": f"{metric}.{percentile}",
+        "old": before.value,
+        "new": after.value,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "confidence": None if bounds is None else confidence(*counts),
+        "repetitions_old": counts[0],
+        "repetitions_new": counts[1],
+        "n_old": old[metric]["n"],
+        "n_new": new[metric]["n"],
+        "above": None if fail_above is None else ratio > fail_above,
+    }
+
+
+def _observed(entry: Mapping[str, Any], metric: str, percentile: str) -> Observed | None:
+    summary = entry[metric]
+    if summary is None or summary[percentile] is None:
+        return None
+    repeated = (metric, percentile) == ("step_ms", "p50")
+    return Observed(summary[percentile], _repetitions(entry) if repeated else ())
+
+
+def _repetitions(case: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the median step of each repetition.
+
+    A file without them may have them in its samples, if every repetition has as many.
+    """
+    medians: Sequence[float] | None = case.get("repetition_ms")
+    if medians is not None:
+        return tuple(medians)
+    samples: Sequence[float] = case.get("samples", {}).get("step_ms", ())
+    each = case["output_len"] - 1
+    if case.get("steps_per_launch", 1) != 1 or each < 1 or len(samples) % each:
+        return ()
+    return tuple(
+        statistics.median(samples[start : start + each]) for start in range(0, len(samples), each)
+    )
+
+
+def read_results(path: Path, scenario: str | None) -> tuple[str, dict[str, Any]]:
+    """Read a document that `--output-json` wrote; return its scenario and itself.
+
+    Checks only what a comparison uses.
+
+    Args:
+        path: the file.
+        scenario: what it must be of; None: any that can be compared.
+
+    Raises:
+        ResultsError: it cannot be read, is not JSON, has another schema version or scenario, no
+            results, two of one case, or numbers that cannot be times.
+    """
+    try:
+        return _check_document(path.read_text(encoding="utf-8"), scenario)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (RecursionError, UnicodeDecodeError):
+        reason = "it is no JSON"
+    except json.JSONDecodeError as error:
+        reason = f"it is no JSON, or ends too early: {error}"
+    except ValueError as error:
+        reason = str(error)
+    raise ResultsError(f"cannot compare with {path}: {reason}")
+
+
+def _check_document(text: str, scenario: str | None) -> tuple[str, dict[str, Any]]:
+    document = json.loads(text, parse_constant=_refuse_constant)
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ValueError("it is no result of bench.py: it has no schema_version")
+    version = document["schema_version"]
+    if version is True or version != SCHEMA_VERSION:
+        raise ValueError(
+            f"its schema_version is {version!r:.40}, and this bench.py reads {SCHEMA_VERSION}:"
+            " measure it again"
+        )
+    if not isinstance(document.get("environment"), dict):
+        raise ValueError("it does not say what it was measured on: it has no environment")
+    names = [name for name, value in document.items() if isinstance(value, list) and value]
+    if not names:
+        raise ValueError("it has no cases")
+    found = "steady" if "cases" in names else names[0].removesuffix("_operations")
+    if scenario is not None and found != scenario:
+        raise ValueError(f"it is of scenario {found}, and this run is of {scenario}")
+    if found not in COMPARED:
+        raise ValueError(f"it is of scenario {found}; {', '.join(COMPARED)} can be compared")
+    compared = COMPARED[found]
+    cases: list[dict[str, Any]] = []
+    for number, entry in enumerate(document[compared.entries], start=1):
+        name = f"entry {number} of {compared.entries}"
+        _check_entry(entry, compared, name)
+        case = case_of(entry, compared.keys)
+        if case in cases:
+            raise ValueError(f"{name} is of the same case as entry {1 + cases.index(case)}")
+        cases.append(case)
+    return found, document
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has {name} in the place of a number")
+
+
+def _check_entry(entry: object, compared: Compared, name: str) -> None:
+    """Raise `ValueError` unless an entry has the keys and times that are compared."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is no object")
+    for key in compared.keys:
+        value = entry.get(key)
+        if key in entry:
+            text, free = key in _ENGINE, key == "max_itl_ms"
+            least = int(key != "neighbours" and not free)
+            number = _is_number(value, whole=not free, least=least)
+            valid = isinstance(value, str) if text else number
+            if not (valid or (free and value is None)):
+                what = "text" if text else "time in milliseconds" if free else "count"
+                raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
+        elif key not in _OPTIONAL:
+            raise ValueError(f"{name} has no {key}")
+    for metric in dict.fromkeys(metric for metric, _ in compared.metrics):
+        summary = entry.get(metric)
+        if summary is None and metric in entry and metric != "step_ms":
+            continue  # nothing was observed
+        if not isinstance(summary, dict) or not _is_number(summary.get("n"), whole=True, least=1):
+            raise ValueError(f"{name}: {metric} is no distribution")
+        times = [summary.get("p50"), *([summary["p99"]] if summary.get("p99") is not None else [])]
+        _check_times(times, f"{name}: {metric}")
+        summary.setdefault("p99", None)
+    samples = entry.get("samples") or {}
+    if not isinstance(samples, dict):
+        raise ValueError(f"{name}: samples is no object")
+    for what, listed in (
+        ("repetition_ms", entry.get("repetition_ms")),
+        ("samples.step_ms", samples.get("step_ms")),
+    ):
+        _check_times([] if listed is None else listed, f"{name}: {what}")
+
+
+def _is_number(value: object, *, whole: bool, least: int = 0) -> bool:
+    numbers = (int,) if whole else (int, float)
+    return isinstance(value, numbers) and not isinstance(value, bool) and value >= least
+
+
+def _check_times(values: object, name: str) -> None:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is no list")
+    for value in values:
+        if not (_is_number(value, whole=False) and _MIN_MS <= value <= _MAX_MS):
+            raise ValueError(f"{name} has {value!r:.40}, which is no time in milliseconds")

@@ -1,0 +1,114 @@
+"""The benchmark's tables as Markdown, from its JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ....profiling.markdown import aligned
+from .caveats import warnings
+from .columns import CHECK_COLUMN, TABLES, Cell, Entry, Table, baseline_columns, table_rows
+from .comparison_table import comparison_text
+
+__all__ = ["cache_table", "describe_start", "host_table", "markdown_table", "tables"]
+
+
+def tables(document: Entry) -> Iterator[tuple[Table, list[dict[str, str]]]]:
+    """Yield the tables of a document's scenario with their rows; empty ones only if all are."""
+    name = next(name for name in TABLES if name in document)
+    shown = []
+    for table in TABLES[name]:
+        if name == "cases":
+            table = table._replace(columns={**table.columns, **_optional(document["cases"])})
+        shown.append((table, table_rows(table, document[name])))
+    yield from [(table, rows) for table, rows in shown if rows] or shown[:1]
+
+
+def _optional(cases: Sequence[Entry]) -> dict[str, Cell]:
+    """Return the columns that a table of steady has if a case has values for them."""
+    columns = CHECK_COLUMN if any(case.get("check") is not None for case in cases) else {}
+    for entry in (entry for case in cases for entry in case["baselines"]):
+        columns = columns | baseline_columns(entry["method"])
+    return columns
+
+
+def markdown_table(document: Entry) -> str:
+    """Return the tables, and below them warnings and the comparison.
+
+    The columns are aligned, so that the tables read as plain text too.
+    """
+    lines: list[str] = []
+    for table, rows in tables(document):
+        if table.title is not None:
+            lines += [table.title, ""]
+        cells = [list(row.values()) for row in rows]
+        lines += [*aligned(list(table.columns), cells, table.text_columns), ""]
+    lines.append(caption(document))
+    lines += [line for warning in warnings(document) for line in ("", warning)]
+    if "comparison" in document:
+        lines += ["", comparison_text(document["comparison"])]
+    return "\n".join(lines)
+
+
+def caption(document: Entry) -> str:
+    """Return the hardware, software and command line, and the overhead of instrumentation."""
+    environment = document["environment"]
+    lines = [
+        "{device}, {threads} threads, reads {bandwidth_gb_s:.1f} GB/s (measured); torch {torch},"
+        " Python {python}; {command}".format_map(environment)
+    ]
+    overheads = [case["instrumentation"] for case in document["cases"] if "instrumentation" in case]
+    if overheads:
+        worst = max(overheads, key=lambda overhead: float(overhead["fraction"]))
+        lines.append(
+            f"ranges, scopes and timeline take at most {worst['fraction']:.2%} of the fastest step"
+            f" of a case ({worst['ns_per_step']:,.0f} ns)"
+        )
+    return "\n".join(lines)
+
+
+def describe_start(stats: Entry) -> str:
+    """Return one line about the start of an engine, from its statistics."""
+    start, steps = stats["start"], stats["prepared"]["steps"]
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start["phases"].items())
+    code = start["code_cache"]
+    built = {None: "", True: "; kernels built", False: "; kernels found"}[start["kernels_built"]]
+    compiled = start["compiled_kernels"]
+    if compiled is not None:
+        built += f"; {compiled['kernels']} kernels compiled in {compiled['threads']} threads"
+    return (
+        f"started in {start['seconds']:.1f} s ({phases}), {steps} steps ready{built};"
+        f" compiled code: {code['hits']} graphs found, {code['misses']} compiled"
+    )
+
+
+def cache_table(costs: Sequence[Entry]) -> str:
+    """Return the cost of block bookkeeping for each pool size, as Markdown."""
+    sizes = sorted({cost["num_blocks"] for cost in costs})
+    by_operation: dict[str, dict[int, float]] = {}
+    for cost in costs:
+        by_operation.setdefault(cost["operation"], {})[cost["num_blocks"]] = cost["nanoseconds"]
+    head = ["operation", *(f"ns, {size:,} blocks" for size in sizes), "ratio"]
+    cells = [
+        [operation, *(f"{ns[size]:.0f}" for size in sizes), f"{ns[sizes[-1]] / ns[sizes[0]]:.2f}"]
+        for operation, ns in by_operation.items()
+    ]
+    unit = f"nanoseconds a block (a row for `step`), n = {costs[0]['n']}"
+    return "\n".join([*aligned(head, cells, 1), "", unit])
+
+
+def host_table(costs: Sequence[Entry]) -> str:
+    """Return the host time of a step as Markdown; ratios are to the first entry of equal rows."""
+    first: dict[int, float] = {}
+    for cost in costs:
+        first.setdefault(cost["rows"], cost["host_us"]["p50"])
+    columns: dict[str, Cell] = {
+        "rows": "{rows}",
+        "queued": "{queued:,}",
+        "blocks": "{num_blocks:,}",
+        "host µs p50 / p90 / p99": "{host_us:dist}",
+        "min": "{host_us[min]:.1f}",
+        "ratio": lambda cost: f"{cost['host_us']['p50'] / first[cost['rows']]:.2f}",
+    }
+    rows = table_rows(Table(columns), costs)
+    unit = f"microseconds of a step, outputs included, n = {costs[0]['host_us']['n']}"
+    return "\n".join([*aligned(list(columns), [[*row.values()] for row in rows], 0), "", unit])

@@ -1,0 +1,1 @@
+"""Other runtimes that the benchmark compares with."""

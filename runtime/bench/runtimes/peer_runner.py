@@ -1,0 +1,318 @@
+"""Decodes in another runtime, step by step, as `peers` requests. Runs in that runtime's Python.
+
+Requests and replies are JSON objects, one a line, on stdin and stdout. The first request loads the
+model; `prefill`, `steps` and `end` follow in this order, any number of times. An `error` in a reply
+ends the process. Standard library only, until a runtime is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+MODULES = {
+    "openvino": ("openvino_genai", "optimum.intel"),
+    "vllm": ("vllm",),
+    "llama.cpp": ("llama_cpp", "gguf"),
+}
+"""What must be importable, by the name of the runtime."""
+
+
+class Runtime(Protocol):
+    """A model in another runtime."""
+
+    version: str
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        """Load the model. `load` is the first request: see `peers.Peer`."""
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        """Queue prompts, decoded greedily to `max_tokens` tokens each."""
+
+    def step(self) -> list[int]:
+        """Run one step; return the numbers of the prompts that got a token."""
+
+    def end(self) -> None:
+        """Drop the requests."""
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching over a model that optimum-intel exports."""
+
+    LEAST_BLOCK = 16
+    """Tokens of a cache block, at least: 32 on current CPUs."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        import openvino
+        import openvino_genai
+        from optimum.intel import OVModelForCausalLM
+
+        self._openvino, self._genai = openvino, openvino_genai
+        self.version = openvino_genai.get_version()
+        exported = Path(load["scratch"], "openvino")
+        OVModelForCausalLM.from_pretrained(
+            load["checkpoint"], export=True, load_in_8bit=False, compile=False
+        ).save_pretrained(exported)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = load["batch_tokens"]
+        scheduler.max_num_seqs = load["rows"]
+        scheduler.enable_prefix_caching = False
+        scheduler.num_kv_blocks = load["rows"] * (2 + load["tokens"] // self.LEAST_BLOCK)
+        dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[load["dtype"]]
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            exported,
+            openvino_genai.Tokenizer(exported),
+            scheduler,
+            "CPU",
+            INFERENCE_NUM_THREADS=load["threads"],
+            INFERENCE_PRECISION_HINT=dtype,
+            KV_CACHE_PRECISION=dtype,
+        )
+        self._handles: list[Any] = []
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        import numpy as np
+
+        config = self._genai.GenerationConfig(
+            do_sample=False, eos_token_id=0, ignore_eos=True, max_new_tokens=max_tokens
+        )
+        self._handles = [
+            self._pipeline.add_request(i, self._openvino.Tensor(np.array([prompt])), config)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def step(self) -> list[int]:
+        self._pipeline.step()
+        return [i for i, h in enumerate(self._handles) if h.can_read() and h.read()]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+
+
+class Vllm:
+    """vLLM's engine in this process, stepped by hand."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        cpus = sorted(os.sched_getaffinity(0))[: load["threads"]]
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        }
+        import vllm
+
+        self.version = vllm.__version__
+        self._vllm = vllm
+        self._engine = vllm.LLMEngine.from_engine_args(
+            vllm.EngineArgs(
+                model=load["checkpoint"],
+                skip_tokenizer_init=True,
+                dtype=load["dtype"],
+                max_num_seqs=load["rows"],
+                max_num_batched_tokens=load["batch_tokens"],
+                max_model_len=load["tokens"],
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+            )
+        )
+        self._ids: list[str] = []
+        self._added = 0
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        params = self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        self._ids = [str(self._added + i) for i in range(len(prompts))]
+        self._added += len(prompts)
+        for request_id, prompt in zip(self._ids, prompts, strict=True):
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[int]:
+        return [self._ids.index(output.request_id) for output in self._engine.step()]
+
+    def end(self) -> None:
+        self._engine.abort_request(self._ids)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+class LlamaCpp:
+    """llama.cpp, through the low-level API of llama-cpp-python, for Llama models."""
+
+    CHUNK = 512
+    """Prompt tokens of a call, its default."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._api = llama_cpp
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        path = Path(load["scratch"], "model.gguf")
+        write_gguf(Path(load["checkpoint"]), path)
+        model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = load["rows"] * load["tokens"]
+        params.n_seq_max = load["rows"]
+        params.n_threads = params.n_threads_batch = load["threads"]
+        self._context = llama_cpp.llama_init_from_model(model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot load the model")
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._batch = llama_cpp.llama_batch_init(max(self.CHUNK, load["rows"]), 0, 1)
+        self._waiting: list[list[int]] = []
+        self._latest: list[int] = []
+        self._lengths: list[int] = []
+
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        self._waiting = prompts[::-1]
+
+    def step(self) -> list[int]:
+        if self._waiting:
+            prompt, row = self._waiting.pop(), len(self._latest)
+            for start in range(0, len(prompt), self.CHUNK):
+                chunk = prompt[start : start + self.CHUNK]
+                tokens = [(token, start + i, row) for i, token in enumerate(chunk)]
+                last = start + self.CHUNK >= len(prompt)
+                self._latest[row:] = self._decode(tokens, outputs=int(last))
+            self._lengths.append(len(prompt))
+            return [row]
+        rows = range(len(self._latest))
+        tokens = list(zip(self._latest, self._lengths, rows, strict=True))
+        self._latest = self._decode(tokens, outputs=len(tokens))
+        self._lengths = [length + 1 for length in self._lengths]
+        return list(rows)
+
+    def _decode(self, tokens: list[tuple[int, int, int]], outputs: int) -> list[int]:
+        """Run (token, position, sequence) triples; return what follows the last `outputs`."""
+        import numpy as np
+
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = i >= len(tokens) - outputs
+        if self._api.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        if not outputs:
+            return []
+        logits = self._api.llama_get_logits(self._context)
+        best = np.ctypeslib.as_array(logits, (outputs, self._vocab)).argmax(axis=1)
+        return [int(token) for token in best]
+
+    def end(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._latest, self._lengths = [], []
+
+
+def write_gguf(checkpoint: Path, path: Path) -> None:
+    """Convert a Llama checkpoint, without its vocabulary; matrices keep their dtype."""
+    import gguf
+    import numpy as np
+    from gguf.utility import SafetensorsLocal
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    rope = config.get("rope_parameters") or config
+    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{checkpoint}: not a Llama model with default rope_parameters")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    types = gguf.GGMLQuantizationType
+    stored = {"BF16": (np.uint16, types.BF16), "F16": (np.float16, types.F16)}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in SafetensorsLocal(file).tensors.items():
+            dtype, kind = stored.get(tensor.dtype, (np.float32, types.F32))
+            data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
+            if data.ndim == 1:  # norms
+                wide = data.astype(np.uint32) << 16 if dtype is np.uint16 else data
+                data = wide.view(np.float32) if dtype is np.uint16 else data.astype(np.float32)
+                kind = types.F32
+            for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+                if part in name:  # llama.cpp rotates neighbours, the checkpoint halves of a head
+                    halves = data.reshape(count, 2, head_dim // 2, -1)
+                    data = halves.swapaxes(1, 2).reshape(tensor.shape)
+            data = np.ascontiguousarray(data).view(np.uint8) if kind == types.BF16 else data
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
+
+
+def prefill(runtime: Runtime, prompts: list[list[int]], max_tokens: int) -> None:
+    """Run until every prompt has its first token."""
+    runtime.add(prompts, max_tokens)
+    decoding: set[int] = set()
+    while len(decoding) < len(prompts):
+        decoding.update(runtime.step())
+
+
+def timed_steps(runtime: Runtime, rows: int, count: int) -> list[float]:
+    """Return the milliseconds from one set of tokens to the next, of steps of the whole batch."""
+    times = [time.perf_counter()]
+    for _ in range(count):
+        got = runtime.step()
+        times.append(time.perf_counter())
+        if sorted(got) != list(range(rows)):
+            raise RuntimeError(f"a step decoded rows {got}, expected all {rows}")
+    return [1e3 * (after - before) for before, after in pairwise(times)]
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no reply
+    runtime: Runtime | None = None
+    rows = 0
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply: dict[str, Any] = {}
+        try:
+            if runtime is None:
+                runtime = RUNTIMES[request["runtime"]](request)
+                reply = {"version": runtime.version}
+            elif request["do"] == "prefill":
+                rows = len(request["prompts"])
+                prefill(runtime, request["prompts"], request["max_tokens"])
+            elif request["do"] == "steps":
+                reply = {"step_ms": timed_steps(runtime, rows, request["count"])}
+            else:
+                runtime.end()
+        except Exception as error:  # whatever the runtime raises
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if "error" in reply:
+            return
+
+
+if __name__ == "__main__":
+    main()

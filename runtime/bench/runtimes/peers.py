@@ -1,0 +1,280 @@
+"""Other runtimes that `--scenario neighbours` measures, each in a process of its own.
+
+The process runs `peer_runner` in the Python that has the runtime, loads the model once, and then
+decodes on request, so that its steps and ours take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from ...config import DTYPES, EngineConfig
+from ...errors import StepgraphError
+from ...loading.loader import resolve_source
+from ..results.document import num_threads
+from .peer_runner import MODULES
+from .transformers_model import load_model
+
+__all__ = ["Peer", "PeerError", "PeerSpec", "choose_peers", "peer_spec", "start_peers"]
+
+RUNNER = Path(__file__).with_name("peer_runner.py")
+REPLY_SECONDS = 900
+"""A peer that takes longer for a request is ended. The first request exports and compiles."""
+MAX_REASON = 300
+"""Characters of an error of another program."""
+
+
+class PeerError(StepgraphError, RuntimeError):
+    """Another runtime is not installed, or failed."""
+
+
+class PeerSpec(NamedTuple):
+    """Another runtime, and the Python that has it."""
+
+    name: str
+    python: str
+
+    def missing(self) -> list[str]:
+        """Return the modules that its Python cannot import.
+
+        Raises:
+            PeerError: the Python cannot be run.
+        """
+        find = "import importlib.util as u, sys\nfor m in sys.argv[1:]:\n"
+        find += " try: found = u.find_spec(m)\n except ImportError: found = None\n"
+        find += " if found is None: print(m)"
+        try:
+            done = subprocess.run(
+                [self.python, "-P", "-c", find, *MODULES[self.name]],
+                env=_environment(self.python),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise PeerError(
+                f"--peer {self.name}: cannot run {self.python} (Python 3.11 or newer):"
+                f" {error!s:.{MAX_REASON}}"
+            ) from error
+        return done.stdout.split()
+
+    def check(self) -> None:
+        """Check that the runtime is installed, without importing it.
+
+        Raises:
+            PeerError: it is not, or its Python cannot be run.
+        """
+        missing = self.missing()
+        if missing:
+            raise PeerError(
+                f"--peer {self.name}: {self.python} has no {', '.join(missing)}: install it there,"
+                f" or name another Python with --peer {self.name}=PYTHON"
+            )
+
+
+def peer_spec(text: str) -> PeerSpec:
+    """Read `NAME` or `NAME=PYTHON`, for argparse."""
+    name, equals, python = text.partition("=")
+    if name not in MODULES or (equals and not python):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(MODULES)}"
+        )
+    return PeerSpec(name, python or sys.executable)
+
+
+def choose_peers(given: Sequence[PeerSpec] | None, device: torch.device) -> list[PeerSpec]:
+    """Return the runtimes to measure: those given, else those that this interpreter has.
+
+    Raises:
+        PeerError: one that was given is not installed, or `device` is not a CPU.
+    """
+    if given is None:
+        specs = [PeerSpec(name, sys.executable) for name in MODULES]
+        return [s for s in specs if device.type == "cpu" and not s.missing()]
+    if device.type != "cpu":
+        raise PeerError(f"--peer measures on a CPU, and the device is {str(device)!r}")
+    for spec in given:
+        spec.check()
+    return list(given)
+
+
+def start_peers(
+    stack: ExitStack,
+    specs: Sequence[PeerSpec],
+    model: str,
+    config: EngineConfig,
+    *,
+    required: bool,
+    say: Callable[[str], None],
+) -> list[Peer]:
+    """Start other runtimes with the checkpoint and the limits of an engine; the stack ends them.
+
+    A preset's random weights are saved as a checkpoint first. Unless all are `required`, one that
+    fails is left out, which `say` reports.
+
+    Raises:
+        StepgraphError: a required runtime fails, or transformers, which saves weights, is missing.
+    """
+    peers: list[Peer] = []
+    if not specs:
+        return peers
+    source = resolve_source(model)
+    dtype = source.config.torch_dtype if config.dtype == "auto" else config.dtype
+    checkpoint = source.directory
+    assert config.max_model_len is not None
+    for spec in specs:
+        try:
+            say(f"loading {model} in {spec.name}")
+            if checkpoint is None:
+                scratch = tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-")
+                checkpoint = Path(stack.enter_context(scratch))
+                load_model(
+                    source.config,
+                    None,
+                    dtype=DTYPES[dtype],
+                    device=torch.device("cpu"),
+                    seed=config.seed,
+                ).save_pretrained(checkpoint)
+            peer = Peer(
+                spec,
+                checkpoint,
+                dtype=dtype,
+                threads=num_threads(),
+                rows=config.max_num_seqs,
+                tokens=config.max_model_len,
+                batch_tokens=config.prefill_chunk + config.max_num_seqs,
+            )
+        except StepgraphError as error:
+            if required:
+                raise
+            say(f"left out: {error}")
+        else:
+            peers.append(stack.enter_context(closing(peer)))
+    return peers
+
+
+class Peer:
+    """A model in another runtime; `close` it at the end."""
+
+    def __init__(
+        self,
+        spec: PeerSpec,
+        checkpoint: Path,
+        *,
+        dtype: str,
+        threads: int,
+        rows: int,
+        tokens: int,
+        batch_tokens: int,
+    ) -> None:
+        """Start the process and load the model.
+
+        Args:
+            spec: which runtime, in which Python.
+            checkpoint: directory in Hugging Face format.
+            dtype: of weights, arithmetic and cache, by torch's name.
+            threads: that it computes with.
+            rows: the largest batch.
+            tokens: of the longest sequence, prompt and output.
+            batch_tokens: of one step, prompts included, at most.
+
+        Raises:
+            PeerError: the runtime fails or does not answer.
+        """
+        self.name, self.dtype = spec.name, dtype
+        self._scratch = tempfile.TemporaryDirectory(prefix="stepgraph-peer-")
+        self._log = Path(self._scratch.name, "stderr")
+        with self._log.open("wb") as log:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [spec.python, "-P", str(RUNNER)],
+                env=_environment(spec.python) | {"OMP_NUM_THREADS": str(threads)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # Ctrl-C is handled here, and `close` kills the whole group. The session stays
+                # ours, as the kernel may schedule processors by session.
+                process_group=0,
+            )
+        try:
+            loaded = self._request(
+                runtime=spec.name,
+                checkpoint=str(checkpoint),
+                scratch=self._scratch.name,
+                dtype=dtype,
+                threads=threads,
+                rows=rows,
+                tokens=tokens,
+                batch_tokens=batch_tokens,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.version: str = loaded["version"]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Run until every prompt has its first token; each may get `max_tokens`."""
+        self._request(do="prefill", prompts=prompts, max_tokens=max_tokens)
+
+    def steps(self, count: int) -> list[float]:
+        """Decode the whole batch `count` times; return the milliseconds of each step."""
+        step_ms: list[float] = self._request(do="steps", count=count)["step_ms"]
+        return step_ms
+
+    def end(self) -> None:
+        """Drop the requests."""
+        self._request(do="end")
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with suppress(ProcessLookupError):  # it has ended and was waited for
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self._process:  # a request that was not read
+            self._process.wait()
+        self._scratch.cleanup()
+
+    def _request(self, **request: Any) -> dict[str, Any]:
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        try:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            line = _read_line(replies)
+        except BrokenPipeError:
+            line = b""
+        if line is None:
+            raise PeerError(f"{self.name}: no reply within {REPLY_SECONDS} s")
+        reply = json.loads(line) if line else {"error": f"it ended: {self._last_words()}"}
+        if "error" in reply:
+            reason = " ".join(reply["error"].split())
+            raise PeerError(f"{self.name}: {reason:.{MAX_REASON}}")
+        found: dict[str, Any] = reply
+        return found
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "without a message")
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Return the environment for a Python; `PYTHONPATH` is meant for this interpreter alone."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
+
+
+def _read_line(pipe: IO[bytes]) -> bytes | None:
+    """Return a line, empty at the end; None after `REPLY_SECONDS`. A reply is one line."""
+    ready, _, _ = select.select([pipe], [], [], REPLY_SECONDS)
+    return pipe.readline() if ready else None

@@ -1,0 +1,212 @@
+"""The same model with the same weights in transformers, as a baseline.
+
+It decodes the same prompts greedily by two methods: `generate` with a static cache, and continuous
+batching. Their repetitions are interleaved with ours, with the same number of steps of the whole
+batch, and their tokens are compared with ours. Needs the extra "baseline".
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ....profiling.stats import Summary
+from ...models.config import ModelConfig
+from ..workload import equal_share
+from .continuous_batching import ContinuousBatching, Decoded
+from .static_generate import StaticGenerate
+from .transformers_config import BaselineError, import_transformers
+from .transformers_model import load_model
+
+__all__ = ["BaselineCase", "BaselineError", "TransformersBaseline"]
+
+
+class Method(Protocol):
+    """A method by which transformers decodes a batch; every failure is a `BaselineError`."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the JSON."""
+
+    def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
+        """Make a case ready and warm it up."""
+
+    def run(self) -> Decoded:
+        """Decode the prompts once."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return compilation, graphs and asynchrony, for the JSON."""
+
+    def release(self) -> None:
+        """Free the memory of the last case."""
+
+
+@dataclass
+class _MethodRun:
+    """Observations of a method in a case."""
+
+    method: Method
+    step_ms: list[float] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    """Of the first run."""
+    error: str | None = None
+
+    def run(self) -> None:
+        """Decode the prompts once."""
+        step_ms, token_ids = self.method.run()
+        self.step_ms += step_ms
+        self.token_ids = self.token_ids or token_ids
+
+
+class BaselineCase:
+    """A case that is run repeatedly by every method that can."""
+
+    def __init__(
+        self, methods: Sequence[Method], common: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        """`common` are the JSON fields of all methods; `say` reports that one has failed."""
+        self._runs = [_MethodRun(method) for method in methods]
+        self._common = common
+        self._say = say
+
+    def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
+        """Prepare every method; one that fails is left out.
+
+        Raises:
+            BaselineError: all of them failed.
+        """
+        for run in self._runs:
+            self._try(run, lambda r: r.method.prepare(prompts, steps, max_batch_tokens))
+        self._check()
+
+    def run(self) -> None:
+        """Decode the prompts once by each method.
+
+        Raises:
+            BaselineError: the last method failed.
+        """
+        for run in self._runs:
+            self._try(run, _MethodRun.run)
+        self._check()
+
+    def to_json(
+        self, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """Return the `baselines` of a case of the benchmark's JSON, an entry for each method.
+
+        Args:
+            ours_ms: our steps: `speedup` is the ratio of the medians.
+            ours_token_ids: our tokens.
+        """
+        return [self._entry(run, ours_ms, ours_token_ids) for run in self._runs]
+
+    def _entry(
+        self, run: _MethodRun, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        entry = {"method": run.method.name, **self._common}
+        if not run.step_ms:
+            unknown = ("compiled", "cuda_graphs", "async", "step_ms", "speedup", "tokens_equal")
+            return {**entry, **dict.fromkeys(unknown), "error": run.error}
+        summary = Summary.of(run.step_ms)
+        return {
+            **entry,
+            **run.method.describe(),
+            "step_ms": summary.to_json(),
+            "speedup": summary.p50 / Summary.of(ours_ms).p50,
+            "tokens_equal": equal_share(ours_token_ids, run.token_ids),
+            "error": None,
+        }
+
+    def _try(self, run: _MethodRun, act: Callable[[_MethodRun], None]) -> None:
+        if run.error is not None:
+            return
+        try:
+            act(run)
+        except BaselineError as error:
+            run.error = str(error).partition("\n")[0]
+            run.step_ms.clear()
+            run.method.release()
+            self._say(f"{run.method.name} is left out: {run.error}")
+
+    def _check(self) -> None:
+        if all(run.error is not None for run in self._runs):
+            reasons = "; ".join(f"{t.method.name}: {t.error}" for t in self._runs)
+            raise BaselineError(f"transformers cannot be compared with: {reasons}")
+
+
+class TransformersBaseline:
+    """A model in transformers: `prepare` each case, and `close` it at the end."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        directory: Path | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Load the checkpoint in `directory`; without one, the random weights of this seed.
+
+        `say` reports progress.
+
+        Raises:
+            BaselineError: transformers is missing, too old, or cannot load the model.
+        """
+        self._device = device
+        self._say = say
+        model = load_model(config, directory, dtype=dtype, device=device, seed=seed)
+        self._methods: tuple[Method, ...] = (
+            ContinuousBatching(model, device),
+            StaticGenerate(model, device),
+        )
+        self._common = {
+            "name": "transformers",
+            "version": import_transformers().__version__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+        }
+
+    @property
+    def dtype(self) -> str:
+        """Of its weights and its cache, whatever ours are."""
+        return str(self._common["dtype"])
+
+    def prepare(
+        self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int
+    ) -> BaselineCase:
+        """Warm up for a case: compile, capture, and run it once. The last case ends.
+
+        Args:
+            prompts: token ids, all prompts of one length.
+            steps: steps of the whole batch that each run of the case rerun.
+            max_batch_tokens: prompt tokens of one step at most, where prompts are prefilled in
+                chunks.
+
+        Raises:
+            BaselineError: no method can run the model or the case.
+        """
+        self._release()
+        case = BaselineCase(self._methods, self._common, self._say)
+        case.prepare(prompts, steps, max_batch_tokens)
+        return case
+
+    def _release(self) -> None:
+        """Free the caches and the graphs of the last case."""
+        for method in self._methods:
+            method.release()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        self._release()
+        self._methods = ()
+        gc.collect()

@@ -1,0 +1,1 @@
+"""The measurements of `stepgraph bench`, one file each."""

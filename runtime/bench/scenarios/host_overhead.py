@@ -1,0 +1,246 @@
+"""Host overhead per step (plan, launch, commit), with a model that computes nothing.
+
+Scheduler, cache, loop, row state and inputs are those that serve requests. Only the steps are not:
+each returns outputs that were made beforehand, so the time of a call of `StepLoop.step` is the
+host's own. Every row decodes; prompt lengths differ, so that in every step some rows begin a block,
+publish one, and update their block tables. The compared rigs take turns, a few steps each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ....cache.arena import Arena
+from ....cache.kv_cache import KVCache
+from ....graphs.library import StepLibrary
+from ....graphs.steps import EagerStep, Step
+from ....profiling.stats import Summary
+from ...config import EngineConfig
+from ...engine.intake import Intake
+from ...engine.loop import StepLoop
+from ...engine.startup import layer_groups
+from ...execution.runner import Runner
+from ...execution.step_functions import StepKey, StepOutput
+from ...kernels import select_kernels
+from ...models.config import ModelConfig
+from ...models.decoder import Decoder
+from ...resolved_config import ResolvedConfig
+from ...sampling.sample_output import SampleOutput
+from ...sampling_params import MAX_LOGPROBS, SamplingParams
+from ...scheduling.scheduler import Scheduler
+from ..workload import interleave
+
+__all__ = ["HostCost", "HostRig", "measure_host"]
+
+MODEL = ModelConfig(
+    vocab_size=1024,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    eos_token_ids=(0,),
+)
+"""Its vocabulary sizes the state of the rows; nothing computes it."""
+
+BLOCK_SIZE = 16
+PROMPT_LEN = 64
+"""Tokens of the shortest prompt; the longest is a block shorter than twice this."""
+TURN = 20
+"""Steps of a rig in one turn."""
+WARMUP_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Host time of a step of one rig."""
+
+    rows: int
+    """Rows that decode."""
+    queued: int
+    """Requests that wait for a row."""
+    num_blocks: int
+    """Blocks of the cache."""
+    host_us: Summary
+    """Microseconds of a call of `StepLoop.step`, outputs included."""
+
+
+class HostRig:
+    """A loop over a model that computes nothing, all of whose rows decode."""
+
+    def __init__(
+        self,
+        rows: int,
+        queued: int,
+        num_blocks: int,
+        *,
+        num_steps: int,
+        params: SamplingParams | None = None,
+        in_flight: int = 0,
+        block_size: int = BLOCK_SIZE,
+        seed: int = 0,
+    ) -> None:
+        """Prefill `rows` requests, and queue others.
+
+        Args:
+            rows: requests that decode.
+            queued: requests that wait.
+            num_blocks: blocks of the cache, without memory.
+            num_steps: steps before a row ends; the cache must hold them.
+            params: of the decoding requests (default: greedy); `max_tokens` is set here.
+            in_flight: steps that may be in flight when `step` returns.
+            block_size: slots of a block.
+            seed: of prompts and tokens.
+
+        Raises:
+            ValueError: the cache cannot hold the rows for so many steps, or a row cannot.
+        """
+        self.rng = random.Random(seed)
+        user = EngineConfig(
+            device="cpu", mode="eager", max_num_seqs=rows, block_size=block_size, dtype="float32"
+        )
+        prefill_steps = -(-rows * 2 * PROMPT_LEN // user.prefill_chunk)
+        max_tokens = num_steps + prefill_steps + 2
+        longest = 2 * PROMPT_LEN + max_tokens
+        if longest > MODEL.max_position_embeddings:
+            raise ValueError(
+                f"{num_steps} steps make sequences of {longest} tokens, and may make no more than"
+                f" {MODEL.max_position_embeddings}: choose fewer"
+            )
+        most = rows * -(-longest // block_size)
+        if most >= num_blocks:
+            raise ValueError(
+                f"{rows} rows need {most} blocks for {num_steps} steps, num_blocks is {num_blocks}:"
+                " choose more blocks, or fewer steps"
+            )
+        config = ResolvedConfig.resolve(user, MODEL)
+        groups = layer_groups(MODEL, config)
+        kernels = select_kernels(config.device, config.mode, config.dtype)
+        model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
+        arena = Arena(groups, 2, block_size, config.dtype, config.device)
+        self.runner = Runner(model, config, arena, groups)
+        self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
+        self.runner.prepare()
+        self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
+        scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=rows,
+            max_batch_tokens=rows + user.prefill_chunk,
+            prefill_chunk=user.prefill_chunk,
+            max_prefill_rows=self.runner.max_prefill_rows,
+        )
+        self.loop = StepLoop(scheduler, self.runner, in_flight=in_flight)
+        self._intake = Intake(
+            MODEL,
+            None,
+            longest_sequence=MODEL.max_position_embeddings,
+            seed=seed,
+            prefix_block_size=block_size,
+            embeds_dtype=None,
+        )
+        greedy = SamplingParams(temperature=0.0)
+        for number in range(rows):
+            self.add(f"row {number}", params or greedy, max_tokens)
+        while scheduler.num_running < rows or not all(
+            request.num_output for group in self.loop.groups.values() for request in group.requests
+        ):
+            self.loop.step()
+        for number in range(queued):
+            self.add(f"queued {number}", greedy, max_tokens)
+
+    def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:
+        """Queue a request with a prompt of its own."""
+        length = PROMPT_LEN + self.rng.randrange(PROMPT_LEN - BLOCK_SIZE)
+        prompt = self.rng.choices(range(1, MODEL.vocab_size), k=length)
+        params = dataclasses.replace(params, max_tokens=max_tokens)
+        self.loop.add(self._intake.accept(request_id, prompt, params, priority=0))
+
+    def run(self, steps: int) -> list[int]:
+        """Return the nanoseconds of each of the next steps."""
+        step, clock = self.loop.step, time.perf_counter_ns
+        times = []
+        for _ in range(steps):
+            started = clock()
+            step()
+            times.append(clock() - started)
+        return times
+
+
+def measure_host(
+    rows: Sequence[int] = (1, 32, 256),
+    queued: Sequence[int] = (10, 100_000),
+    num_blocks: Sequence[int] = (20_000, 1_000_000),
+    *,
+    num_steps: int = 400,
+    seed: int = 0,
+) -> list[HostCost]:
+    """Measure the host's time of a step.
+
+    For every number of rows there is a rig with the first queue and the first cache, and one for
+    each of the other queues and caches.
+
+    Raises:
+        ValueError: an empty list, no step, or a cache that cannot hold the rows that long.
+    """
+    if not (rows and queued and num_blocks) or num_steps < 1:
+        raise ValueError("rows, queued, num_blocks and num_steps must not be empty or 0")
+    points = [(queued[0], num_blocks[0])]
+    points += [(waiting, num_blocks[0]) for waiting in queued[1:]]
+    points += [(queued[0], blocks) for blocks in num_blocks[1:]]
+    return [cost for count in rows for cost in _measure(count, points, num_steps, seed)]
+
+
+def _measure(
+    rows: int, points: Sequence[tuple[int, int]], num_steps: int, seed: int
+) -> list[HostCost]:
+    rigs = [
+        HostRig(rows, queued, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
+        for queued, blocks in points
+    ]
+    for rig in rigs:
+        rig.run(WARMUP_STEPS)
+    samples: list[list[int]] = [[] for _ in rigs]
+    gc.collect()
+
+    def turn(rig: HostRig, times: list[int]) -> None:
+        times += rig.run(min(TURN, num_steps - len(times)))
+
+    sides = [partial(turn, rig, times) for rig, times in zip(rigs, samples, strict=True)]
+    interleave(sides, -(-num_steps // TURN))
+    return [
+        HostCost(rows, queued, blocks, Summary.of(ns / 1000 for ns in times))
+        for (queued, blocks), times in zip(points, samples, strict=True)
+    ]
+
+
+def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:
+    """Return a library whose steps return the same outputs every time."""
+
+    def make_step(key: StepKey) -> Step[StepOutput]:
+        rows = key.size
+        tokens = torch.tensor(rng.choices(range(1, MODEL.vocab_size), k=rows))
+        details = None
+        if key.full_sampler:
+            details = SampleOutput(
+                tokens,
+                logprob=torch.full((rows,), -1.0),
+                top_logprobs=torch.full((rows, MAX_LOGPROBS), -1.0),
+                top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int64),
+            )
+        output = StepOutput(tokens, torch.empty(0), details)
+        return EagerStep(lambda: output, str(key))
+
+    return StepLibrary(make_step, keys, lambda key: key.size, make_step)

@@ -1,0 +1,314 @@
+"""Decode steps while other processes keep the same processors busy, also of other runtimes.
+
+A round prefills the prompts in every runtime. Then, for each number of busy processes, these are
+started, every runtime decodes some steps while the others are idle, and the processes are ended.
+The next round reverses the order of numbers and runtimes. Prefill is not timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ....profiling.device_state import watch
+from ....profiling.stats import Summary
+from ...engine.engine import Engine
+from ...errors import StepgraphError
+from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
+from ..results.document import describe_engine, num_cpus, num_threads
+from ..runtimes.peers import Peer, PeerError, choose_peers, start_peers
+from ..workload import abort_all, greedy, random_prompts, spread
+from .steady import BenchmarkCase, longest_sequence
+
+__all__ = [
+    "EngineSide",
+    "NeighboursCase",
+    "SideRun",
+    "busy_processes",
+    "measure_neighbours",
+    "points",
+    "run_neighbours",
+    "to_json",
+]
+
+SETTLING_SECONDS = 0.3
+"""Pause before the steps of a runtime: threads of another may spin for 0.2 s after a step."""
+SETTLING_STEPS = 2
+"""Steps after that pause that are not counted."""
+
+POINTS = ((1, 128), (8, 1024))
+"""Batch sizes and prompt lengths that are measured by default."""
+
+_SPIN = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+parent = int(sys.argv[1])
+print(flush=True)
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+"""Spins until its parent kills it or has ended."""
+
+
+def points(
+    batch_sizes: Sequence[int] | None, input_lens: Sequence[int] | None
+) -> Sequence[tuple[int, int]]:
+    """Return the batch sizes and prompt lengths to measure: all combinations, or `POINTS`."""
+    if batch_sizes is None and input_lens is None:
+        return POINTS
+    defaults = [list(dict.fromkeys(values)) for values in zip(*POINTS, strict=True)]
+    return list(itertools.product(batch_sizes or defaults[0], input_lens or defaults[1]))
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run processes that spin, with the niceness and the processors of this process.
+
+    Raises:
+        StepgraphError: one of them did not start, or ended too early.
+    """
+    command = [sys.executable, "-IS", "-c", _SPIN, str(os.getpid())]
+    busy: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            busy.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+        for process in busy:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+        for process in busy:
+            if process.poll() is not None:
+                raise StepgraphError(
+                    f"a busy process ended with status {process.returncode} while steps were timed"
+                )
+    finally:
+        for process in busy:
+            process.kill()
+        for process in busy:
+            with process:
+                process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class NeighboursCase:
+    """`rounds` rounds of `num_steps` timed steps for each number of busy processes."""
+
+    model: str
+    batch_size: int
+    input_len: int
+    num_steps: int
+    neighbours: tuple[int, ...]
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of a request whose steps are all of the whole batch, the first one included."""
+        return 1 + len(self.neighbours) * (SETTLING_STEPS + self.num_steps)
+
+    def longest_sequence(self, prefill_chunk: int) -> int:
+        """Return the tokens of the longest sequence, prompt and output."""
+        case = BenchmarkCase(self.model, self.batch_size, self.input_len, self.output_len)
+        return longest_sequence(case, prefill_chunk)
+
+
+class Side(Protocol):
+    """A runtime that decodes a batch. Drops its requests on `end`."""
+
+    def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Run until every prompt has its first token; each may get `max_tokens`."""
+
+    def steps(self, count: int) -> list[float]:
+        """Decode the whole batch `count` times; return the milliseconds of each step."""
+
+    def end(self) -> None:
+        """Drop the requests."""
+
+
+class EngineSide:
+    """An engine as a runtime that is measured."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ids: list[str] = []
+
+    def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        self._ids = [self._engine.add_request(p, greedy(max_tokens)) for p in prompts]
+        decoding: set[str] = set()
+        while len(decoding) < len(prompts):
+            decoding.update(output.request_id for output in self._engine.step())
+
+    def steps(self, count: int) -> list[float]:
+        step_ms = []
+        before = time.perf_counter()
+        for _ in range(count):
+            outputs = self._engine.step()
+            after = time.perf_counter()
+            if len(outputs) != len(self._ids):
+                raise StepgraphError(f"a step decoded {len(outputs)} of {len(self._ids)} rows")
+            step_ms.append(1e3 * (after - before))
+            before = after
+        return step_ms
+
+    def end(self) -> None:
+        abort_all(self._engine, self._ids)
+
+
+@dataclass
+class SideRun:
+    """Measurements of a runtime."""
+
+    side: Side
+    step_ms: dict[int, list[list[float]]] = field(default_factory=dict)
+    """For each number of busy processes the steps of each round."""
+    error: str | None = None
+    """Why a peer was left out; its earlier measurements do not count."""
+
+    def attempt(self, act: Callable[[Side], None], say: Callable[[str], None]) -> None:
+        """Run a part of a round, unless an earlier one failed."""
+        if self.error is None:
+            try:
+                act(self.side)
+            except PeerError as error:
+                self.error = str(error)
+                say(f"left out: {error}")
+
+
+def measure_neighbours(
+    runs: Sequence[SideRun],
+    case: NeighboursCase,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    *,
+    num_warmup: int,
+    num_iters: int,
+    say: Callable[[str], None],
+) -> None:
+    """Run `num_warmup` rounds that are not counted, without busy processes, and `num_iters` rounds.
+
+    Args:
+        runs: the runtimes, which receive the results. One that raises `PeerError` is left out.
+        case: steps and numbers of busy processes.
+        prompts: token ids, one prompt a row.
+        max_tokens: of a request, more than it decodes.
+        num_warmup: rounds that are not counted.
+        num_iters: rounds that are.
+        say: reports progress.
+    """
+
+    def decode(run: SideRun, neighbours: int) -> None:
+        def act(side: Side) -> None:
+            time.sleep(SETTLING_SECONDS)
+            side.steps(SETTLING_STEPS)
+            run.step_ms.setdefault(neighbours, []).append(side.steps(case.num_steps))
+
+        run.attempt(act, say)
+
+    for number in range(-num_warmup, num_iters):
+        order = 1 if number % 2 == 0 else -1
+        for run in runs:
+            run.attempt(lambda side: side.prefill(prompts, max_tokens), say)
+        for neighbours in case.neighbours[::order] if number >= 0 else (0,):
+            with busy_processes(neighbours):
+                for run in runs[::order]:
+                    decode(run, neighbours)
+        for run in runs:
+            run.attempt(lambda side: side.end(), say)
+            if number < 0:
+                run.step_ms.clear()
+        if number >= 0:
+            say(f"round {number + 1} of {num_iters}")
+
+
+def to_json(
+    engine: Engine, case: NeighboursCase, ours: SideRun, theirs: Sequence[tuple[Peer, SideRun]]
+) -> Iterator[dict[str, Any]]:
+    """Yield an entry of `neighbours` in the benchmark's JSON for each number of busy processes."""
+    for neighbours in case.neighbours:
+        measured = _measured(ours.step_ms[neighbours])
+        yield {
+            **describe_engine(engine, case.model),
+            "batch_size": case.batch_size,
+            "input_len": case.input_len,
+            "steps": case.num_steps,
+            "neighbours": neighbours,
+            "threads": num_threads(),
+            "cpus": num_cpus(),
+            **measured,
+            "peers": [_peer(peer, run, neighbours, measured["step_ms"]) for peer, run in theirs],
+        }
+
+
+def _measured(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    step = Summary.of(ms for one in rounds for ms in one)
+    medians = [statistics.median(one) for one in rounds]
+    return {
+        "step_ms": step.to_json(),
+        "repetition_ms": medians,
+        "spread": spread(medians),
+        "p99_to_p50": None if step.p99 is None else step.p99 / step.p50,
+    }
+
+
+def _peer(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) -> dict[str, Any]:
+    entry = {"name": peer.name, "version": peer.version, "dtype": peer.dtype, "error": run.error}
+    unknown = ("step_ms", "repetition_ms", "spread", "p99_to_p50", "ratio_p50", "ratio_p90")
+    if run.error is not None:
+        return entry | dict.fromkeys(unknown)
+    measured = _measured(run.step_ms[neighbours])
+    theirs = measured["step_ms"]
+    ratios = {f"ratio_{p}": ours[p] / theirs[p] for p in ("p50", "p90")}
+    return entry | measured | ratios
+
+
+def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each number of busy processes, for each point."""
+    options = run.options
+    specs = choose_peers(options.peer, run.device)
+    cases = [
+        NeighboursCase(kind.model, *point, options.num_steps, tuple(options.neighbours))
+        for point in points(options.batch_size, options.input_len)
+    ]
+    batch_sizes = tuple(sorted({case.batch_size for case in cases}))
+    longest = max(case.longest_sequence(options.prefill_chunk) for case in cases)
+    config = run.config(
+        kind, mode, max_num_seqs=batch_sizes[-1], buckets=batch_sizes, max_model_len=longest
+    )
+    resolve_engine(kind.model, config)  # refuses before weights are read
+    with ExitStack() as stack:
+        engine = stack.enter_context(run.start(kind, config, "decode steps with busy processes"))
+        required = bool(options.peer)
+        peers = start_peers(stack, specs, kind.model, config, required=required, say=run.say)
+        for case in cases:
+            rows, input_len = case.batch_size, case.input_len
+            run.say(f"{rows} rows, prompts of {input_len}")
+            ours = SideRun(EngineSide(engine))
+            theirs = [(peer, SideRun(peer)) for peer in peers]
+            prompts = random_prompts(engine.model_config, rows, input_len, options.seed)
+            read_again = watch(run.monitor)
+            measure_neighbours(
+                [ours, *(side for _, side in theirs)],
+                case,
+                prompts,
+                longest - input_len,
+                num_warmup=options.num_warmup,
+                num_iters=options.num_iters,
+                say=run.say,
+            )
+            state = read_again()
+            for entry in to_json(engine, case, ours, theirs):
+                yield entry | {"device_state": state}

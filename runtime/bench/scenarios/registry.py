@@ -1,0 +1,45 @@
+"""Scenarios other than steady: which function measures each, and their common loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
+from ..results.document import write_json
+from .churn import run_churn
+from .engine_start import run_start
+from .interference import run_interference
+from .kernel_times import run_kernels
+from .memory_pressure import run_memory
+from .neighbours import run_neighbours
+from .prefix_sharing import run_prefix
+
+__all__ = ["SCENARIOS", "ScenarioRun"]
+
+Measure = Callable[[BenchmarkRun, ModelKind, StepMode], Iterator[dict[str, Any]]]
+
+SCENARIOS: dict[str, Measure] = {
+    "interference": run_interference,
+    "churn": run_churn,
+    "prefix": run_prefix,
+    "memory": run_memory,
+    "neighbours": run_neighbours,
+    "start": run_start,
+    "kernels": run_kernels,
+}
+"""Each yields the entries of one model, dtypes and mode as they are measured."""
+
+
+class ScenarioRun(BenchmarkRun):
+    """A scenario in the fastest mode, or in those that were given."""
+
+    def run(self) -> None:
+        """Measure, and write the document after each entry."""
+        measure = SCENARIOS[self.options.scenario]
+        entries = self.document[self.options.scenario] = []
+        for kind, mode in itertools.product(self.kinds, self.modes):
+            for entry in measure(self, kind, mode):
+                entries.append(entry)
+                write_json(self.options, self.document)

@@ -1,0 +1,222 @@
+"""Steady decode steps: which engines are started, and how their repetitions are interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+from ....cache.memory.handler import MemoryBudgetError
+from ....profiling.device_state import watch
+from ...config import DTYPES, EngineConfig
+from ...engine.engine import Engine
+from ...loading.loader import resolve_source
+from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
+from ..engine_memory import share_memory
+from ..results.document import write_json
+from ..results.tables import describe_start
+from ..runtimes.transformers_baseline import BaselineCase, TransformersBaseline
+from ..runtimes.transformers_config import import_transformers
+from ..token_check import TokenCheck
+from ..workload import interleave
+from .steady import BenchmarkCase, CaseRun, Measurement, is_reference, longest_sequence, to_json
+
+__all__ = ["SteadyRun"]
+
+PROGRESS_SECONDS = 5.0
+"""Between lines of progress within a case."""
+SHARED_MEMORY_FRACTION = 0.5
+"""Of the free memory, for engines that leave room for another runtime."""
+
+
+class SteadyRun(BenchmarkRun):
+    """Every case in all modes of the device, whose repetitions are interleaved."""
+
+    all_modes = True
+    profiled = False
+    """Whether a profiler runs, which makes times longer."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device, the engines and the baseline, and measure the bandwidth.
+
+        Raises:
+            BaselineError: the baseline is missing or too old.
+            StepgraphError: an engine cannot run as configured.
+        """
+        if options.baseline is not None:
+            import_transformers()  # fails before anything is measured
+        points = itertools.product(options.output_len, options.input_len, options.batch_size)
+        self.grid = [(rows, input_len, output_len) for output_len, input_len, rows in points]
+        super().__init__(options)
+        self.checks = self.device.type == "cuda" if options.check is None else options.check
+
+    def config(self, kind: ModelKind, mode: StepMode, **sizes: Any) -> EngineConfig:
+        """Return the configuration of an engine with room for every case."""
+        options = self.options
+        chunk, steps = options.prefill_chunk, options.steps_per_launch
+        cases = [BenchmarkCase(kind.model, *point) for point in self.grid]
+        grid = {
+            "max_num_seqs": max(options.batch_size),
+            "max_model_len": max(longest_sequence(case, chunk, steps) for case in cases),
+            "buckets": tuple(options.batch_size),
+            "steps_per_launch": steps,
+        }
+        return super().config(kind, mode, **grid | sizes)
+
+    def say(self, text: str) -> None:
+        """Print progress to stderr."""
+        super().say(text)
+        self._said = time.monotonic()
+
+    def reporting(self, act: Callable[[], None], what: str) -> Callable[[], None]:
+        """Return `act` followed by a line of progress, unless one was printed recently."""
+
+        def act_and_report() -> None:
+            act()
+            if time.monotonic() - self._said >= PROGRESS_SECONDS:
+                self.say(what)
+
+        return act_and_report
+
+    def run(self) -> None:
+        """Measure every case, and write the document after each."""
+        for (model, dtype), kinds in itertools.groupby(self.kinds, lambda kind: kind[:2]):
+            with self.baseline(model, dtype) as baseline:
+                for kind in kinds:
+                    for case in self.measure_kind(kind, baseline):
+                        self.document["cases"].append(case)
+                        write_json(self.options, self.document)
+
+    @contextmanager
+    def baseline(self, model: str, dtype: str) -> Iterator[TransformersBaseline | None]:
+        """Load the model in transformers, if that is the baseline."""
+        if self.options.baseline is None:
+            yield None
+            return
+        self.say(f"loading {model} in transformers")
+        source = resolve_source(model)
+        loaded = TransformersBaseline(
+            source.config,
+            source.directory,
+            dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
+            device=self.device,
+            seed=self.options.seed,
+            say=self.say,
+        )
+        with closing(loaded):
+            yield loaded
+
+    def measure_kind(
+        self, kind: ModelKind, baseline: TransformersBaseline | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the cases of one model and dtypes in every mode, each as it is measured."""
+        # The cache of another runtime needs memory as well.
+        fraction = None if baseline is None else SHARED_MEMORY_FRACTION
+        configs = [self.config(kind, mode, memory_fraction=fraction) for mode in self.modes]
+        eager: dict[BenchmarkCase, Measurement] = {}
+        with ExitStack() as stack:
+            engines = self.start_together(stack, kind, configs, fraction)
+            if engines:
+                yield from self.measure(kind.model, engines, eager, baseline)
+                return
+        for config in configs:
+            with self.start(kind, config) as engine:
+                yield from self.measure(kind.model, [engine], eager, baseline)
+
+    def start_together(
+        self,
+        stack: ExitStack,
+        kind: ModelKind,
+        configs: Sequence[EngineConfig],
+        fraction: float | None,
+    ) -> list[Engine]:
+        """Start all engines, closed by the stack; return none if there is one or they do not fit.
+
+        The memory plans decide, before a weight is read. If the device then still refuses one, the
+        engines before it are closed.
+        """
+        if len(configs) < 2:
+            return []
+        try:
+            shared = share_memory(kind.model, configs, self.device, fraction)
+            return [stack.enter_context(self.start(kind, config)) for config in shared]
+        except MemoryBudgetError as error:
+            stack.close()
+            reason, *_ = str(error).splitlines()
+            modes = ", ".join(map(str, self.modes))
+            self.say(f"{kind.model}: {modes} run one after the other, not interleaved: {reason}")
+            return []
+
+    def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
+        """Start an engine, and report its memory plan and its start."""
+        engine = super().start(kind, config, what)
+        mode = StepMode(config.mode, config.kernels)
+        self.say(f"{kind} {mode}\n{engine.memory_plan.format()}")
+        self.say(describe_start(engine.stats()))
+        return engine
+
+    def measure(
+        self,
+        model: str,
+        engines: Sequence[Engine],
+        eager: dict[BenchmarkCase, Measurement],
+        baseline: TransformersBaseline | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield each case of each engine; `eager` holds the measurements in eager mode."""
+        options = self.options
+        check = None
+        if self.checks:
+            unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
+            check = TokenCheck((unpacked or engines)[0], model)
+        for number, point in enumerate(self.grid, 1):
+            case = BenchmarkCase(model, *point)
+            about = f"{case.batch_size} rows after {case.input_len} tokens"
+            self.say(f"{model}, {number} of {len(self.grid)}: {about}")
+            runs = [
+                (str(StepMode(e.config.mode, e.config.kernels)), self.case_run(e, case))
+                for e in engines
+            ]
+            sides = [
+                self.reporting(run.repeat, f"{about}: a repetition of {name}") for name, run in runs
+            ]
+            theirs: BaselineCase | None = None
+            if baseline is not None:
+                self.say(f"transformers, weights and cache in {baseline.dtype}")
+                prompts, steps = runs[0][1].prompts, case.output_len - 1
+                theirs = baseline.prepare(prompts, steps, options.prefill_chunk)
+                sides.append(self.reporting(theirs.run, f"{about}: a repetition of transformers"))
+            for name, run in runs:
+                for _ in range(options.num_warmup):
+                    self.reporting(run.warm_up, f"{about}: a warm-up of {name}")()
+            read_again = watch(self.monitor)
+            with self.steps.timed(*engines):
+                interleave(sides, options.num_iters, options.turn_seconds)
+            state = read_again()
+            for name, run in runs:
+                measured = run.result()
+                done = len(measured.repetition_ms)
+                if done < options.num_iters:
+                    self.say(f"{name}: {done} of {options.num_iters} repetitions, as they are long")
+                if is_reference(run.engine):
+                    eager[case] = measured
+                entry = to_json(
+                    run.engine,
+                    measured,
+                    bandwidth=self.bandwidth,
+                    eager=eager.get(case),
+                    interleaved=len(runs) > 1,
+                    baselines=(
+                        theirs.to_json(measured.step_ms, measured.token_ids) if theirs else ()
+                    ),
+                    device_state=state,
+                    check=None if check is None else check.check(run.prompts, measured.outputs),
+                ) | {"profiled": self.profiled}
+                self.steps.add(entry, measured.records)
+                yield entry
+
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return a case to be run on an engine."""
+        return CaseRun(engine, case, seed=self.options.seed)

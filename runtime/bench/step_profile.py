@@ -1,0 +1,195 @@
+"""A profile of some decode steps of one case, by nsys or by torch's profiler.
+
+Warm-up, compilation and captures come before the window, which opens before a step of the whole
+batch in the one repetition that is measured, and closes before another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ...profiling import attribution, nsys
+from ...profiling.kernel_names import KernelNames
+from ...profiling.nvtx_tool import require_nvtx
+from ...profiling.trace import torch_trace, trace_operations
+from ..config import EngineConfig
+from ..engine.engine import Engine
+from ..tools.step_report import decode_operation_costs
+from .benchmark_run import ModelKind
+from .console import print_error, program_name
+from .scenarios.steady import BenchmarkCase, CaseRun
+from .scenarios.steady_run import SteadyRun
+from .validate_args import StepRange, kernels_path, trace_path
+
+__all__ = ["ProfileRun", "StepWindow", "run_nsys"]
+
+CANNOT_RUN = 126
+"""The exit status of a shell for a file that cannot be executed."""
+
+
+def run_nsys(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Print the nsys command that profiles this command line; run it if nsys is installed.
+
+    Args:
+        options: the checked command line.
+        arguments: with which `sys.executable` runs the same command line.
+
+    Returns:
+        The exit status of nsys; 0 if it is not on the PATH.
+
+    Raises:
+        NvtxMissingError: nsys is installed, but not the package `nvtx`.
+    """
+    command = nsys.nsys_command(
+        [sys.executable, *arguments],
+        output=options.profile_output,
+        graph_trace=options.graph_trace,
+        device=_device_type(options.device),
+    )
+    print(shlex.join(command), flush=True)
+    found = nsys.find_nsys()
+    if found is None:
+        message = "nsys was not found on the PATH: nothing was run"
+        print(f"{program_name()}: {message}", file=sys.stderr)
+        return 0
+    require_nvtx("--profile nsys")
+    status = _run([found, *command[1:]])
+    if status == 0:  # the automatic export lacks payloads of several numbers
+        status = _run(nsys.export_command(Path(f"{options.profile_output}.nsys-rep")))
+    if status == 0:
+        read = ["stepgraph", "report", f"{options.profile_output}.sqlite"]
+        print(f"to read it: {shlex.join(read)}", file=sys.stderr)
+    return status
+
+
+def _device_type(device: str) -> Literal["cuda", "cpu"]:
+    """Return the device type of `--device`, whose command may be meant for another machine."""
+    if device != "auto":
+        return "cpu" if device == "cpu" else "cuda"
+    return "cuda" if torch.cuda.is_available() or nsys.find_nsys() is None else "cpu"
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run nsys; return its exit status, 128 + N after signal N as in a shell."""
+    try:
+        environment = nsys.environment_of_nsys()
+        status = subprocess.run(command, check=False, env=environment).returncode
+    except OSError as error:
+        print_error(f"cannot run {command[0]}: {error.strerror}")
+        return CANNOT_RUN
+    return status if status >= 0 else 128 - status
+
+
+class StepWindow:
+    """Opens a context before one step of the whole batch, and closes it before another.
+
+    Args:
+        steps: the steps inside.
+        open_: returns the context.
+    """
+
+    def __init__(
+        self, steps: StepRange, open_: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._steps = steps
+        self._open = open_
+        self._stack = contextlib.ExitStack()
+        self._is_open = False
+
+    def before_step(self, step: int) -> None:
+        """Open or close the context before step `step`; after the last step it is their number."""
+        if step == self._steps.first and not self._is_open:
+            self._stack.enter_context(self._open())
+            self._is_open = True
+        elif step == self._steps.end:
+            self._stack.close()
+
+    def __enter__(self) -> StepWindow:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the context, with the error that ended the run if there is one."""
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+class ProfileRun(SteadyRun):
+    """One case, in one mode, with a profile of some of its steps."""
+
+    all_modes = False
+    profiled = True
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Check the device and measure its bandwidth.
+
+        Raises:
+            NvtxMissingError: nsys profiles this process, which lacks the package `nvtx`.
+        """
+        if options.profile == "nsys":
+            require_nvtx("--profile nsys")
+        super().__init__(options)
+        self.names = KernelNames()
+        self._windows = contextlib.ExitStack()
+
+    def run(self) -> None:
+        """Measure the case, and write the profile.
+
+        Raises:
+            TraceError: the trace cannot be written.
+            NamesFileError: the names of kernels cannot be.
+        """
+        with self._windows:
+            super().run()
+        if self.options.profile == "nsys" or self.names.steps:
+            self.names.save(kernels_path(self.options))
+
+    def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
+        """Start the engine, and record the nodes of the graphs that it captures."""
+        with attribution.recording() as self.names:
+            engine = super().start(kind, config, what)
+        self.names.model = kind.model
+        self.names.device = str(self.document["environment"]["device"])
+        self.names.bandwidth_gb_s = self.bandwidth / 1e9
+        if self.names.reason is not None:
+            self.say(f"kernels of captured steps: {self.names.reason}")
+        return engine
+
+    def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
+        """Return the case, with the window around its steps."""
+        steps = self.options.profile_steps
+        if engine.config.mode == "graph" and self.device.type == "cuda":
+            self.names.costs = decode_operation_costs(
+                engine.model_config,
+                engine.config,
+                rows=case.batch_size,
+                context=case.input_len + (steps.first + steps.end) // 2,
+            )
+        window = self._windows.enter_context(StepWindow(steps, self._open_window))
+        return CaseRun(engine, case, seed=self.options.seed, before_step=window.before_step)
+
+    def report(self) -> str:
+        """Return where the profile is, and the time of each operation in it."""
+        steps = self.options.profile_steps
+        if self.options.profile == "nsys":
+            return f"nsys profiled steps {steps}; names of kernels: {kernels_path(self.options)}"
+        path = trace_path(self.options)
+        found = trace_operations(path)
+        if self.device.type == "cuda" and not found.device:
+            self.say("torch recorded no work of the device: is another profiler attached to it?")
+        text = f"\ntrace of steps {steps}: {path} (open it in https://ui.perfetto.dev)"
+        if self.names.steps:
+            text += f"; names of kernels: {kernels_path(self.options)}"
+        return f"{text}\n\n{found.markdown()}"
+
+    def _open_window(self) -> contextlib.AbstractContextManager[None]:
+        if self.options.profile == "nsys":
+            return nsys.capture_window()
+        return torch_trace(trace_path(self.options), self.names)

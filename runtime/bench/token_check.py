@@ -1,0 +1,165 @@
+"""Check of a measured case: its tokens against the plain PyTorch reference, teacher-forced.
+
+The reference is a decoder of the same weights on the same device made of `reference_linear` and
+`reference_paged_attention` alone. It reads a prompt and the tokens that the engine sampled for it
+as one sequence. A token that was sampled greedily is right if its reference logit is the largest
+one, or so close below it that rounding can have swapped the two. A wrong computation samples tokens
+whose reference logit lies standard deviations below. The criterion: logits of two correct programs
+differ by rounding only, which is relative to the spread of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...cache.arena import Arena
+from ..engine.engine import Engine
+from ..engine.startup import layer_groups
+from ..kernels import RaggedBatch, select_kernels
+from ..loading.checkpoint import CheckpointReader
+from ..loading.loader import iter_weights, random_weights, resolve_source
+from ..models.decoder import Decoder
+
+__all__ = ["MOST_ROWS", "TOLERANCE", "TokenCheck"]
+
+MOST_ROWS = 4
+"""Rows of a batch that are scored, spread evenly from the first to the last."""
+
+TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3}
+"""How far below the largest reference logit a sampled token's may lie, in standard deviations of
+the logits of its position."""
+
+_CHUNK = 512
+"""Tokens that the reference computes at a time: bounds the memory of its masks and logits."""
+
+
+class TokenCheck:
+    """The reference of one model, for all cases of the engines that serve it."""
+
+    def __init__(self, engine: Engine, source: str) -> None:
+        """Build the reference: it shares the weights of `engine` where they are not packed.
+
+        Args:
+            engine: one that is open and stays so while this is used.
+            source: its model, read again where the engine's weights are packed.
+        """
+        config = engine.config
+        self._block_size = config.block_size
+        self._groups = layer_groups(engine.model_config, config)
+        served = engine.decoder
+        kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
+        self._model = Decoder(
+            engine.model_config, kernels, config.dtype, config.device, self._groups, config.storage
+        )
+        if served.kernels.pack is None:
+            _share_weights(served, self._model)
+        else:
+            _load_weights(self._model, source, config.seed)
+
+    def check(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Collection[tuple[int, ...]]]
+    ) -> dict[str, Any]:
+        """Return the `check` of a case of the benchmark's JSON.
+
+        Args:
+            prompts: of each row of the batch.
+            outputs: of each row the distinct outputs of the repetitions, sampled greedily.
+
+        Returns:
+            `rows` and `tokens` that were scored, the tokens that `equal` the reference's largest
+            logit, the `worst_gap` of a token to that logit and the `tolerance`, both in standard
+            deviations of the position's logits (the gap is null where one is not finite), whether
+            `repetitions_equal` over all rows, whether it `passed`, and the `error` that kept the
+            reference from running, or null.
+        """
+        last = len(prompts) - 1
+        count = min(MOST_ROWS, len(prompts))
+        rows = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+        tolerance = TOLERANCE[self._model.dtype]
+        gaps: list[torch.Tensor] = []
+        error = None
+        try:
+            for row in rows:
+                gaps += [self._gaps(prompts[row], output) for output in outputs[row]]
+        except torch.OutOfMemoryError as found:
+            error = f"the reference ran out of memory: {str(found).splitlines()[0]}"
+        gap_N = torch.cat(gaps) if gaps else torch.empty(0)
+        worst = float(gap_N.max()) if len(gap_N) and gap_N.isfinite().all() else None
+        return {
+            "rows": len(rows),
+            "tokens": len(gap_N),
+            "equal": int((gap_N == 0).sum()),
+            "worst_gap": worst,
+            "tolerance": tolerance,
+            "repetitions_equal": all(len(distinct) == 1 for distinct in outputs),
+            "passed": error is None and worst is not None and worst <= tolerance,
+            "error": error,
+        }
+
+    def _gaps(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        """Return how far each token of `output` lies below the largest logit, float32 `[N]`."""
+        sampled_N = torch.tensor(output, device=self._model.device)
+        found: list[torch.Tensor] = []
+        start = 0
+        for logits_CV in self._logits([*prompt, *output[:-1]], len(prompt) - 1):
+            logits_CV = logits_CV.float()
+            token_C = sampled_N[start : start + len(logits_CV), None]
+            below_C = logits_CV.amax(1) - logits_CV.gather(1, token_C)[:, 0]
+            found.append(below_C / logits_CV.std(1))
+            start += len(logits_CV)
+        return torch.cat(found).cpu()
+
+    @torch.no_grad()
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        """Yield the reference's logits from position `first` on, `[C, vocab_size]` at a time.
+
+        One row in a cache of its own, prefilled in chunks: row 0 of the block tables, row 1 null.
+        """
+        model, size = self._model, self._block_size
+        blocks, groups = -(-len(token_ids) // size), len(self._groups)
+        arena = Arena(
+            self._groups, groups * blocks + 1, size, model.dtype, model.device, model.storage
+        )
+        tables = torch.zeros(groups, 2, blocks, dtype=torch.int32)
+        tables[:, 0] = 1 + torch.arange(groups * blocks).view(groups, blocks)
+        tables = tables.to(model.device)
+        ids_T = torch.tensor(token_ids, device=model.device)
+        for start in range(0, len(ids_T), _CHUNK):
+            end = min(start + _CHUNK, len(ids_T))
+            positions_C = torch.arange(start, end, device=model.device)
+            slots_GC = tables[:, 0, positions_C // size].long() * size + positions_C % size
+            batch = RaggedBatch(
+                positions=positions_C,
+                slots=slots_GC,
+                token_rows=torch.zeros_like(positions_C),
+                rows=torch.zeros_like(positions_C[:1]),
+                block_tables=tables,
+                read_blocks=-(-end // size),
+                block_size=size,
+                tokens_per_row=end - start,
+            )
+            hidden_CD = model(ids_T[start:end], arena.tensor, batch)
+            if end > first:
+                yield model.logits(hidden_CD[max(0, first - start) :])
+
+
+def _share_weights(served: Decoder, reference: Decoder) -> None:
+    """Make a decoder use the weight tensors of another one, which must not be packed."""
+    for name, module in reference.named_modules():
+        other = served.get_submodule(name)
+        for leaf in ("weight", "scales", "bias", "dtype"):
+            if hasattr(module, leaf) and module is not reference:
+                setattr(module, leaf, getattr(other, leaf))
+
+
+def _load_weights(reference: Decoder, source: str, seed: int) -> None:
+    """Read a model's weights again, or draw those of a preset as its engine did."""
+    found = resolve_source(source)
+    if found.directory is None:
+        reference.store(random_weights(found.config, reference.dtype, seed))
+    else:
+        with CheckpointReader(found.directory) as reader:
+            reference.store(iter_weights(reader, found.config, reference.dtype))

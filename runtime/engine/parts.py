@@ -1,0 +1,122 @@
+"""The parts of a started engine, and what is reported about its start."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...cache.arena import Arena
+from ...cache.memory.handler import MemoryPlan, Reconciliation
+from ...cache.memory.memory_plan import format_bytes
+from ...cache.spec import LayerGroup
+from ..execution.runner import Runner
+from ..loading.tokenizer import TextTokenizer
+from ..memory.measurement import Phase, StepMemory
+from ..models.decoder import Decoder
+from ..resolved_config import ResolvedConfig
+
+if TYPE_CHECKING:
+    from ..kernels.triton.precompile import CompiledKernels
+
+__all__ = ["CodeCache", "EngineParts"]
+
+_TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
+"""The phases of a start that make what lives on the device as long as the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCache:
+    """Pieces of code that torch.compile found in its cache, and those that it had to make."""
+
+    hits: int
+    misses: int
+
+    @classmethod
+    def now(cls) -> CodeCache:
+        """Read the counters of this process: other engines that start meanwhile count too."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        counts = {} if dynamo is None else dynamo.counters["inductor"]
+        return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
+
+    def since(self, before: CodeCache) -> CodeCache:
+        """Return the difference."""
+        return CodeCache(self.hits - before.hits, self.misses - before.misses)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine runs over."""
+
+    config: ResolvedConfig
+    model: Decoder
+    tokenizer: TextTokenizer | None
+    groups: tuple[LayerGroup, ...]
+    plan: MemoryPlan
+    arena: Arena
+    runner: Runner
+    step_memory: StepMemory
+    """What steps hold while they run."""
+    phases: tuple[Phase, ...]
+    """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
+    is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
+    start_seconds: float
+    """The phases and what lies between them; the calibration of a time budget comes on top."""
+    code_cache: CodeCache
+    compiled_kernels: CompiledKernels | None = None
+    """Triton kernels that were compiled ahead of the steps; None where there are none."""
+
+    @property
+    def load_seconds(self) -> float:
+        """What reading (and packing) the weights took."""
+        return sum(phase.seconds for phase in self.phases if phase.name == "load")
+
+    def reconcile(self) -> Reconciliation:
+        """Set what is held now, and what steps held when they were measured, against the plan.
+
+        On a CUDA device weights, cache and static buffers are what torch's allocator says that
+        their phases of the start took; on a CPU they are the sizes of the tensors.
+        """
+        runner = self.runner
+        held = {
+            "weights": self.model.weight_bytes,
+            "cache": self.arena.nbytes,
+            "static_buffers": runner.nbytes,
+        }
+        grown = {
+            _TERM_OF_PHASE[phase.name]: phase.after - phase.before
+            for phase in self.phases
+            if phase.name in _TERM_OF_PHASE
+        }
+        host_buffers = 0
+        notes: dict[str, str] = {}
+        if self.config.device.type == "cuda":
+            host_buffers = runner.host_nbytes
+            held = grown
+        else:
+            # No measure of one term: pages come with the first write, code with its first use.
+            notes = {
+                term: "size of the tensors; meanwhile the resident set, code and all, grew by "
+                + format_bytes(size)
+                for term, size in grown.items()
+            }
+        measured = dict(self.step_memory.measured)
+        activations = measured.get("activations")
+        if self.model.stack is not None and activations is not None:
+            # Taken when the steps were prepared, so no step that was measured took it.
+            workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
+            measured["activations"] = activations + workspace
+        return self.plan.reconcile(
+            {
+                **held,
+                "captured_graphs": 0,
+                "host_cache": 0 if runner.host_arena is None else runner.host_arena.nbytes,
+                "host_buffers": host_buffers,
+                **measured,
+            },
+            {
+                **notes,
+                "reserve": "not held: left for workspaces and fragmentation",
+                **self.step_memory.notes,
+            },
+        )

@@ -1,0 +1,78 @@
+"""The tokens of one forward pass, as every kernel receives them.
+
+Shapes: T tokens, R rows, G layer groups. The tokens of a row are neighbours in T and follow one
+another in position. A decode step is a uniform batch of 1 token a row, a verify step one of 1 + k,
+a prefill step is ragged. The batch says which it is; nothing is concluded from sizes.
+
+    ragged, rows 4 (positions 0-2) and 1 (positions 7-8), 3 tokens of padding, null row 9
+
+        positions         0  1  2  7  8  0  0  0
+        token_rows        4  4  4  1  1  9  9  9
+        rows              4  1  9  9
+        query_start_loc   0  3  5  5  5              tokens behind the last one are padding
+
+    uniform, 2 tokens a row, rows 4 (positions 7-8) and 1 (positions 3-4), one row of padding
+
+        positions         7  8  3  4  0  0
+        token_rows        4  4  1  1  9  9
+        rows              4  1  9
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["LayerPlace", "RaggedBatch"]
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer finds its part of the cache."""
+
+    group: int
+    """Its layer group: the first coordinate of block tables and slots."""
+    position: int
+    """Its position in the group: the first coordinate of the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Where the tokens of one forward pass stand and where their keys and values go."""
+
+    positions: Tensor
+    """int64 `[T]`: position of each token in its sequence; 0 for padding."""
+    slots: Tensor
+    """int64 `[G, T]`, the write index: slot of each token in each layer group; padding writes to
+    the null block."""
+    token_rows: Tensor
+    """int64 `[T]`: row of each token; the null row for padding."""
+    rows: Tensor
+    """int64 `[R]`: the rows of the batch in the order of their tokens, padded with the null row."""
+    block_tables: Tensor
+    """int32 `[G, max_num_seqs + 1, max_blocks_per_row]`: the read index of every row."""
+    read_blocks: int
+    """Columns of the block tables that may be read: all positions lie below them."""
+    block_size: int
+    """Slots of a block."""
+    tokens_per_row: int | None
+    """Tokens of each row of a uniform batch, so that T = R * tokens_per_row; None: ragged."""
+    query_start_loc: Tensor | None = None
+    """int64 `[R + 1]`: the tokens of row i are `query_start_loc[i]` to `query_start_loc[i + 1]` - 1
+    of a ragged batch; None where the batch is uniform."""
+
+    def of_rows(self, part: slice) -> RaggedBatch:
+        """Return the same for some neighbouring rows of a uniform batch."""
+        assert self.tokens_per_row is not None, "the rows of a ragged batch have no common length"
+        n = self.tokens_per_row
+        start, stop, _ = part.indices(len(self.rows))
+        tokens = slice(n * start, n * stop)
+        return dataclasses.replace(
+            self,
+            positions=self.positions[tokens],
+            slots=self.slots[:, tokens],
+            token_rows=self.token_rows[tokens],
+            rows=self.rows[start:stop],
+        )

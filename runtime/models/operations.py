@@ -1,0 +1,196 @@
+"""The operations of a `LayerPlan` in plain torch, one function a kind, bound to their weights.
+
+What torch.compile traces, and what runs where a backend has nothing faster. Constants of an
+operation are bound once: a step only calls.
+
+Shape suffixes: T tokens of a step, H query heads, G key/value heads, E head_dim, R kv_lora_rank, C
+what latent attention caches of a token, F features, K kinds of rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import AttentionForm, Kernels, LayerPlace, RaggedBatch
+from ..kernels.ops.activation import gated_activation
+from ..kernels.ops.layer_plan import (
+    Activate,
+    Attend,
+    LatentKeys,
+    LatentRotate,
+    LatentToValues,
+    Linear,
+    Norm,
+    Operation,
+    Parameter,
+    QKNorm,
+    QueriesToLatent,
+    Rotate,
+)
+from .modules import HeadProjection, Projection, RMSNorm, Vector
+from .rope import rotate
+
+__all__ = ["LayerStep", "Run", "bind"]
+
+
+class LayerStep(NamedTuple):
+    """What all layers of one step share."""
+
+    cos: Tensor
+    """float32 `[K, T, E / 2]`."""
+    sin: Tensor
+    arena: Tensor
+    batch: RaggedBatch
+
+
+Run = Callable[[Any, LayerStep], Any]
+"""A bound operation: the value, a tensor or a tuple of parts, to the next one."""
+Module = Callable[[Parameter, Callable[[], nn.Module]], Any]
+"""Returns the module that holds a parameter, made by the second argument if there is none yet."""
+
+
+def bind(
+    operation: Operation, module: Module, kernels: Kernels, place: LayerPlace, storage: str
+) -> Run:
+    """Return an operation of a layer as a function of its value and the step.
+
+    Args:
+        operation: of the plan; `Residual` is none of these.
+        module: returns the modules that hold its parameters.
+        kernels: of linear layers and attention.
+        place: of the layer in the cache.
+        storage: how the cache stores vectors.
+    """
+    match operation:
+        case Norm():
+            return _norm(operation, module)
+        case Linear():
+            return _linear(operation, module, kernels)
+        case QKNorm():
+            return _qk_norm(operation, module)
+        case Rotate():
+            return _rotate(operation)
+        case Attend():
+            return _attend(operation, module, kernels, place, storage)
+        case Activate():
+            return _activate(operation)
+        case LatentRotate():
+            return _latent_rotate(operation)
+        case QueriesToLatent():
+            return _queries_to_latent(operation, module)
+        case LatentKeys():
+            return _latent_keys(operation, module)
+        case LatentToValues():
+            return _latent_to_values(operation, module)
+        case _:
+            raise NotImplementedError(f"no plain version of {operation}")
+
+
+def _norm(op: Norm, module: Module) -> Run:
+    norm = module(op.weight, lambda: RMSNorm(op.eps, offset=op.offset))
+    return _on_part(norm, op.part)
+
+
+def _linear(op: Linear, module: Module, kernels: Kernels) -> Run:
+    linear = module(op.weight, lambda: Projection(kernels, op.out_features, op.in_features))
+    if not op.split:
+        return _on_part(linear, op.part)
+    sizes, unit = op.split, op.unit
+    if unit == 1:
+        return lambda x_TF, step: linear(x_TF).split(sizes, dim=-1)
+    return lambda x_TF, step: linear(x_TF).view(x_TF.shape[0], -1, unit).split(sizes, dim=1)
+
+
+def _on_part(function: Callable[[Tensor], Tensor], part: int | None) -> Run:
+    if part is None:
+        return lambda x, step: function(x)
+    return lambda parts, step: (*parts[:part], function(parts[part]), *parts[part + 1 :])
+
+
+def _qk_norm(op: QKNorm, module: Module) -> Run:
+    q_norm = module(op.q, lambda: RMSNorm(op.eps, offset=op.offset))
+    k_norm = module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
+    return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
+
+
+def _rotate(op: Rotate) -> Run:
+    kind = op.kind
+
+    def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
+        q_THE, k_TGE, v_TGE = qkv
+        cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+        return rotate(q_THE, cos_TE, sin_TE), rotate(k_TGE, cos_TE, sin_TE), v_TGE.contiguous()
+
+    return run
+
+
+def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, storage: str) -> Run:
+    sinks = None if op.sinks is None else module(op.sinks, Vector)
+    attention, features = kernels.attention, op.features
+    constants = (op.scale, op.window, op.softcap, storage, op.value_dim)
+
+    def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
+        q_THE, k_TGE, *values = value
+        form = AttentionForm(*constants, None if sinks is None else sinks.weight)
+        v_TGE = values[0] if values else None
+        attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
+        return attended_THE.reshape(q_THE.shape[0], features)
+
+    return run
+
+
+def _activate(op: Activate) -> Run:
+    gated = gated_activation(op)
+    return lambda gate_up, step: gated(*gate_up)
+
+
+def _latent_rotate(op: LatentRotate) -> Run:
+    heads, sizes, interleaved, kind = op.heads, (op.nope, op.rope), op.interleaved, op.kind
+
+    def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
+        q_TF, latent_TR, key_TE = value
+        cos_TE, sin_TE = step.cos[kind], step.sin[kind]
+        q_THE = q_TF.view(q_TF.shape[0], heads, -1)
+        plain_THE, turned_THE = q_THE.split(sizes, dim=-1)
+        turned_THE = rotate(turned_THE, cos_TE, sin_TE, interleaved=interleaved)
+        key_T1E = rotate(key_TE[:, None], cos_TE, sin_TE, interleaved=interleaved)
+        return plain_THE, turned_THE, latent_TR, key_T1E
+
+    return run
+
+
+def _queries_to_latent(op: QueriesToLatent, module: Module) -> Run:
+    kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
+
+    def run(value: tuple[Tensor, Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, ...]:
+        plain_THE, turned_THE, latent_TR, key_T1E = value
+        q_THC = torch.cat((kv_up.queries_to_latent(plain_THE), turned_THE), dim=-1)
+        return q_THC, latent_TR, key_T1E
+
+    return run
+
+
+def _latent_keys(op: LatentKeys, module: Module) -> Run:
+    norm = module(op.weight, lambda: RMSNorm(op.eps))
+
+    def run(value: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor]:
+        q_THC, latent_TR, key_T1E = value
+        return q_THC, torch.cat((norm(latent_TR)[:, None], key_T1E), dim=-1)
+
+    return run
+
+
+def _latent_to_values(op: LatentToValues, module: Module) -> Run:
+    kv_up = module(op.kv_up, lambda: HeadProjection(op.keys))
+    heads = op.kv_up.shape[0]
+
+    def run(attended_TF: Tensor, step: LayerStep) -> Tensor:
+        tokens = attended_TF.shape[0]
+        values: Tensor = kv_up.latent_to_values(attended_TF.view(tokens, heads, -1))
+        return values.reshape(tokens, -1)
+
+    return run

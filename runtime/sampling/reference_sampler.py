@@ -1,0 +1,135 @@
+"""The reference sampler, in plain torch, that can be compiled and captured.
+
+Parameters are device state that is read by row index. Shapes are static and nothing waits for the
+device. Dimensions, as suffixes of names:
+
+    B  rows of a step           R  rows of the state, max_num_seqs + 1; the last one is the null row
+    V  vocabulary
+
+`sample_full` works in this order:
+
+    log-probabilities of the model's own logits, before anything below changes them
+    logit bias -> min_tokens -> repetition penalty -> presence and frequency penalty
+    temperature 0: argmax
+    otherwise: temperature -> top-k -> top-p -> min-p -> draw
+
+Hugging Face transformers has the same order. vLLM applies min-p before top-k and top-p, so there
+top-p counts the probability of fewer tokens.
+
+A row whose logits are not a distribution (NaN, +inf or nothing but -inf) gets `NON_FINITE` instead
+of a token, which is not counted. Single logits of -inf are tokens of probability 0.
+
+Top-k, top-p and min-p become one threshold: a token is kept if it is at least that probable. So
+tokens of equal probability are kept or dropped together, and a top-k may keep more than k of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.ops.draws import draw, largest, uniform
+from ..kernels.ops.feedback import NON_FINITE
+from ..kernels.ops.thresholds import bisect_thresholds
+from ..sampling_params import MAX_LOGPROBS
+from .sample_output import SampleOutput
+from .sampling_state import (
+    COUNT_MASK,
+    MAX_ROW_STOP_IDS,
+    NUM_INTEGERS,
+    NUM_REALS,
+    SamplingState,
+)
+
+__all__ = ["sample_full", "sample_greedy"]
+
+
+def sample_greedy(logits_BV: torch.Tensor) -> torch.Tensor:
+    """Return the most probable token of each row, int64 `[B]`; of equal ones the lowest id.
+
+    `NON_FINITE` where the logits hold NaN or +inf, or nothing but -inf.
+    """
+    best_B = logits_BV.argmax(-1)  # NaN counts as the largest
+    sound_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
+    return torch.where(sound_B, best_B, NON_FINITE)
+
+
+def sample_full(
+    logits_BV: torch.Tensor,
+    state: SamplingState,
+    rows_B: torch.Tensor,
+    positions_B: torch.Tensor,
+) -> SampleOutput:
+    """Draw a token for each row with the row's sampling parameters, and count it.
+
+    `NON_FINITE` where the logits are not a distribution, before or after the parameters apply. A
+    token depends on the logits, the state row and the position of its own row only.
+
+    Args:
+        logits_BV: the model's logits, of any floating dtype.
+        state: parameters and counts of all rows; `token_counts` is updated in place.
+        rows_B: int64, state row of each row. One with penalties may occur only once.
+        positions_B: int64, the position that the drawn token takes in its sequence: the length of
+            the prompt for the first one.
+    """
+    raw_BV = logits_BV.float()
+    log_mass_B = raw_BV.logsumexp(-1)
+    top_logits, top_ids = largest(raw_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+
+    reals, integers = state.reals[rows_B], state.integers[rows_B]
+    temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = reals[
+        :, :NUM_REALS
+    ].unbind(1)
+    top_k_B, seed_B, ban_until_B = integers[:, :NUM_INTEGERS].unbind(1)
+
+    ban_B = torch.where(positions_B < ban_until_B, float("-inf"), 0.0)
+    added = torch.cat((reals[:, NUM_REALS:], ban_B[:, None].expand(-1, MAX_ROW_STOP_IDS)), dim=1)
+    wanted_BV = raw_BV.scatter_add(1, integers[:, NUM_INTEGERS:], added)
+
+    penalised_B = (repetition_B != 1.0) | (presence_B != 0.0) | (frequency_B != 0.0)
+    wanted_BV = torch.where(
+        penalised_B[:, None],
+        _penalise(wanted_BV, state.token_counts[rows_B], repetition_B, presence_B, frequency_B),
+        wanted_BV,
+    )
+
+    # Relative to the best token, which has weight exactly 1, and subtracted before the division, so
+    # that no temperature overflows.
+    greedy_B = temperature_B == 0.0
+    divisor_B = torch.where(greedy_B, 1.0, temperature_B)
+    best_B = wanted_BV.amax(-1)
+    weights_BV = ((wanted_BV - best_B[:, None]) / divisor_B[:, None]).exp()
+    threshold_B = torch.maximum(bisect_thresholds(weights_BV, top_k_B, top_p_B), min_p_B)
+    kept_BV = torch.where(weights_BV >= threshold_B[:, None], weights_BV, 0.0)
+    drawn_B = draw(kept_BV, uniform(seed_B, positions_B))
+    ids_B = torch.where(greedy_B, wanted_BV.argmax(-1), drawn_B)
+
+    sound_B = log_mass_B.isfinite() & best_B.isfinite()
+    counted_B = (penalised_B & sound_B).to(torch.int32)
+    state.token_counts.index_put_((rows_B, ids_B), counted_B, accumulate=True)
+    return SampleOutput(
+        tokens=torch.where(sound_B, ids_B, NON_FINITE),
+        logprob=raw_BV.gather(1, ids_B[:, None])[:, 0] - log_mass_B,
+        top_logprobs=top_logits - log_mass_B[:, None],
+        top_ids=top_ids,
+    )
+
+
+def _penalise(
+    logits_BV: torch.Tensor,
+    counts_BV: torch.Tensor,
+    repetition_B: torch.Tensor,
+    presence_B: torch.Tensor,
+    frequency_B: torch.Tensor,
+) -> torch.Tensor:
+    """Apply the penalties to `[B, V]`.
+
+    Repetition: Keskar et al. 2019 (arXiv 1909.05858, section 4.1), with the case of negative logits
+    that transformers adds in `RepetitionPenaltyLogitsProcessor`. Presence and frequency: as the
+    OpenAI API defines them, over the output alone.
+    """
+    repetition = repetition_B[:, None]
+    divided = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+    logits_BV = torch.where(counts_BV != 0, divided, logits_BV)
+    outputs_BV = counts_BV & COUNT_MASK
+    present_BV = (outputs_BV > 0).float()
+    return logits_BV - presence_B[:, None] * present_BV - frequency_B[:, None] * outputs_BV.float()

@@ -1,0 +1,83 @@
+"""What a step draws: tokens and log-probabilities, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SampleOutput"]
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What a step drew, on the device. B rows of a step, V tokens of the vocabulary.
+
+    Log-probabilities are those of the model's own distribution, the log-softmax of its logits in
+    float32. Those of a row whose token is `NON_FINITE` are undefined.
+    """
+
+    tokens: torch.Tensor
+    """int64 `[B]`: ids of the vocabulary, or `NON_FINITE`."""
+    logprob: torch.Tensor
+    """float32 `[B]`: log-probability of `tokens`."""
+    top_logprobs: torch.Tensor
+    """float32 `[B, min(20, V)]`: the highest log-probabilities, highest first."""
+    top_ids: torch.Tensor
+    """int64 `[B, min(20, V)]`: their tokens."""
+    packed: torch.Tensor | None = None
+    """uint8 `[packed_bytes]`: the buffer that the four are views of; None: separate tensors."""
+
+    @staticmethod
+    def packed_bytes(rows: int, tops: int) -> int:
+        """Return the bytes of the four tensors, with `tops` top log-probabilities a row."""
+        return -(-rows * (1 + tops) * 12 // 8) * 8
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor, rows: int, tops: int) -> SampleOutput:
+        """Return the four as views of uint8 `[packed_bytes]`, or `[steps, packed_bytes]`."""
+        views, at = [], 0
+        for width, dtype in (
+            (1, torch.int64),
+            (tops, torch.int64),
+            (1, torch.float32),
+            (tops, torch.float32),
+        ):
+            end = at + rows * width * dtype.itemsize
+            views.append(packed[..., at:end].view(dtype).unflatten(-1, (rows, width)))
+            at = end
+        tokens, top_ids, logprob, top_logprobs = views
+        return cls(tokens.squeeze(-1), logprob.squeeze(-1), top_logprobs, top_ids, packed)
+
+    def pack(self) -> SampleOutput:
+        """Return itself if it is `packed`, else a packed copy."""
+        if self.packed is not None:
+            return self
+        rows, tops = self.top_ids.shape[-2:]
+        parts = (self.tokens, self.top_ids.flatten(-2), self.logprob, self.top_logprobs.flatten(-2))
+        as_bytes = [part.contiguous().view(torch.uint8) for part in parts]
+        missing = self.packed_bytes(rows, tops) - sum(part.shape[-1] for part in as_bytes)
+        packed = torch.cat((*as_bytes, as_bytes[0][..., :missing]), dim=-1)
+        return SampleOutput.unpack(packed, rows, tops)
+
+    def copy_(self, source: SampleOutput) -> None:
+        """Copy the four tensors asynchronously."""
+        for own, other in zip(self._four(), source._four(), strict=True):
+            own.copy_(other, non_blocking=True)
+
+    @classmethod
+    def stack(cls, steps: Sequence[SampleOutput]) -> SampleOutput:
+        """Return the outputs of several steps, stacked along a new first dimension."""
+        packed = [step.packed for step in steps if step.packed is not None]
+        if len(packed) == len(steps):
+            return cls.unpack(torch.stack(packed), *steps[0].top_ids.shape)
+        return cls(*(torch.stack(column) for column in zip(*map(cls._four, steps), strict=True)))
+
+    def unbind(self) -> list[SampleOutput]:
+        """Return the output of each of the stacked steps, as views."""
+        columns = zip(*(tensor.unbind() for tensor in self._four()), strict=True)
+        return [SampleOutput(*column) for column in columns]
+
+    def _four(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.tokens, self.logprob, self.top_logprobs, self.top_ids
