@@ -1,13 +1,13 @@
 """Where each microsecond of a step goes, and how far that is from the limit.
 
-`ranges` names what the host does for nsys, `timeline` keeps the times of the last steps, `stats`
-summarises them with the number of samples they rest on, `roofline` says what a step must move, and
-`bandwidth` how fast this device can move it; `attribution` names kernels inside replayed graphs.
-`nsys` has the command line of an nsys session and the window of a program in it, `report` reads
-what the session leaves, `trace` makes one without nsys, `plot` draws a timeline.
+`ranges` emits the NVTX ranges, `timeline` keeps the times of the last steps, `stats` summarises
+times, `roofline` computes the bytes that a step must move, `bandwidth` measures how fast this
+device reads; `attribution` names kernels inside replayed graphs. `nsys` has the command line of an
+nsys session, the window of a program in it and the report of its export; `trace` records a trace
+without nsys, `plot` draws a timeline.
 
 Importing the package imports none of them: `stats`, `roofline`, `timeline`, `attribution` and
-`report` need the standard library only, `ranges` loads nvtx where it is installed, `bandwidth` and
+`nsys` need the standard library only, `ranges` loads nvtx where it is installed, `bandwidth` and
 `trace` load torch when they measure, `plot` matplotlib.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["capture_window"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what the package offers itself when it is asked for."""
+    """Import the names of the package on first access."""
     if name == "capture_window":
         from .nsys import capture_window
 

@@ -1,8 +1,8 @@
 """When Python's garbage collector runs, and for how long: it holds up every thread of the process.
 
 The interpreter calls `gc.callbacks` before and after each collection. One function of this module
-is among them as long as there is a `CollectorWatch` that is open and alive; the collections of a
-process are counted in each of them, and told once, by the mark `collection`.
+is among them while a `CollectorWatch` is open and alive; each watch counts the collections of the
+process, and each collection emits one mark `collection`.
 """
 
 import gc
@@ -17,9 +17,9 @@ __all__ = ["CollectorWatch"]
 
 
 class CollectorWatch:
-    """Counts and times the collections of the process, of whatever thread, until it is closed.
+    """Counts and times the collections of the process, in any thread, until it is closed.
 
-    Nothing keeps it alive: one that is dropped without being closed leaves nothing behind.
+    The module holds weak references only: a watch that is dropped unclosed leaves nothing behind.
 
     Attributes:
         collections: how many there were.
@@ -44,7 +44,7 @@ class CollectorWatch:
 
 
 _watches: Final[list["weakref.ref[CollectorWatch]"]] = []
-# Reentrant: whatever is done with it held may run the collector, which may drop a watch.
+# Reentrant: code that holds it may run the collector, which may drop a watch.
 _changing: Final = threading.RLock()
 _started_ns = 0
 
@@ -56,7 +56,7 @@ def _forget(reference: "weakref.ref[CollectorWatch]") -> None:
             _watches.remove(reference)
         if not _watches and _on_collection in gc.callbacks:
             gc.callbacks.remove(_on_collection)
-            _started_ns = 0  # whose end nobody will see
+            _started_ns = 0
 
 
 def _on_collection(phase: str, info: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def _on_collection(phase: str, info: dict[str, Any]) -> None:
     if phase == "start":
         _started_ns = time.perf_counter_ns()
         return
-    if not _started_ns:  # it began before anybody watched
+    if not _started_ns:  # it began before the first watch
         return
     took = time.perf_counter_ns() - _started_ns
     _started_ns = 0

@@ -1,4 +1,4 @@
-"""What the commands have in common: the parser, and the exit status after an interrupt."""
+"""The argument parser of all commands, and the exit status after an interrupt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_MESSAGE = 400
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose usage errors are one line, and which takes no abbreviated flags.
+    """An `ArgumentParser` whose usage errors are one line, without abbreviated flags.
 
-    An abbreviation means something else once there is another flag.
+    An abbreviation changes its meaning when a flag is added.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -1,8 +1,8 @@
 """Clocks, power and throttling of a CUDA device, through NVML.
 
-NVML is the driver's own library; Python reaches it through `pynvml` (nvidia-ml-py, the extra
-"nvml"), which is imported when a device is first asked for. Nothing here is an error: what is not
-there (the package, the driver, a query that a card does not answer) is None.
+NVML is the driver's own library; `pynvml` (nvidia-ml-py, the extra "nvml") is imported when a
+device is first read. What is missing (the package, the driver, a query that a card does not
+answer) is None, never an error.
 
 CUDA numbers the devices that `CUDA_VISIBLE_DEVICES` leaves, NVML all of them: a device is found by
 its UUID, else by its place on the PCI bus (a slice of a card has a UUID of its own).
@@ -10,7 +10,7 @@ its UUID, else by its place on the PCI bus (a slice of a card has a UUID of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMonitor", "DeviceState", "describe_throttling", "watch"]
 
 CLOCK_TOLERANCE: Final = 0.05
-"""By which the SM clock may differ before and after what is measured."""
+"""Relative change of the SM clock during a measurement that is no warning."""
 
-_REASONS: Final = {
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-    0x200: "board_limit",
-    0x400: "reliability",
-}
-"""Bits of NVML's clocks event reasons (`nvmlClocksEventReasons` of nvml.h)."""
+_REASONS: Final = (
+    "gpu_idle",
+    "applications_clocks_setting",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal_slowdown",
+    "hw_thermal_slowdown",
+    "hw_power_brake_slowdown",
+    "display_clock_setting",
+    "board_limit",
+    "reliability",
+)
+"""Bits of NVML's clocks event reasons (`nvmlClocksEventReasons` of nvml.h), from the lowest."""
 _IDLE: Final = "gpu_idle"
 _HARMLESS: Final = frozenset({_IDLE, "applications_clocks_setting"})
 """Clocks that are low because nothing runs, or as the user set them."""
@@ -52,7 +52,7 @@ class DeviceState:
         power_limit_w: the limit that is enforced.
         temperature_c: of the GPU, degrees Celsius.
         reasons: why clocks are not higher, by name; empty if nothing holds them down.
-        persistence: whether the driver stays loaded where nobody uses the device.
+        persistence: whether the driver stays loaded while no process uses the device.
     """
 
     sm_mhz: int | None
@@ -65,8 +65,7 @@ class DeviceState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
-        fields = asdict(self)
-        return fields | {"reasons": None if self.reasons is None else list(self.reasons)}
+        return asdict(self) | {"reasons": None if self.reasons is None else list(self.reasons)}
 
 
 class DeviceMonitor:
@@ -79,69 +78,71 @@ class DeviceMonitor:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMonitor | None:
-        """Return what reads a device; None where it has no NVML."""
+        """Return the monitor of a device; None where it has no NVML."""
         if device.type != "cuda":
             return None
         import torch
 
-        if torch.version.hip is not None:
-            return None
         try:
             import pynvml as nvml
+
+            nvml.nvmlInit()  # counts its callers; the library stays as long as the process
         except ImportError:
             return None
-        try:
-            nvml.nvmlInit()  # counts its callers; the library stays as long as the process
         except nvml.NVMLError:  # no driver, or no library
             return None
-        handle = _find(nvml, torch.cuda.get_device_properties(device))
+        properties = torch.cuda.get_device_properties(device)
+        handle = None
+        uuid = getattr(properties, "uuid", None)
+        if uuid is not None:
+            handle = _query(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        place: list[Any] = [getattr(properties, name, None) for name in names]
+        if handle is None and None not in place:
+            bus_id = "{:08x}:{:02x}:{:02x}.0".format(*place)
+            handle = _query(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
         return None if handle is None else cls(nvml, handle)
 
     def read(self) -> DeviceState:
         """Return the state now."""
-        nvml = self._nvml
-        persistence = self._ask("nvmlDeviceGetPersistenceMode")
+        nvml, query = self._nvml, self._query
+        power = query("nvmlDeviceGetPowerUsage")
+        limit = query("nvmlDeviceGetEnforcedPowerLimit")
+        persistence = query("nvmlDeviceGetPersistenceMode")
+        # Each pair is a query and its name before drivers 535, or one that older drivers answer.
+        temperature = query("nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU)
+        if temperature is None:
+            temperature = query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
+        bits = query("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:
+            bits = query("nvmlDeviceGetCurrentClocksThrottleReasons")
         return DeviceState(
-            sm_mhz=self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            memory_mhz=self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-            power_w=_watts(self._ask("nvmlDeviceGetPowerUsage")),
-            power_limit_w=_watts(self._ask("nvmlDeviceGetEnforcedPowerLimit")),
-            temperature_c=self._temperature(),
-            reasons=self._reasons(),
+            sm_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            memory_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+            power_w=None if power is None else power / 1e3,
+            power_limit_w=None if limit is None else limit / 1e3,
+            temperature_c=temperature,
+            reasons=None if bits is None else _names(bits),
             persistence=None if persistence is None else bool(persistence),
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return what stays as it is: the driver, and the highest clocks in MHz."""
+        """Return what does not change: the driver, and the highest clocks in MHz."""
         nvml = self._nvml
         return {
-            "driver": _ask(nvml, "nvmlSystemGetDriverVersion"),
-            "max_sm_mhz": self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-            "max_memory_mhz": self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
+            "driver": _query(nvml, "nvmlSystemGetDriverVersion"),
+            "max_sm_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+            "max_memory_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
         }
 
-    def _temperature(self) -> int | None:
-        # The older query is deprecated, but all that older drivers have.
-        found: int | None = self._ask("nvmlDeviceGetTemperatureV", self._nvml.NVML_TEMPERATURE_GPU)
-        if found is None:
-            found = self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU)
-        return found
-
-    def _reasons(self) -> tuple[str, ...] | None:
-        # The name that these had before drivers 535.
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:
-            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return None if bits is None else tuple(_names(bits))
-
-    def _ask(self, query: str, *arguments: Any) -> Any:
-        return _ask(self._nvml, query, self._handle, *arguments)
+    def _query(self, name: str, *arguments: Any) -> Any:
+        return _query(self._nvml, name, self._handle, *arguments)
 
 
 def watch(monitor: DeviceMonitor | None) -> Callable[[], dict[str, Any] | None]:
-    """Read the state now; what is returned reads it again, and returns both for the JSON.
+    """Read the state now; the returned function reads it again, and returns both for the JSON.
 
-    Without a monitor there is nothing to read, and it returns None.
+    Without a monitor it returns None.
     """
     if monitor is None:
         return lambda: None
@@ -150,39 +151,22 @@ def watch(monitor: DeviceMonitor | None) -> Callable[[], dict[str, Any] | None]:
 
 
 def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Return what may have held back what was measured between two states, as in the JSON.
+    """Return what may have slowed a measurement between two states, as in the JSON.
 
-    Clocks of a moment at which the device idled say nothing of those under load, and are not
-    compared.
+    The clocks of an idle device say nothing of those under load, and are not compared.
     """
-    states = (before, after)
-    reasons = dict.fromkeys(name for state in states for name in state["reasons"] or ())
+    reasons = dict.fromkeys(name for state in (before, after) for name in state["reasons"] or ())
     found = [name for name in reasons if name not in _HARMLESS]
-    said = [f"clocks were held down ({', '.join(found)})"] if found else []
+    parts = [f"clocks were held down ({', '.join(found)})"] if found else []
     first, last = before["sm_mhz"], after["sm_mhz"]
     if first and last and _IDLE not in reasons and abs(last - first) > CLOCK_TOLERANCE * first:
-        said.append(f"the SM clock went from {first} to {last} MHz")
-    return "; ".join(said) or None
+        parts.append(f"the SM clock went from {first} to {last} MHz")
+    return "; ".join(parts) or None
 
 
-def _find(nvml: Any, properties: Any) -> Any:
-    """Return NVML's handle of a device by torch's properties of it, or None."""
-    handle = None
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        handle = _ask(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    place = [getattr(properties, name, None) for name in names]
-    if handle is None and None not in place:
-        domain, bus, device = place
-        bus_id = f"{domain:08x}:{bus:02x}:{device:02x}.0"
-        handle = _ask(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
-    return handle
-
-
-def _ask(nvml: Any, query: str, *arguments: Any) -> Any:
+def _query(nvml: Any, name: str, *arguments: Any) -> Any:
     """Return NVML's answer, or None where the package, the driver or the card has none."""
-    function = getattr(nvml, query, None)
+    function = getattr(nvml, name, None)
     if function is None:  # a package older than the query
         return None
     try:
@@ -191,13 +175,10 @@ def _ask(nvml: Any, query: str, *arguments: Any) -> Any:
         return None
 
 
-def _names(bits: int) -> Iterator[str]:
-    """Yield the name of each bit that is set, from the lowest; its number where it has none."""
-    for position in range(bits.bit_length()):
-        bit = 1 << position
-        if bits & bit:
-            yield _REASONS.get(bit, f"reason_{bit:#x}")
-
-
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1e3
+def _names(bits: int) -> tuple[str, ...]:
+    """The names of the bits that are set, from the lowest; the number where a bit has no name."""
+    return tuple(
+        _REASONS[position] if position < len(_REASONS) else f"reason_{1 << position:#x}"
+        for position in range(bits.bit_length())
+        if bits >> position & 1
+    )

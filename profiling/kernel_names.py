@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast, get_args
 
-from .whole_files import WriteError, write_file
+from .atomic_write import WriteError, write_file
 
 __all__ = [
     "OTHER",

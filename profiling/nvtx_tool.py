@@ -1,14 +1,13 @@
-"""The NVTX tool of the process, if there is one, as a listener. See `ranges.py`.
+"""The NVTX tool of the process as a listener. See `ranges.py`.
 
-The package `nvtx` carries ranges to a tool and does nothing else here: without it everything runs,
-and ranges reach no tool.
+The package `nvtx` carries ranges to a tool; without it everything runs, and ranges reach no tool.
 """
 
 import os
 import struct
 import threading
 import warnings
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,50 +18,28 @@ except ImportError as error:
 else:
     _import_error = None
 
-from .dictionary import COUNTERS, DOMAIN, MARKS, RANGES, FieldInfo, MarkInfo, RangeInfo
-from .emitters import Payload, StepNumbers
+from .dictionary import COUNTERS, DOMAIN, MARKS, RANGES, STEP_NUMBERS, FieldInfo
+from .listeners import Payload, StepNumbers
 
-__all__ = ["NvtxDomain", "NvtxMissingError", "NvtxTool", "attached_domain", "require_nvtx"]
+__all__ = ["NvtxMissingError", "NvtxTool", "attached_domain", "require_nvtx"]
 
 _TOOL_VARIABLES: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process that an NVTX tool is loaded into: by NVTX's convention, and by nsys."""
-
-_EVENTS: Final[tuple[RangeInfo | MarkInfo, ...]] = (*RANGES.values(), *MARKS.values())
 
 
 class NvtxMissingError(RuntimeError):
     """The Python package `nvtx` cannot be imported, and a command needs its ranges."""
 
 
-class NvtxDomain(Protocol):
-    """What `ranges` needs of an NVTX domain; `nvtx.Domain` has it, and so has a test's recorder."""
-
-    def get_event_attributes(self, message: str, color: int, category: str) -> Any:
-        """Register `message` and return an object whose `payload` can be set again and again."""
-
-    def push_range(self, attributes: Any) -> None:
-        """Begin a range on the calling thread."""
-
-    def pop_range(self) -> None:
-        """End the innermost range of the calling thread."""
-
-    def mark(self, attributes: Any) -> None:
-        """Emit an event without a duration."""
-
-    def get_counter(self, name: str, dtype: Any, *, description: str) -> Any:
-        """Register a group of counters and return an object with `sample(record)`."""
-
-
 class _Record:
-    """A payload of several fields, at one address for good: NVTX reads it there at each event."""
+    """A payload of several fields at a fixed address, where NVTX reads it at each event."""
 
     __slots__ = ("_bytes", "_layout", "array")
 
     def __init__(self, fields: tuple[FieldInfo, ...]) -> None:
         self._layout = struct.Struct(f"@{len(fields)}q")
         self._bytes = bytearray(self._layout.size)
-        dtype = _dtype(fields)
-        self.array = np.frombuffer(self._bytes, dtype).reshape(())
+        self.array = np.frombuffer(self._bytes, _dtype(fields)).reshape(())
 
     def write(self, values: tuple[int, ...]) -> None:
         self._layout.pack_into(self._bytes, 0, *values)
@@ -82,9 +59,9 @@ class _Events(threading.local):
     plain: dict[str, Any] = {}  # noqa: RUF012  what a thread has while its own are being built
     records: dict[str, tuple[Any, _Record]] = {}  # noqa: RUF012
 
-    def __init__(self, domain: NvtxDomain) -> None:
+    def __init__(self, domain: Any) -> None:
         plain, records = {}, {}
-        for info in _EVENTS:
+        for info in (*RANGES.values(), *MARKS.values()):
             event = domain.get_event_attributes(info.name, info.color, info.category)
             if len(info.fields) > 1:
                 record = _Record(info.fields)
@@ -96,14 +73,13 @@ class _Events(threading.local):
 
 
 class NvtxTool:
-    """The NVTX tool of the process as a listener."""
+    """Sends ranges, marks and counters to an `nvtx.Domain`."""
 
-    def __init__(self, domain: NvtxDomain) -> None:
+    def __init__(self, domain: Any) -> None:
         self._domain = domain
         self._events = _Events(domain)
-        (counters,) = COUNTERS.values()
         self._counters = domain.get_counter(
-            counters.name, _dtype(counters.fields), description=counters.description
+            COUNTERS, _dtype(STEP_NUMBERS), description="sampled at each `replay` and `prefill`"
         )
 
     def push(self, name: str, payload: Payload) -> None:
@@ -128,17 +104,17 @@ class NvtxTool:
         elif name in events.records:
             event, record = events.records[name]
             record.write(payload)
-        else:  # the collector ran in the very moment in which this thread's events were built
+        else:  # the collector ran while this thread's events were being built
             return
         self._domain.mark(event)
 
 
-def attached_domain(name: str = DOMAIN) -> NvtxDomain | None:
-    """The project's domain, or another one, if a tool takes it in, else None.
+def attached_domain(name: str = DOMAIN) -> Any:
+    """Return the `nvtx.Domain` of that name if a tool receives it, else None.
 
-    nvtx answers with a stand-in that is no `nvtx.Domain` where no tool is attached or the tool
-    leaves the domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too.
-    Under a tool but without the package `nvtx` a `RuntimeWarning` says that ranges are missing.
+    nvtx returns a stand-in that is no `nvtx.Domain` where no tool is attached or the tool leaves
+    the domain out. `NVTX_DISABLE` in the environment switches ranges off under a tool too. Under a
+    tool but without the package `nvtx` a `RuntimeWarning` says that ranges are missing.
     """
     if _import_error is not None:
         if any(map(os.environ.get, _TOOL_VARIABLES)) and not os.environ.get("NVTX_DISABLE"):
@@ -154,10 +130,10 @@ def attached_domain(name: str = DOMAIN) -> NvtxDomain | None:
 
 
 def require_nvtx(purpose: str) -> None:
-    """Raise NvtxMissingError where the package `nvtx` is missing.
+    """Raise an error where the package `nvtx` is missing.
 
     Args:
-        purpose: what needs them, as the subject of the error's sentence.
+        purpose: what needs it, as the subject of the error's sentence.
 
     Raises:
         NvtxMissingError: the package `nvtx` cannot be imported; says how to install it.

@@ -25,9 +25,7 @@ def step_bytes(weight_bytes_per_step: int, rows: int, kv_bytes_per_row: int) -> 
         ValueError: if a number is negative.
     """
     _require_not_negative(
-        weight_bytes_per_step=weight_bytes_per_step,
-        rows=rows,
-        kv_bytes_per_row=kv_bytes_per_row,
+        weight_bytes_per_step=weight_bytes_per_step, rows=rows, kv_bytes_per_row=kv_bytes_per_row
     )
     return weight_bytes_per_step + rows * kv_bytes_per_row
 
@@ -113,14 +111,6 @@ class Roofline:
     def floor_seconds(self) -> float:
         """The shortest time of the step in seconds."""
         return floor_seconds(self.bytes_per_step, self.bandwidth_bytes_per_s)
-
-    @property
-    def flops_per_second_at_floor(self) -> float:
-        """The FLOP/s the device must sustain at the floor.
-
-        A device that cannot is bound by arithmetic, and the floor is out of its reach.
-        """
-        return self.flops_per_step / self.floor_seconds
 
     def fraction(self, measured_seconds: float) -> float:
         """Return which part of a measured step the floor is (see the function `fraction`).

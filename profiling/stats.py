@@ -1,4 +1,4 @@
-"""What a list of times says, and only what its length can support; the times of one request.
+"""Summaries of lists of times, without percentiles of too few samples; the times of one request.
 
 Standard library only.
 """

@@ -3,9 +3,8 @@
 import struct
 from dataclasses import dataclass
 
-# A record is fourteen 64-bit integers. Packed into one buffer a record leaves no object behind:
-# nothing for the garbage collector to visit, however long the engine runs. (Native order and
-# alignment: the struct module packs those in two thirds of the time.)
+# A record is fourteen 64-bit integers in one buffer: no object for the garbage collector to visit,
+# however long the engine runs. Native order and alignment, which the struct module packs faster.
 _LAYOUT = struct.Struct("@14q")
 _INTEGER = struct.Struct("@q")
 _DEVICE_NS = 9 * _INTEGER.size  # where in a record it is
@@ -25,17 +24,17 @@ class StepRecord:
         plan_ns: deciding what the step does.
         launch_ns: starting it, without what the device did meanwhile.
         commit_ns: taking in its tokens, without the wait for them.
-        wait_ns: what the host waited for the device.
-        device_ns: what the device worked on the step; None where that was not timed, or not yet.
-            Another processor is timed only where that was asked for. A device that runs in the
-            caller's thread works inside the launch: there this is taken out of `launch_ns`.
-        steps: decode steps that were launched together, of whose tokens all of this is the time.
+        wait_ns: time that the host waited for the device.
+        device_ns: device time of the step; None where it was not timed, or not yet. An asynchronous
+            device is timed on request only. A device that runs in the caller's thread works inside
+            the launch: there this is not part of `launch_ns`.
+        steps: decode steps that were launched together; the times are of all of them.
         joined: requests that took a row.
         blocks_in_use: blocks of the cache that requests held at the launch.
-        collected_ns: what Python's garbage collector took between the step's begin and end. It is
-            part of whatever phases it interrupted.
-        beside_host: whether the device is another processor, so that `device_ns` is no part of the
-            time between begin and end.
+        collected_ns: time of Python's garbage collector between begin and end of the step, part of
+            the phases that it interrupted.
+        beside_host: whether the device is asynchronous, so that `device_ns` is no part of the time
+            between begin and end.
     """
 
     step: int
@@ -65,7 +64,7 @@ class StepRecord:
 
     @property
     def host_ns(self) -> int:
-        """What the host itself worked: plan + launch + commit, no waiting, no device."""
+        """Host time: plan + launch + commit, without waiting or the device."""
         return self.plan_ns + self.launch_ns + self.commit_ns
 
 
@@ -76,7 +75,7 @@ class Timeline:
 
     Args:
         capacity: number of steps that are kept (112 bytes each).
-        beside_host: whether the device that is timed works beside the host.
+        beside_host: whether the device that is timed is asynchronous.
 
     Raises:
         ValueError: if `capacity` is not positive.
@@ -146,10 +145,10 @@ class Timeline:
         self._recorded += 1
 
     def set_device_ns(self, step: int, device_ns: int) -> None:
-        """Add what the device worked on a step that may have been recorded already.
+        """Add the device time of a step that was recorded before; ignored if its record is gone.
 
-        A step whose record is gone, or was never made, is left alone. Steps are recorded in the
-        order of their numbers, and those still under way are the latest: the search begins there.
+        Steps are recorded in the order of their numbers, and those in flight are the latest: the
+        search begins there.
 
         Raises:
             struct.error: if a value is no integer of 64 bits.
@@ -171,25 +170,10 @@ class Timeline:
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
-        step, rows, bucket, prefill_tokens, started, plan, launch, commit, wait = before
-        return StepRecord(
-            step,
-            rows,
-            bucket,
-            prefill_tokens,
-            started,
-            plan,
-            launch,
-            commit,
-            wait,
-            None if device_ns == _NOT_TIMED else device_ns,
-            steps,
-            joined,
-            blocks_in_use,
-            collected_ns,
-            self._beside_host,
-        )
+        timed = None if device_ns == _NOT_TIMED else device_ns
+        after = (steps, joined, blocks_in_use, collected_ns, self._beside_host)
+        return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 
     def clear(self) -> None:
-        """Forget every step. A benchmark does so between its cases."""
+        """Forget every step."""
         self._recorded = 0

@@ -1,11 +1,11 @@
-"""A trace of steps for Perfetto, by torch's profiler, with the same names on host and device.
+"""A trace of steps for Perfetto by torch's profiler, with the same names on host and device.
 
     with torch_trace("steps.trace.json.gz"):
         ...  # steps of an engine
 
-On the host's rows stand the ranges of `ranges` with their payloads, and torch's operators; on the
-device's rows each kernel of a captured step is called by the layer and the operation that launched
-it when it was captured (`attribution`). Importing this module imports no torch.
+The host's rows hold the ranges of `ranges` with their payloads, and torch's operators; on the
+device's rows each kernel of a captured step has the name of the layer and the operation that it
+was captured in (`attribution`). Importing this module imports no torch.
 """
 
 import contextlib
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import attribution, ranges
-from .kernel_names import Node
-from .trace_events import Annotation, TraceError, annotate, annotation
+from .atomic_write import WriteError, check_writable, write_file
+from .trace_events import Recorded, TraceError, annotate, event_name
 from .trace_table import SCHEMA_VERSION, read_trace, trace_operations
-from .whole_files import WriteError, check_writable, write_file
 
 if TYPE_CHECKING:
     from .kernel_names import KernelNames
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SUFFIX", "TraceError", "read_trace", "torch_trace", "trace_operations"]
 
 SUFFIX = ".json.gz"
-"""What the name of a trace ends in: viewers go by it."""
+"""Suffix of a trace; viewers need it."""
 
 
 @contextlib.contextmanager
@@ -39,17 +38,17 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     """Record what runs inside, and write it as a compressed trace in the Chrome format.
 
     The device is synchronised at both ends, so that the trace holds the work that was launched
-    inside. It costs some microseconds for each operator and range: what a trace is good for is
-    where the time goes, not how much of it there is.
+    inside. Recording costs some microseconds for each operator and range: a trace tells where the
+    time goes, not how much of it there is.
 
     Args:
-        path: a name that ends in `.json.gz`; another trace of that name is replaced, once the new
-            one is complete. Where the body raises nothing is written.
+        path: a name that ends in `.json.gz`; another trace of that name is replaced
+            atomically. Where the body raises nothing is written.
         names: the nodes of captured steps, recorded while the engine was made
             (`attribution.recording`); without them kernels keep the names of their functions.
 
     Raises:
-        TraceError: the file cannot be written, or torch's profiler is at work already.
+        TraceError: the file cannot be written, or torch's profiler is already running.
     """
     path = Path(path)
     if not path.name.endswith(SUFFIX):
@@ -61,11 +60,11 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    if torch.autograd.profiler._is_profiler_enabled:  # it would take over without a word
-        raise TraceError(f"cannot write {path}: torch's profiler is at work already")
+    if torch.autograd.profiler._is_profiler_enabled:  # a second one would silently replace it
+        raise TraceError(f"cannot write {path}: torch's profiler is already running")
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    # An engine may run in another thread than the one that asks for the trace.
+    # An engine may run in another thread.
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=activities, acc_events=True, experimental_config=config)
     if on_cuda:
@@ -83,64 +82,60 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
 
 
 class _Recorder:
-    """Passes ranges, marks and scopes on to torch's profiler, and notes what they carry.
+    """Passes ranges, marks and scopes on to torch's profiler, and logs their payloads.
 
-    torch's events have a name and nothing else, so an event is called by an index here until the
-    trace is written (`trace_events.annotation`).
+    torch's events have only a name: an index into the log until the trace is written.
     """
 
     def __init__(self) -> None:
         from torch.profiler import record_function
 
-        self.log: dict[int, Annotation] = {}
+        self.log: dict[int, Recorded] = {}
         self._record = record_function
         self._index = itertools.count()
         self._open = _Open()
 
     def push(self, name: str, payload: ranges.Payload) -> None:
-        """Begin a range on the calling thread."""
-        said = {"payload": payload} if isinstance(payload, int) else payload._asdict()
-        self._begin(Annotation(name, said))
+        """A range began on the calling thread."""
+        fields = {"payload": payload} if isinstance(payload, int) else payload._asdict()
+        self._begin(Recorded(name, fields))
 
     def pop(self) -> None:
-        """End the innermost range of the calling thread."""
+        """The innermost range or scope of the calling thread ended."""
         self._open.events.pop().__exit__(None, None, None)
 
     def mark(self, name: str, payload: tuple[int, ...]) -> None:
-        """Note something that happened: a range without a length until the trace is written."""
+        """Record a mark: a range without a length until the trace is written."""
         fields = (field.name for field in ranges.MARKS[name].fields)
-        said = dict(zip(fields, payload, strict=True))
-        with self._note(Annotation(name, said, instant=True)):
+        with self._event(Recorded(name, dict(zip(fields, payload, strict=True)), instant=True)):
             pass
 
     def enter(self, name: str, layer: int | None) -> None:
-        """Begin the scope of an operation; without a layer of its own it is in that around it."""
+        """The scope of an operation began; without a layer it has that of the scope around it."""
         layers = self._open.layers
         if layer is None and layers:
             layer = layers[-1]
         layers.append(layer)
-        node = Node(layer, name, "other", None, None)
-        said: dict[str, int | str] = {"operation": name}
-        self._begin(Annotation(node.label, said if layer is None else said | {"layer": layer}))
+        label = name if layer is None else f"{layer}/{name}"
+        fields: dict[str, int | str] = {"operation": name}
+        self._begin(Recorded(label, fields if layer is None else fields | {"layer": layer}))
 
-    def leave(self, mark: object) -> None:
-        """End the innermost scope of the calling thread."""
+    def leave(self) -> None:
+        """The innermost scope of the calling thread ended."""
         self._open.layers.pop()
         self.pop()
 
-    def abandon(self, mark: object) -> None:
-        """End the innermost scope of the calling thread, which an exception leaves."""
-        self.leave(mark)
+    abandon = leave
 
-    def _begin(self, noted: Annotation) -> None:
-        event = self._note(noted)
+    def _begin(self, recorded: Recorded) -> None:
+        event = self._event(recorded)
         event.__enter__()
         self._open.events.append(event)
 
-    def _note(self, noted: Annotation) -> Any:
+    def _event(self, recorded: Recorded) -> Any:
         index = next(self._index)
-        self.log[index] = noted
-        return self._record(annotation(index))
+        self.log[index] = recorded
+        return self._record(event_name(index))
 
 
 class _Open(threading.local):
@@ -153,6 +148,14 @@ class _Open(threading.local):
 
 def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames | None") -> None:
     """Put the names into what torch recorded, and write it."""
+    about: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+    if names is not None:
+        about |= {
+            "model": names.model,
+            "device": names.device,
+            "bandwidth_gb_s": names.bandwidth_gb_s,
+            "costs": [asdict(cost) for cost in names.costs],
+        }
     try:
         with tempfile.TemporaryDirectory() as folder:
             exported = Path(folder, "trace.json")
@@ -160,25 +163,10 @@ def _write(path: Path, profiler: Any, recorder: _Recorder, names: "KernelNames |
             document = json.loads(exported.read_bytes())
         annotate(document, recorder.log, names)
         document["traceName"] = path.name  # not that of the folder it was exported to
-        document["stepgraph"] = _said(names)
+        document["stepgraph"] = about
         text = json.dumps(document, separators=(",", ":"))
         write_file(path, gzip.compress(text.encode()))
+    except WriteError as error:
+        raise TraceError(str(error)) from error
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {_reason(error)}") from error
-
-
-def _reason(error: OSError) -> str:
-    return error.reason if isinstance(error, WriteError) else error.strerror or str(error)
-
-
-def _said(names: "KernelNames | None") -> dict[str, Any]:
-    """Return what the table of a trace needs beside its events."""
-    if names is None:
-        return {"schema_version": SCHEMA_VERSION}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "model": names.model,
-        "device": names.device,
-        "bandwidth_gb_s": names.bandwidth_gb_s,
-        "costs": [asdict(cost) for cost in names.costs],
-    }
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error

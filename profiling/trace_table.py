@@ -1,26 +1,26 @@
-"""What the steps of a trace were spent on: a row for each operation and each layer.
+"""Where the time of the steps of a trace went: a row for each operation, layer and range.
 
-Reads what `trace.torch_trace` writes. Standard library only.
+Reads the files of `trace.torch_trace`. Times are µs. Standard library only.
 """
 
 import gzip
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from .markdown import aligned
-from .roofline import floor_seconds
-from .trace_events import DEVICE_CATEGORIES, TraceError, check_trace
-from .trace_times import Event, OperationTime, busy, own_times, times_by_name
+from .roofline import floor_seconds, fraction
+from .trace_events import DEVICE_CATEGORIES, Event, TraceError, events_of
 
 __all__ = ["OperationTime", "TraceOperations", "read_trace", "trace_operations"]
 
 SCHEMA_VERSION: Final = 1
-"""Of what a trace of ours says beside its events, under the key `stepgraph`."""
+"""Of the key `stepgraph` of a trace."""
 
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
@@ -31,44 +31,66 @@ MOST_ROWS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
+class OperationTime:
+    """What one operation, layer, operator or range took of a step, on average.
+
+    Attributes:
+        name: of the operation; of a layer its number.
+        us: microseconds of a step. Work that overlaps counts in full for each.
+        share: of the time of a step.
+        launches: in a step.
+        fraction: of the roofline: bytes to read ÷ bandwidth ÷ `us`; None where unknown.
+    """
+
+    name: str
+    us: float
+    share: float
+    launches: float
+    fraction: float | None = None
+
+
+Rows = tuple[OperationTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TraceOperations:
     """The steps of a trace, taken apart; times are means over the steps.
 
     Attributes:
         model: what ran, as far as the trace says.
-        device: whether operations and layers are work of a device beside the host; else they are
-            what the thread of the engine ran, each without what it called.
-        steps: turns of the engine in the trace that began and ended in it.
-        step_us: on a device, from the beginning of the first work of a step to the end of its last;
+        device: whether operations and layers are work of a device; else they are scopes of the
+            engine's thread, each without what it called.
+        steps: steps in the trace.
+        step_us: on a device, from the begin of the first work of a step to the end of its last;
             else the length of the range `step`.
-        operations: where the time went, the longest first; what lies in none of them is the last.
-        layers: the same by layer, in order; empty where no layer is known.
+        operations: the longest first; time in none of them is the last.
+        layers: in order; empty where no layer is known.
         operators: of torch, without those that they call, where the host is the device.
-        ranges: the ranges of the host, in the order of their first appearance.
+        ranges: of the host, in the order of their first appearance.
     """
 
     model: str | None
     device: bool
     steps: int
     step_us: float
-    operations: tuple[OperationTime, ...]
-    layers: tuple[OperationTime, ...]
-    operators: tuple[OperationTime, ...]
-    ranges: tuple[OperationTime, ...]
+    operations: Rows
+    layers: Rows
+    operators: Rows
+    ranges: Rows
 
     def markdown(self) -> str:
         """Return tables as text."""
         title = f"{self.steps} steps of {self.step_us:,.1f} µs on the"
         title += " device" if self.device else " host"
         parts = [title if self.model is None else f"{self.model}: {title}"]
-        if self.operations:
-            parts.append(_table("operation", self.operations, roofline=self.device))
-        if self.layers:
-            parts.append(_table("layer", self.layers))
-        if self.operators:
-            parts.append(_table("operator", _shortened(self.operators)))
-        if self.ranges:
-            parts.append(_table("range of the host", self.ranges))
+        for what, rows in (
+            ("operation", self.operations),
+            ("layer", self.layers),
+            ("operator", _shortened(self.operators)),
+            ("range of the host", self.ranges),
+        ):
+            if rows:
+                parts.append(_table(what, rows, roofline=self.device and what == "operation"))
         return "\n\n".join(parts)
 
 
@@ -82,18 +104,12 @@ def read_trace(path: Path | str) -> dict[str, Any]:
         data = Path(path).read_bytes()
         if data.startswith(b"\x1f\x8b"):
             data = gzip.decompress(data)
-        document = json.loads(data)
+        document: dict[str, Any] = json.loads(data)
+        events_of(document)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise TraceError(f"cannot read {path}: it is no whole gzip file ({error})") from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"cannot read {path}: it is no JSON ({error})") from error
-    try:
-        check_trace(document)
-    except TraceError as error:
-        raise TraceError(f"cannot read {path}: {error}") from error
-    assert isinstance(document, dict)
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise TraceError(f"cannot read {path}: it is no trace ({error})") from error
     return document
 
 
@@ -101,108 +117,158 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     """Take the steps of a trace apart.
 
     Args:
-        trace: what `torch_trace` wrote, as `read_trace` returns it, or the file.
+        trace: as `read_trace` returns it, or the file.
 
     Raises:
         TraceError: it cannot be read, is no trace, or has no range `step`.
     """
     document = read_trace(trace) if isinstance(trace, Path | str) else trace
-    events = check_trace(document)
-    ranges = [e for e in events if e["ph"] == "X" and e.get("cat") == "user_annotation"]
-    turns = [e for e in ranges if e["name"] == "step"]
+    events = [event for event in events_of(document) if event.get("ph") == "X"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    turns = [event for event in ranges if event["name"] == "step"]
     if not turns:
         raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
-    said = _said(document)
-    work = [e for e in events if e["ph"] == "X" and e.get("cat") in DEVICE_CATEGORIES]
-    span = sum(e["dur"] for e in turns)
-    plain = [e for e in ranges if "operation" not in e.get("args", {})]
-    of_ranges = times_by_name(plain, lambda e: e["name"], len(turns), span)
-    if not work:
-        operators = own_times(events, turns, _operator)
-        scopes = own_times(events, turns, lambda e: _of_scope(e, "operation"))
+    about = document.get("stepgraph", {})
+    model, steps, span = about.get("model"), len(turns), sum(turn["dur"] for turn in turns)
+    plain = [event for event in ranges if "operation" not in event.get("args", {})]
+    of_ranges = _times_by_name(plain, lambda event: str(event["name"]), steps, span)
+    if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
+        scopes = _own_times(events, turns, lambda event: _of_scope(event, "operation"))
+        operators = _own_times(events, turns, _operator)
         return TraceOperations(
-            model=said["model"],
+            model=model,
             device=False,
-            steps=len(turns),
-            step_us=span / len(turns),
-            operations=_with_rest(scopes, OUTSIDE_SCOPES, len(turns), span) if scopes else (),
-            layers=_in_order(own_times(events, turns, lambda e: _of_scope(e, "layer"))),
-            operators=_with_rest(operators, OUTSIDE, len(turns), span),
+            steps=steps,
+            step_us=span / steps,
+            operations=_with_rest(scopes, OUTSIDE_SCOPES, steps, span) if scopes else (),
+            layers=_in_order(_own_times(events, turns, lambda event: _of_scope(event, "layer"))),
+            operators=_with_rest(operators, OUTSIDE, steps, span),
             ranges=of_ranges,
         )
-    return _device_operations(said, work, of_ranges)
+    by_step: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in DEVICE_CATEGORIES:
+            by_step[event.get("args", {}).get("step")].append(event)
+    by_step.pop(None, None)  # copies between steps
+    if not by_step:
+        raise TraceError("no work of the device in the trace belongs to a step")
+    lengths = [max(map(_end, w)) - min(e["ts"] for e in w) for w in by_step.values()]
+    span, steps = sum(lengths), len(by_step)
+    idle = span - sum(map(_busy, by_step.values()))
+    work = [event for of_step in by_step.values() for event in of_step]
+    of_layers = [event for event in work if "layer" in event["args"]]
+    operations = _times_by_name(work, _operation, steps, span, _floors(about))
+    layers = _times_by_name(of_layers, lambda event: str(event["args"]["layer"]), steps, span)
+    return TraceOperations(
+        model=model,
+        device=True,
+        steps=steps,
+        step_us=span / steps,
+        operations=(
+            *sorted(operations, key=lambda row: -row.us),
+            OperationTime(IDLE, idle / steps, idle / span if span else 0.0, 0.0),
+        ),
+        layers=_in_order(layers),
+        operators=(),
+        ranges=of_ranges,
+    )
 
 
-def _with_rest(
-    rows: tuple[OperationTime, ...], name: str, steps: int, span: float
-) -> tuple[OperationTime, ...]:
-    """Return the rows, and last what the steps took beside them."""
+def _times_by_name(
+    events: Iterable[Event],
+    name: Callable[[Event], str],
+    steps: int,
+    span: float,
+    floors: Mapping[str, float] = MappingProxyType({}),
+) -> Rows:
+    """Sum events by name, in the order of their first appearance; `span` is that of all steps."""
+    us: defaultdict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
+    for event in sorted(events, key=lambda event: event["ts"]):
+        us[name(event)] += event["dur"]
+        launches[name(event)] += 1
+    return tuple(
+        OperationTime(
+            key,
+            us[key] / steps,
+            us[key] / span if span else 0.0,
+            launches[key] / steps,
+            fraction(floors[key], us[key] / steps) if floors.get(key) and us[key] else None,
+        )
+        for key in us
+    )
+
+
+def _own_times(
+    events: Iterable[Event], turns: Sequence[Event], name: Callable[[Event], str | None]
+) -> Rows:
+    """Sum events within the ranges `step`, each without the events inside it, the longest first.
+
+    Args:
+        events: of the whole trace.
+        turns: the ranges `step`.
+        name: what an event is summed as; None: it does not count.
+    """
+    own: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    threads: defaultdict[tuple[Any, Any], list[tuple[Event, str | None]]] = defaultdict(list)
+    known = {id(turn) for turn in turns}
+    for event in events:
+        called = None if id(event) in known else name(event)
+        if called is not None or id(event) in known:
+            threads[event["pid"], event["tid"]].append((event, called))
+    for thread in threads.values():
+        thread.sort(key=lambda entry: (entry[0]["ts"], -entry[0]["dur"], entry[1] is not None))
+        stack: list[tuple[Event, str | None]] = []
+        for event, called in thread:
+            while stack and _end(stack[-1][0]) <= event["ts"]:
+                stack.pop()
+            if called is not None:
+                if not stack:
+                    continue  # outside of every step
+                own[called] += event["dur"]
+                calls[called] += 1
+                around = stack[-1][1]
+                if around is not None:
+                    own[around] -= event["dur"]
+            stack.append((event, called))
+    steps, span = len(turns), sum(turn["dur"] for turn in turns)
+    return tuple(
+        OperationTime(key, us / steps, us / span if span else 0.0, calls[key] / steps)
+        for key, us in sorted(own.items(), key=lambda item: -item[1])
+    )
+
+
+def _with_rest(rows: Rows, name: str, steps: int, span: float) -> Rows:
+    """Return the rows, and last the time of the steps that is in none of them."""
     rest = span - steps * sum(row.us for row in rows)
     return (*rows, OperationTime(name, rest / steps, rest / span if span else 0.0, 0.0))
 
 
-def _device_operations(
-    said: Mapping[str, Any], work: Sequence[dict[str, Any]], ranges: tuple[OperationTime, ...]
-) -> TraceOperations:
-    by_step: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in work:
-        by_step[event.get("args", {}).get("step")].append(event)
-    # What belongs to no step (copies between steps) stands in nobody's share.
-    by_step.pop(None, None)
-    if not by_step:
-        raise TraceError("no work of the device in the trace belongs to a step")
-    span = idle = 0.0
-    for events in by_step.values():
-        length = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-        span += length
-        idle += length - busy(events)
-    known = [event for events in by_step.values() for event in events]
-    steps = len(by_step)
-    operations = times_by_name(known, _operation, steps, span, _floors(said))
-    pause = OperationTime(IDLE, idle / steps, idle / span if span else 0.0, 0.0)
-    layers = times_by_name(
-        [e for e in known if "layer" in e["args"]], lambda e: str(e["args"]["layer"]), steps, span
-    )
-    return TraceOperations(
-        model=said["model"],
-        device=True,
-        steps=steps,
-        step_us=span / steps,
-        operations=(*sorted(operations, key=lambda row: -row.us), pause),
-        layers=_in_order(layers),
-        operators=(),
-        ranges=ranges,
-    )
+def _busy(events: Iterable[Event]) -> float:
+    """Return the microseconds in which at least one of the events ran."""
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        total += max(0.0, _end(event) - max(event["ts"], until))
+        until = max(until, _end(event))
+    return total
 
 
-def _said(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trace says beside its events: `model`, `bandwidth_gb_s` and `costs`, or None."""
-    said = document.get("stepgraph")
-    said = said if isinstance(said, dict) else {}
-    bandwidth, model = said.get("bandwidth_gb_s"), said.get("model")
-    known = isinstance(bandwidth, int | float) and bandwidth > 0
-    return {
-        "model": model if isinstance(model, str) else None,
-        "bandwidth_gb_s": bandwidth if known else None,
-        "costs": said.get("costs") or (),
-    }
+def _end(event: Event) -> float:
+    return float(event["ts"] + event["dur"])
 
 
-def _floors(said: Mapping[str, Any]) -> dict[str, float]:
-    """Return of operations whose bytes are known the microseconds that a step must take at them."""
-    if said["bandwidth_gb_s"] is None:
-        return {}
+def _floors(about: Mapping[str, Any]) -> dict[str, float]:
+    """Return for operations whose bytes are known the microseconds that a step must take."""
     floors: defaultdict[str, float] = defaultdict(float)
-    try:
-        for cost in said["costs"]:
-            seconds = floor_seconds(cost["launches"] * cost["bytes"], 1e9 * said["bandwidth_gb_s"])
+    if about.get("bandwidth_gb_s") is not None:
+        for cost in about.get("costs") or ():
+            seconds = floor_seconds(cost["launches"] * cost["bytes"], 1e9 * about["bandwidth_gb_s"])
             floors[cost["operation"]] += 1e6 * seconds
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"the costs in the trace cannot be read: {error}") from error
     return dict(floors)
 
 
-def _in_order(layers: Iterable[OperationTime]) -> tuple[OperationTime, ...]:
+def _in_order(layers: Rows) -> Rows:
     return tuple(sorted(layers, key=lambda row: int(row.name)))
 
 
@@ -211,24 +277,22 @@ def _operator(event: Event) -> str | None:
 
 
 def _of_scope(event: Event, key: str) -> str | None:
-    """Return the operation or the layer that a scope on the host is of."""
+    """Return the operation or the layer of a scope on the host."""
     if event.get("cat") != "user_annotation" or "operation" not in event.get("args", {}):
         return None
     value = event["args"].get(key)
     return None if value is None else str(value)
 
 
-def _operation(event: Mapping[str, Any]) -> str:
-    args = event.get("args", {})
-    if "operation" in args:
-        return str(args["operation"])
-    return UNNAMED if event["cat"] == "kernel" else DEVICE_CATEGORIES[event["cat"]]
+def _operation(event: Event) -> str:
+    unnamed = UNNAMED if event["cat"] == "kernel" else DEVICE_CATEGORIES[event["cat"]]
+    return str(event["args"].get("operation", unnamed))
 
 
-def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
-    """Return the first rows, and the others but the very last in one."""
-    *others, last = rows[MOST_ROWS:] or (None,)
-    if len(others) < 2 or last is None:
+def _shortened(rows: Rows) -> Rows:
+    """Return the first rows, and the others but the last in one."""
+    others = rows[MOST_ROWS:-1]
+    if len(others) < 2:
         return rows
     together = OperationTime(
         f"({len(others)} others)",
@@ -236,10 +300,10 @@ def _shortened(rows: tuple[OperationTime, ...]) -> tuple[OperationTime, ...]:
         sum(row.share for row in others),
         sum(row.launches for row in others),
     )
-    return (*rows[:MOST_ROWS], together, last)
+    return (*rows[:MOST_ROWS], together, rows[-1])
 
 
-def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool = False) -> str:
+def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool) -> str:
     """Return a table in Markdown."""
     head = (what, "µs a step", "share", "launches a step", *(("roofline",) if roofline else ()))
     cells = [

@@ -1,4 +1,4 @@
-"""Values in error messages: readable where they are short, cut where they are not."""
+"""Values for error messages, cut to a bounded length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_BITS = 256
 
 
 class _Repr(reprlib.Repr):
-    """`reprlib` over a few levels and items, also of integers that Python refuses to print."""
+    """`reprlib` with limits, also for integers that Python refuses to print."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def bounded_repr(value: object, length: int = _DEFAULT_LENGTH) -> str:
     """
     try:
         text = _REPR.repr(value)
-    except Exception:  # the __repr__ of a foreign class may raise anything
+    except Exception:  # any __repr__ may raise
         text = f"<{type(value).__name__}>"
     return bounded_text(text, length)
 

@@ -1,4 +1,4 @@
-"""EngineConfig: how a user wants an engine to run. `ResolvedConfig` is what is made of it."""
+"""`EngineConfig`: the user's configuration of an engine; `ResolvedConfig` resolves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SEED = 2**63 - 1
 MAX_THREADS = 1024
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
-"""Of the free memory; less where the operating system and others need it too."""
+"""Of the free memory; less if the operating system and other processes need it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class EngineConfig:
         kv_dtype: of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head; `auto`
             is `dtype`.
         kernels: the implementation of a step's operations. `native`: the C++ operators on a CPU,
-            the Triton kernels on CUDA; the start fails where one is missing or fails its check.
+            the Triton kernels on CUDA; the start fails if one is missing or fails its check.
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
             `torch` for operations without a native kernel or whose kernel fails its check; `torch`
             with `mode="eager"`. See docs/getting-started.md.
@@ -50,20 +50,20 @@ class EngineConfig:
         compile: whether `torch.compile` compiles steps before they are captured, with
             `mode="graph"` and without native layers.
         dependent_launch: whether Triton kernels may begin while their predecessors still run
-            (programmatic dependent launch, compute capability 9.0). The self-test at start switches
-            it off where it changes a result.
+            (programmatic dependent launch, compute capability 9.0). The self-test at start disables
+            it if it changes a result.
         threads: threads that run the native operators on a CPU, the calling one included, 1 to
             1024. None: one for each physical core that the process may use, by its affinity mask,
             the CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one less, which leaves a core to
             the rest of a service; -2: two less, and so on to -1024. Engines of one process share
             their threads. PyTorch's own operations use `torch.get_num_threads()` threads.
         block_size: tokens of a cache block, 1 to 1024.
-        num_blocks: blocks of the cache, the null block included, 2 to 2^40. Together with
-            `memory_fraction` or `memory_bytes` the batch tokens are what the budget leaves.
-        memory_fraction: share of the free memory that the engine may use, above 0 to 1. Where no
-            budget is given it is 0.9 on CUDA and 0.5 on a CPU. The cache takes no more of it than
-            `max_num_seqs` requests of `max_model_len` tokens can use; `num_blocks`,
-            `memory_tokens` or `memory_bytes` keep more as prefix cache.
+        num_blocks: blocks of the cache, the null block included, 2 to 2^40. If `memory_fraction` or
+            `memory_bytes` is given too, the batch tokens follow from that budget.
+        memory_fraction: share of the free memory that the engine may use, above 0 to 1. Without any
+            budget it is 0.9 on CUDA and 0.5 on a CPU. The cache is no larger than `max_num_seqs`
+            requests of `max_model_len` tokens can use; `num_blocks`, `memory_tokens` or
+            `memory_bytes` make it larger, to keep more as prefix cache.
         memory_bytes: bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is.
             1 to 2^60.
         memory_tokens: tokens of context that the cache must hold, 1 to 2^50.
@@ -75,33 +75,34 @@ class EngineConfig:
             blocks run out, 0 to 2^60; 0 is off.
         preemption: of a request when blocks run out: `swap` it to the host cache, `recompute` it
             later, or `auto`: whichever takes less time by the measured speed of copies and prefill.
-        max_model_len: most tokens of one sequence, prompt and output, 1 to 2^40; None is what model
-            and cache allow.
+        max_model_len: most tokens of one sequence, prompt and output, 1 to 2^40; None: what model
+            and cache support.
         prefill_chunk: most prompt tokens of one step, 1 to 2^20: bounds how long a prefill delays a
             decode step.
-        max_itl_ms: milliseconds that a decode step may take with prefill in it, above 0: chunks are
+        max_itl_ms: milliseconds that a decode step with prefill in it may take, above 0: chunks are
             as large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed
-            at start for it. Progress goes first: the smallest prefill step runs even if it does not
-            fit. None: chunks are as large as `prefill_chunk` allows.
+            at start for it. The smallest prefill step runs even if it takes longer, so that prefill
+            always progresses. None: chunks are as large as `prefill_chunk` allows.
         steps_per_launch: decode steps of one launch, 1 to 64: their tokens arrive together, and the
-            host works once for all of them. More tokens per second where the host limits decoding,
-            as with small models, and offline. A new request waits for the whole launch, and tokens
-            computed after the end of a row are discarded. See `Scheduler` for when it applies.
+            host works once for all of them. It raises the throughput of small models, where the
+            host limits decoding, and of offline batches. A new request waits for the whole launch,
+            and tokens computed after the end of a row are discarded. See `Scheduler` for when it
+            applies.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
             engine is ready (`gc.freeze`), process-wide and permanently. See docs/embedding.md.
         buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill
             step then reads a buffer of `prefill_chunk` embeddings.
-        encoder_cache_bytes: bytes of host memory, outside of the memory plan, for what
-            `Engine.encode` got from encoders, 0 to 2^60; 0 keeps nothing.
+        encoder_cache_bytes: bytes of host memory, outside of the memory plan, for the cache of
+            `Engine.encode`, 0 to 2^60; 0 for no cache.
         tie_word_embeddings: whether the output head is the embedding. True ignores an
             `lm_head.weight` of the checkpoint, False uses it. None: as in `config.json`; a
             checkpoint whose own head differs from the embedding it is tied to is refused.
         seed: seeds requests without a seed of their own, and the weights of presets, 0 to 2^63 - 1.
 
     Raises:
-        ConfigError: a value that no model and no device can support; it names field, value and
+        ConfigError: a value is out of range or contradicts another; it names field, value and
             range.
     """
 
@@ -150,8 +151,8 @@ class EngineConfig:
             _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
             if self.threads == 0:
                 raise ConfigError(
-                    "threads must not be 0: give a number of threads, -1 for one less than there"
-                    " are cores, or leave it out"
+                    "threads must not be 0: give a number of threads, -1 for all cores but one, or"
+                    " leave it out"
                 )
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_ROWS)
@@ -179,9 +180,7 @@ class EngineConfig:
                 f" {type(self.tie_word_embeddings).__name__}"
             )
         if self.preemption == "swap" and not self.host_cache_bytes:
-            raise ConfigError(
-                "preemption='swap' needs a host cache to swap to: set host_cache_bytes"
-            )
+            raise ConfigError("preemption='swap' needs a host cache: set host_cache_bytes")
         fraction = self.memory_fraction
         if fraction is not None and (
             isinstance(fraction, bool)
@@ -206,8 +205,9 @@ class EngineConfig:
             raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
         if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ConfigError(
-                f"max_batch_tokens={self.max_batch_tokens} leaves no room for a prompt beside"
-                f" max_num_seqs={self.max_num_seqs} decoding rows: it must be greater"
+                f"max_batch_tokens={self.max_batch_tokens} must be greater than"
+                f" max_num_seqs={self.max_num_seqs}, to leave room for a prompt besides the"
+                " decoding rows"
             )
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
@@ -232,7 +232,7 @@ class EngineConfig:
 
     @property
     def fixed_blocks(self) -> int | None:
-        """The number of blocks where another budget stands beside it."""
+        """`num_blocks`, if another budget is given too."""
         has_budget = self.memory_bytes is not None or self.memory_fraction is not None
         return self.num_blocks if has_budget else None
 

@@ -1,8 +1,7 @@
-"""Every error a user can get.
+"""All errors that users can get. Imports no torch.
 
-All derive from `StepgraphError`, except those of rooms that do not know this one:
-`MemoryBudgetError` (a `ValueError`) and `StepPreparationError` (a `RuntimeError`). They are named
-here so that there is one place to import errors from. No torch: the scheduler reads this file.
+All derive from `StepgraphError`, except those of the packages below this one: `MemoryBudgetError`
+(a `ValueError`) and `StepPreparationError` (a `RuntimeError`), which are re-exported here.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ class StepgraphError(Exception):
 
 
 class ConfigError(StepgraphError, ValueError):
-    """A configuration that cannot work: the message names the field, the value and the range."""
+    """An invalid configuration: the message names the field, the value and the range."""
 
 
 class CheckpointError(StepgraphError):
-    """A checkpoint that cannot be loaded: missing, truncated, unknown or self-contradictory."""
+    """A checkpoint that cannot be loaded: missing, truncated, unsupported or inconsistent."""
 
 
 class KernelBuildError(StepgraphError, RuntimeError):
-    """The C++ kernels could not be built; the message ends with what the compiler said."""
+    """The C++ kernels could not be built; the message ends with the compiler's output."""
 
 
 class KernelSelfTestError(StepgraphError, RuntimeError):
-    """A native kernel failed its self-test where nothing may replace it, or took the device down.
+    """A required native kernel failed its self-test, or a kernel left the device unusable.
 
     The message names the kernel, the shapes, the error and what to choose instead.
     """
@@ -55,9 +54,9 @@ class RequestError(StepgraphError, ValueError):
 
 
 class NonFiniteLogitsError(StepgraphError, ArithmeticError):
-    """The logits of one request hold NaN or +inf, or nothing but -inf: no token can be chosen.
+    """The logits of one request hold NaN or +inf, or nothing but -inf: no token can be drawn.
 
-    It ended the request, with the tokens before it; other requests are not affected.
+    The request ends with the tokens before it; other requests are not affected.
     """
 
 
@@ -68,21 +67,20 @@ class EngineClosedError(StepgraphError, RuntimeError):
 class EngineForkedError(EngineClosedError):
     """The engine was used in a forked child of the process that made it.
 
-    Threads and devices of the parent do not exist there. The child makes an engine of its own, or
-    asks the parent.
+    Threads and devices of the parent do not exist there: make a new engine in the child.
     """
 
 
 class EngineBusyError(StepgraphError, RuntimeError):
-    """The call cannot run now: another call has the engine. Nothing was changed.
+    """The call cannot run now, since another call holds the engine. Nothing has changed.
 
-    Either two threads call `step`, or a signal handler or a callback calls the engine from within
-    a call of the same thread, which cannot wait for itself.
+    Either two threads call `step`, or a signal handler or a callback calls the engine within a call
+    of the same thread, which cannot wait for itself.
     """
 
 
 class EngineFailedError(StepgraphError, RuntimeError):
-    """A step failed or was cut short by an exception: the engine serves nothing more.
+    """A step failed or an exception interrupted it: the engine cannot be used any more.
 
-    `__cause__` is what it failed on.
+    `__cause__` is the failure.
     """

@@ -1,4 +1,4 @@
-"""Scopes of operations in code that torch may compile; see `profiling.attribution.operation`."""
+"""Operation scopes for code that torch may compile; see `profiling.attribution.operation`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import contextlib
 from torch.compiler import is_dynamo_compiling
 
 from ..profiling import attribution
-from ..profiling.emitters import NOTHING
+from ..profiling.listeners import NOTHING
 
 __all__ = ["operation"]
 
 _NOTHING_COMPILED = contextlib.nullcontext()
-"""What torch knows to be nothing: none of it is left in the compiled code."""
+"""torch removes this context from compiled code."""
 
 
 def operation(
     name: str, layer: int | None = None
 ) -> contextlib.AbstractContextManager[object, bool | None]:
-    """As `attribution.operation`; nothing in code that torch compiles.
+    """As `attribution.operation`, but without effect in code that torch compiles.
 
-    What is compiled is joined across operations, so its kernels have the name of the scope around
-    the compiled code; and that code must not depend on whether somebody recorded when it was made.
+    Compiled kernels span operations, so they have the name of the scope around the compiled code,
+    which must not depend on whether scopes were recorded during compilation.
     """
     if is_dynamo_compiling():
         return _NOTHING_COMPILED
-    if attribution.scope_listener() is None:  # asked here already: a call less where nobody listens
+    if attribution.scope_listener() is None:  # saves a call if scopes are not recorded
         return NOTHING
     return attribution.operation(name, layer)

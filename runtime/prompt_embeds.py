@@ -1,10 +1,10 @@
-"""Prompts with embeddings in the place of tokens: what an encoder made of an image, for instance.
+"""Prompts with embeddings in the place of some tokens, for instance of an encoded image.
 
-    token_ids    5  9  7  7  7  7  3          any valid ids stand where embeddings go
+    token_ids    5  9  7  7  7  7  3          any valid ids in the place of embeddings
     spans              [e0 e1 e2 e3]          EmbeddedSpan(position=2, content=...)
 
-The embeddings take the place of the embedded (and, where a model does that, scaled) tokens. Blocks
-that show them are shared like others: the content's key is part of their hash.
+They replace the embedded tokens, after scaling in models that scale them. Blocks with embeddings
+are shared like others: the content's key is part of their hash.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedContent:
-    """Embeddings `[tokens, hidden_size]`, on any device, and 32 bytes that stand for them."""
+    """Embeddings `[tokens, hidden_size]`, on any device, and a key of 32 bytes for them."""
 
     embeds: torch.Tensor
     key: bytes
 
     @classmethod
     def of(cls, embeds: torch.Tensor) -> EncodedContent:
-        """Take embeddings that come from nowhere known: they stand for themselves."""
+        """Return embeddings with a hash of their values as the key."""
         raw = embeds.detach().cpu().contiguous()
         shape = f"{raw.dtype}{list(raw.shape)}".encode()
         return cls(
@@ -51,13 +51,13 @@ class EmbeddedSpan:
 
     @property
     def stop(self) -> int:
-        """The first position behind the span."""
+        """The first position after the span."""
         return self.position + self.content.embeds.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """A prompt of token ids, some of whose positions hold embeddings instead."""
+    """A prompt of token ids with embeddings at some positions."""
 
     token_ids: Sequence[int]
     spans: Sequence[EmbeddedSpan] = field(default=())
@@ -66,17 +66,17 @@ class PromptEmbeds:
 def check_embeds(embeds: object, hidden_size: int, dtype: torch.dtype, what: str) -> torch.Tensor:
     """Return a copy of embeddings in host memory, as float32 `[tokens, hidden_size]`.
 
-    A copy, since nobody must change what requests will read again.
+    It is a copy, so that the user's later changes do not affect requests.
 
     Args:
-        embeds: what a user gave.
+        embeds: from a user.
         hidden_size: elements of an embedding.
-        dtype: what the model will make of them.
+        dtype: of the model.
         what: the beginning of the message, such as `the encoder gave`.
 
     Raises:
-        RequestError: no tensor of that shape, no floating-point numbers, or some that are not
-            finite in `dtype`.
+        RequestError: not a tensor of that shape, not floating point, or values that are not finite
+            in `dtype`.
     """
     if not isinstance(embeds, torch.Tensor):
         raise RequestError(f"{what} {type(embeds).__name__} where a tensor is needed")
@@ -100,8 +100,8 @@ def check_spans(
     """Return the spans in order of position, with copies of their embeddings in host memory.
 
     Raises:
-        RequestError: spans or contents that are none, embeddings that `check_embeds` refuses,
-            outside the prompt, or overlapping.
+        RequestError: a span or content has a wrong type, `check_embeds` refuses its embeddings,
+            or it is outside of the prompt or overlaps another.
     """
     if isinstance(spans, (str, bytes)) or not isinstance(spans, Sequence):
         raise RequestError(f"spans must be a sequence of EmbeddedSpan, not {type_name(spans)}")

@@ -1,8 +1,8 @@
-"""Token ids as users give them: checked by type, so that no object's own methods decide anything.
+"""Converts token ids of users to plain integers, without calling methods of untrusted objects.
 
-A prompt may come from anywhere, and what comes may raise from `__len__`, `__iter__`, `__index__`,
-`__eq__` or `__repr__`, or give other answers each time. So only the types below are read, each in
-the interpreter's own way, and messages show the type of anything else.
+`__len__`, `__iter__`, `__index__`, `__eq__` and `__repr__` of a prompt may raise, or return other
+values each time. So only the types below are accepted, and read by methods of the built-in types;
+messages name the type of anything else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
     """Return the prompts of a batch; a prompt of one of the `single` types is a batch of one.
 
     Raises:
-        RequestError: something that has no order, or that cannot be read.
+        RequestError: `prompts` is not a sequence, or cannot be read.
     """
     kind = type(prompts)
     if issubclass(kind, single):
@@ -72,22 +72,22 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
     """Return token ids as plain integers.
 
     Args:
-        prompt: what a user gave.
+        prompt: from a user.
         vocab_size: ids must be below it.
-        longest: so many ids, or more, are refused before any is read.
+        longest: a prompt of this many ids or more is refused before any is read.
 
     Raises:
-        RequestError: another type, too many, or an id outside the vocabulary.
+        RequestError: a wrong type, too many ids, or one outside the vocabulary.
     """
     try:
         values = _values(prompt, longest)
     except RequestError:
         raise
-    except Exception as error:  # of an array or a tensor whose memory is not there, for example
+    except Exception as error:  # for example of an array without memory
         raise RequestError(
             f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
         ) from error
-    if set(map(type, values)) == {int}:  # as most are: without a call for each
+    if set(map(type, values)) == {int}:  # the common case, without a call for each
         plain = cast("Sequence[int]", values)
         if min(plain) >= 0 and max(plain) < vocab_size:
             return list(plain)
@@ -106,7 +106,7 @@ def plain_token_ids(prompt: object, vocab_size: int, longest: int) -> list[int]:
 
 def _values(prompt: object, longest: int) -> Sequence[object]:
     kind = type(prompt)
-    if issubclass(kind, list):  # a subclass may override what reads it
+    if issubclass(kind, list):  # a subclass may override `__iter__`
         values = cast("list[object]", prompt)
         _check_length(list.__len__(values), longest)
         return list.__getitem__(values, slice(None))
@@ -173,7 +173,7 @@ def _check_length(length: int, longest: int) -> None:
 
 
 def too_long(tokens: str, longest: int) -> str:
-    """Return the message for a prompt of so many tokens."""
+    """Return the message for a prompt of too many tokens."""
     return (
         f"the prompt has {tokens}, but a sequence may have at most {longest} (max_model_len, or"
         " what the cache holds) and needs room for at least one more: shorten the prompt or raise"

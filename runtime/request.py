@@ -1,8 +1,8 @@
 """The nouns of the runtime. Read this file first, then `engine.py`.
 
-A user's request asks for `n` completions of one prompt; each completion is decoded as a `Request`
-of its own. A `Request` is host state only: which tokens it has, how far its keys and values are
-in the cache, which row of the decode batch it holds.
+A user's request has `n` completions of one prompt; each completion is decoded as a `Request` of its
+own. A `Request` is host state only: its tokens, how many of them have keys and values in the cache,
+and its row in the decode batch.
 
     prompt_ids            output_ids
     [p0 p1 p2 p3 p4]      [o0 o1 o2]        known on the host (committed)
@@ -10,7 +10,7 @@ in the cache, which row of the decode batch it holds.
                                    num_pending = 1 more token was sampled by a step whose
                                    result the host has not read yet
 
-Only the engine changes a `Request` (see `Engine.step`); the scheduler and the runner read it.
+Only the engine changes a `Request` (see `Engine.step`); scheduler and runner read it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ the tokens before it are valid.
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. It moves between `WAITING` and `RUNNING` whenever it is preempted."""
+    """The state of a request. A preemption moves it from `RUNNING` back to `WAITING`."""
 
     WAITING = enum.auto()
-    """Holds no row and no blocks (but perhaps some on the host): new, or preempted."""
+    """Has no row and no blocks (except in the host cache): new, or preempted."""
     RUNNING = enum.auto()
-    """Holds a row and the blocks of its tokens."""
+    """Has a row and the blocks of its tokens."""
     FINISHED = enum.auto()
 
 
 TOKENS_AT_A_TIME = 1024
-"""Output tokens, at most, that a request takes memory for at once: so most steps take none."""
+"""Most output tokens that a request allocates memory for at once, so that few steps do."""
 
 _FINISHED = RequestStatus.FINISHED
 
@@ -85,7 +85,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion on its way. Identity is the object; `id` is unique within the engine."""
+    """One completion. Compared by identity; `id` is unique within the engine."""
 
     id: str
     prompt_ids: list[int]
@@ -95,16 +95,17 @@ class Request:
     order: tuple[int, int]
     """(priority, arrival number): smaller is served first and preempted last."""
     max_tokens: int
-    """Output tokens after which it ends with `length`; `params.max_tokens` within what fits."""
+    """Output tokens after which it ends with `length`: `params.max_tokens`, or fewer if a sequence
+    cannot be as long."""
     stop_token_ids: frozenset[int]
     """Tokens that end it, end-of-sequence tokens included unless `params.ignore_eos`."""
     detokenizer: IncrementalDetokenizer | None
     arrival_ns: int
     """When it was added, on the clock of `time.perf_counter_ns`."""
     prefix_hashes: PrefixHashes | None = None
-    """Of its blocks, as far as they have been asked for; None if it shares no blocks by content."""
+    """Hashes of its blocks so far; None if it shares no blocks by content."""
     embeds: tuple[EmbeddedSpan, ...] = ()
-    """What stands in the place of tokens of the prompt, by position."""
+    """Embeddings in the place of tokens of the prompt, by position."""
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
 
@@ -112,7 +113,7 @@ class Request:
     """Output tokens known on the host."""
     _output_ids: array[int] = field(default_factory=_no_integers, init=False, repr=False)
     _token_ns: array[int] = field(default_factory=_no_integers, init=False, repr=False)
-    """Both longer than `num_output`, by what there is room for."""
+    """Both have unused room after `num_output` elements."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -130,37 +131,37 @@ class Request:
     next one. False while its prompt, or after a preemption its whole sequence, is prefilled."""
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
-    """Tokens that it found computed when it was first admitted; None before."""
+    """Tokens found in the cache at its first admission; None before."""
     num_reported_tokens: int = 0
     num_reported_chars: int = 0
-    """Of its tokens and text, what outputs have shown: the next `delta` begins there."""
+    """Tokens and characters in outputs so far: the next `delta` begins there."""
     may_fork: bool = True
-    """Whether it may go on from what a sibling has computed; not after copies for that failed."""
+    """Whether it may share the blocks of a sibling; not after copies for that failed."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known on the host: the prompt's and the committed output's."""
+        """Tokens known on the host: prompt and committed output."""
         return len(self.prompt_ids) + self.num_output
 
     @property
     def least_computed(self) -> int:
-        """Tokens whose keys and values launched steps have computed, at least.
+        """A lower bound of the tokens whose keys and values launched steps compute.
 
-        What gives blocks away or shares them goes by this, what takes blocks by `num_computed`.
+        Blocks are freed and shared by this bound, and allocated by `num_computed`.
         """
         return self.num_computed - self.num_unsure
 
     def launched(self, count: int) -> None:
-        """Note a launched verify step of `count` tokens, the newest one and drafts."""
+        """Count a launched verify step of `count` tokens: the newest one and drafts."""
         self.num_computed += count
         self.num_unsure += count - 1
         self.num_pending += count
 
     def advanced(self, count: int, accepted: int) -> None:
-        """Take back what a verify step of `count` tokens was counted for, but for `accepted` ones.
+        """Correct the counts after a verify step of `count` tokens, of which `accepted` remain.
 
-        The tokens themselves are appended one by one. A request that has been preempted since has
-        no computed tokens to take back.
+        The tokens themselves are appended one by one. A request that was preempted meanwhile has no
+        computed tokens to subtract.
         """
         self.num_pending -= count - accepted
         if self.row is not None:
@@ -169,12 +170,12 @@ class Request:
 
     @property
     def num_unsampled(self) -> int:
-        """Tokens that it may have beyond those that launched steps have sampled, at least."""
+        """Tokens that further launches may sample, at least."""
         return self.max_tokens - self.num_output - self.num_pending
 
     @property
     def reached_max_tokens(self) -> bool:
-        """Whether the launched steps have sampled all the tokens it may have."""
+        """Whether launched steps sample the last of its tokens."""
         return self.num_unsampled <= 0
 
     @property
@@ -192,7 +193,7 @@ class Request:
         return self._token_ns[: self.num_output].tolist()
 
     def append_token(self, token_id: int, at_ns: int) -> None:
-        """Take in the next output token, which reached the host at `at_ns`."""
+        """Append an output token, which reached the host at `at_ns`."""
         count = self.num_output
         if count == len(self._output_ids):
             memory = bytes(8 * max(1, min(self.max_tokens - count, TOKENS_AT_A_TIME)))
@@ -203,14 +204,14 @@ class Request:
         self.num_output = count + 1
 
     def shed(self) -> None:
-        """Let go of what only the engine needs: it has ended, and outputs may keep it for long."""
+        """Free what only the engine needs: outputs may keep a finished request alive for long."""
         del self._output_ids[self.num_output :]
         del self._token_ns[self.num_output :]
         self.embeds = ()
         self.prefix_hashes = None
 
     def replace_last_token(self, token_id: int) -> None:
-        """Put another token in the place of the newest."""
+        """Replace the newest token."""
         self._output_ids[self.num_output - 1] = token_id
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -218,7 +219,7 @@ class Request:
         return list(self._slice(start, stop))
 
     def _slice(self, start: int, stop: int) -> Sequence[int]:
-        """Return what `tokens` returns; where all of it is output, as it is stored."""
+        """Return `tokens`, without a conversion if all of them are output."""
         split = len(self.prompt_ids)
         if stop <= split:
             return self.prompt_ids[start:stop]
@@ -235,7 +236,7 @@ class Request:
         return self.prefix_hashes
 
     def contents(self, start: int, stop: int) -> bytes:
-        """Return what tells apart the embeddings at positions `start` to `stop` - 1."""
+        """Return bytes that identify the embeddings at positions `start` to `stop` - 1."""
         return b"".join(
             span.content.key + (start - span.position).to_bytes(8, "little", signed=True)
             for span in self.embeds
@@ -245,7 +246,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """What a user asked for: `params.n` completions of one prompt."""
+    """A user's request: `params.n` completions of one prompt."""
 
     id: str
     prompt_ids: list[int]

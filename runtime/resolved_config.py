@@ -201,10 +201,10 @@ class ResolvedConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is CUDA where there is a device, else the CPU.
+    """Return the device of a name; `auto` is CUDA if there is a device, else the CPU.
 
     Raises:
-        ConfigError: there is no such device, or none that stepgraph runs on.
+        ConfigError: the device does not exist or is not supported.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,7 +216,7 @@ def resolve_device(name: str) -> torch.device:
         ) from error
     if device.type not in DEFAULT_MEMORY_FRACTION:
         raise ConfigError(f"device {bounded_repr(name)} is not supported: use 'cpu' or 'cuda'")
-    # torch wraps an index to 8 bits: what it made of the name must be the name.
+    # torch wraps an index to 8 bits, so the device may not be the one named.
     exists = device.index is None or str(device) == name
     if device.type == "cuda" and not (exists and (device.index or 0) < torch.cuda.device_count()):
         raise ConfigError(
@@ -256,7 +256,7 @@ def _resolve_mode(config: EngineConfig, device: torch.device, obstacle: str | No
 def resolve_kernels(
     kernels: str, mode: Mode, obstacle: str | None, missing: str | None = None
 ) -> KernelChoice:
-    """Return what runs where `kernels` was asked for.
+    """Return the kernels that run for `EngineConfig.kernels`.
 
     Args:
         kernels: `auto`, `native` or `torch`.
@@ -265,7 +265,7 @@ def resolve_kernels(
         missing: what native kernels need and this machine lacks.
 
     Raises:
-        ConfigError: native kernels were asked for, and this machine or model cannot have them.
+        ConfigError: `kernels` is `native`, and this machine or model does not support it.
     """
     if kernels == "torch" or (kernels == "auto" and mode == "eager"):
         return "torch"
@@ -277,7 +277,7 @@ def resolve_kernels(
         if obstacle is not None:
             raise ConfigError(
                 f"kernels='native' does not support this model: {obstacle}. Use kernels='auto',"
-                " which takes native kernels where there are any, or kernels='torch'"
+                " which uses native kernels where it can, or kernels='torch'"
             )
     elif missing is not None:
         warn(f"native kernels need {missing}; steps run in plain PyTorch, which is slower")
@@ -286,7 +286,7 @@ def resolve_kernels(
 
 
 def _missing_for_native(device: torch.device) -> str | None:
-    """Return what native kernels need that this machine lacks."""
+    """Return what native kernels need and this machine lacks, or None."""
     if device.type == "cpu":
         return cpu_kernels_obstacle()
     return None if have_triton() else "the package triton: install it"

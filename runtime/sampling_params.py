@@ -1,7 +1,7 @@
-"""How the tokens of one request are chosen: `SamplingParams`, checked at construction. No torch.
+"""`SamplingParams`: how the tokens of a request are chosen, checked at construction. No torch.
 
-The bounds below are part of the interface: a parameter without one is a way to exhaust an engine
-that serves others. So every field has a range, and the tensors of `sampling.py` are sized by them.
+The limits below are part of the interface: without them one request could exhaust an engine that
+serves others. The tensors of `SamplingState` are sized by them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SHOWN_CHARS = 80
 
 
 class LogitBias(Mapping[int, float]):
-    """Token id → number added to its logit: immutable and hashable, and it can be copied."""
+    """Token id → number added to its logit. Immutable and hashable."""
 
     __slots__ = ("_values",)
 
@@ -56,9 +56,9 @@ class LogitBias(Mapping[int, float]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """What a request asks of the sampler; the defaults draw from the model's own distribution.
+    """How the tokens of a request are chosen; the defaults draw from the model's distribution.
 
-    The names are those of the OpenAI interface and of vLLM. Mappings and sequences are copied into
+    The names are those of the OpenAI API and of vLLM. Mappings and sequences are copied into
     immutable ones, integers given for real numbers become floats.
 
     Attributes:
@@ -80,14 +80,14 @@ class SamplingParams:
         n: how many continuations of the prompt, 1 to 128.
         stop: a string, or up to 16, of 1 to 1024 characters each, that end the output.
         stop_token_ids: up to 16 token ids that end the output, besides the model's own.
-        ignore_eos: go on after the model's end-of-sequence tokens.
+        ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
         skip_special_tokens: leave the text of special tokens out of the output's text. The token
             that ends an output has none in any case.
 
     Raises:
-        RequestError: a value of another type or out of its range; it names field, value and range.
+        RequestError: a value has a wrong type or is out of range; it names field, value and range.
     """
 
     max_tokens: int = 64
@@ -154,7 +154,7 @@ class SamplingParams:
 
     @property
     def needs_full_sampler(self) -> bool:
-        """Whether the argmax of the model's own logits is not all that the request asks for."""
+        """Whether the request needs more than the argmax of the model's logits."""
         return (
             not self.is_greedy
             or self.uses_penalties

@@ -159,17 +159,6 @@ class FakeCuda:
                 return cudaError_t.cudaErrorInvalidValue, None
             return OK, GRAPH_ID << 32 | list(self.nodes).index(int(hNode))
 
-        def cudaGraphGetRootNodes(graph: Handle, pNumRootNodes: int = 0) -> tuple[Any, ...]:
-            roots = [handle for handle, node in self.nodes.items() if not node.before]
-            return OK, *self._listed(roots, pNumRootNodes)
-
-        def cudaGraphNodeGetDependentNodes(
-            node: Handle, pNumDependentNodes: int = 0
-        ) -> tuple[Any, ...]:
-            behind = [h for h, other in self.nodes.items() if int(node) in other.before]
-            nodes, count = self._listed(behind, pNumDependentNodes)
-            return OK, nodes, [None] * len(nodes), count
-
         module = SimpleNamespace(
             cudaError_t=cudaError_t,
             cudaGraphNodeType=cudaGraphNodeType,
@@ -180,8 +169,6 @@ class FakeCuda:
             cudaGraphGetNodes=cudaGraphGetNodes,
             cudaGraphNodeGetType=cudaGraphNodeGetType,
             cudaGraphNodeGetDependencies=dependencies if edges else lossy,
-            cudaGraphGetRootNodes=cudaGraphGetRootNodes,
-            cudaGraphNodeGetDependentNodes=cudaGraphNodeGetDependentNodes,
         )
         if not edges:
             module.cudaGraphNodeGetDependencies_v2 = dependencies

@@ -16,7 +16,6 @@ to read, forgetting the copy, or reading an output too early shows in the tokens
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,18 +141,8 @@ class TapeNodes:
             if not (operation.is_view or operation.func in UNWRITTEN)
         ]
 
-    def mark(self, name: str, layer: int | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def end(self) -> None:
-        assert self._seen == len(self._tape.operations)
-
-    def annotations(self, graph: object) -> list[None]:
+    def tools_ids(self, graph: object) -> None:
         assert isinstance(graph, FakeGraph)
-        return [None] * sum(
-            not (operation.is_view or operation.func in UNWRITTEN)
-            for operation in self._tape.operations
-        )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.trace_events import Annotation, annotation
+from stepgraph.profiling.trace_events import Recorded, event_name
 
 HOST, THREAD, DEVICE, STREAM = 4711, 4711, 0, 7
 
@@ -47,7 +47,7 @@ class KinetoTrace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.log: dict[int, Annotation] = {}
+        self.log: dict[int, Recorded] = {}
         self.correlation = itertools.count(1)
 
     @property
@@ -56,13 +56,13 @@ class KinetoTrace:
 
     def range(self, name: str, ts: float, dur: float, tid: int = THREAD, **payload: int) -> None:
         index = len(self.log)
-        self.log[index] = Annotation(name, payload)
-        self._host("user_annotation", annotation(index), ts, dur, tid)
+        self.log[index] = Recorded(name, payload)
+        self._host("user_annotation", event_name(index), ts, dur, tid)
 
     def mark(self, name: str, ts: float, **payload: int) -> None:
         index = len(self.log)
-        self.log[index] = Annotation(name, payload, instant=True)
-        self._host("user_annotation", annotation(index), ts, 0.5, THREAD)
+        self.log[index] = Recorded(name, payload, instant=True)
+        self._host("user_annotation", event_name(index), ts, 0.5, THREAD)
 
     def operator(self, name: str, ts: float, dur: float) -> None:
         self._host("cpu_op", name, ts, dur, THREAD)

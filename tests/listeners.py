@@ -1,9 +1,8 @@
-"""Listeners of ranges and marks that write down what they hear."""
+"""A listener of ranges and marks that notes what it receives."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from stepgraph.profiling import ranges
@@ -12,8 +11,7 @@ from stepgraph.profiling import ranges
 class Heard:
     """Every event in order: ("push", name, payload), ("pop",), ("mark", name, payload).
 
-    What Python's collector tells of itself is left out unless a test asks for it: it runs whenever
-    it likes.
+    Marks of Python's collector, which may run at any time, are left out unless a test wants them.
     """
 
     def __init__(self, *, collections: bool = False) -> None:
@@ -38,14 +36,3 @@ class Heard:
     def names(self, kind: str) -> list[str]:
         """The names of all events of a kind, in order."""
         return [event[1] for event in self.events if event[0] == kind]
-
-
-class Listening:
-    """The functions of `ranges`, each called while somebody listens."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with ranges.listening(Heard()):
-                return getattr(ranges, name)(*args)
-
-        return call

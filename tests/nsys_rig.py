@@ -17,9 +17,6 @@ from typing import Any, Literal
 
 FIELDS = ("step", "rows", "bucket", "tokens", "blocks_in_use", "padding")
 PUSH_POP, DOMAIN_CREATE = 59, 75
-INT64 = 17
-"""NVTX_PAYLOAD_ENTRY_TYPE_INT64."""
-
 NVTX = "start INT, end INT, eventType INT, text TEXT, globalTid INT, domainId INT, int64Value INT"
 RUNTIME = "start INT, end INT, globalTid INT, correlationId INT, nameId INT, returnValue INT"
 ACTIVITY = (
@@ -32,10 +29,9 @@ ACTIVITY = (
 class Variant:
     """A version of the schema, and what was asked of nsys."""
 
-    name: str = "new"
     registered: bool = True
     """Messages are ids of strings."""
-    payload: Literal["json", "json id", "binary"] | None = "binary"
+    payload: Literal["json", "binary"] | None = "binary"
     graph_nodes: bool = True
     """Activities have a column for the node of a graph."""
     graph_trace: Literal["graph", "node"] | None = "graph"
@@ -43,11 +39,10 @@ class Variant:
     metadata: bool = True
     domain_named: bool = True
     """Whether the creation of the domain was recorded."""
-    enums: bool = True
 
 
 NEW = Variant()
-OLD = Variant("old", False, None, False, "node", False, True, False)
+OLD = Variant(False, None, False, "node", False)
 
 
 @dataclass(frozen=True)
@@ -148,10 +143,7 @@ class Profile:
             row["binaryData"] = struct.pack("<4Q", domain_id, 900, len(body), 32) + body
         elif numbers is not None and self.variant.payload is not None:
             text = json.dumps({"payload": [dict(zip(FIELDS, numbers, strict=True))]})
-            if self.variant.payload == "json":
-                row["jsonText"] = text
-            else:
-                row["jsonTextId"] = self.string(text)
+            row["jsonText"] = text
         self.add("NVTX_EVENTS", **row)
 
     def range(self, text: str, start: int, end: int | None, value: int | None = 0, **more) -> None:
@@ -296,15 +288,6 @@ class Profile:
                 tables.setdefault(table, []).extend(rows)
         tables["StringIds"] = [{"id": i, "value": text} for text, i in self.strings.items()]
         schema["StringIds"] = "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL"
-        if variant.payload == "binary":
-            columns = "domainId INT, schemaId INT, idx INT, type INT, name TEXT, offset INT"
-            schema["NVTX_PAYLOAD_SCHEMA_ENTRIES"] = columns
-            tables["NVTX_PAYLOAD_SCHEMA_ENTRIES"] = [
-                # The offset of the first field is not written.
-                {"domainId": 3, "schemaId": 900, "idx": i, "type": INT64, "name": name}
-                | {"offset": 8 * i or None}
-                for i, name in enumerate(FIELDS)
-            ]
         if variant.metadata and variant.graph_trace is not None:
             schema["META_DATA_CAPTURE"] = "name TEXT NOT NULL, value TEXT"
             mode = variant.graph_trace.capitalize()
@@ -312,10 +295,6 @@ class Profile:
                 {"name": "PROCESS_0:CUDA_GRAPH_TRACE_OPTIONS:MODE", "value": mode},
                 {"name": "PROCESS_0:COMMAND", "value": "python"},
             ]
-        if variant.enums:
-            schema["ENUM_NSYS_EVENT_TYPE"] = "id INTEGER PRIMARY KEY, name TEXT, label TEXT"
-            kinds = {PUSH_POP: "NvtxPushPopRange", DOMAIN_CREATE: "NvtxDomainCreate"}
-            tables["ENUM_NSYS_EVENT_TYPE"] = [{"id": i, "name": n} for i, n in kinds.items()]
         shuffle = random.Random(seed).shuffle
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA synchronous=OFF")

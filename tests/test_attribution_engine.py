@@ -131,14 +131,8 @@ class LaunchNodes:
         self._seen = len(self._launches)
         return [CapturedNode("kernel", launch.name) for launch in new]
 
-    def mark(self, name: str, layer: int | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def end(self) -> None:
-        pass
-
-    def annotations(self, graph: object) -> list[None]:
-        return [None] * self._seen
+    def tools_ids(self, graph: object) -> None:
+        """They are not known."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.results.result_tables import tables
 from stepgraph.runtime.bench.runtimes import continuous_batching as continuous
 from stepgraph.runtime.bench.runtimes import static_generate
 from stepgraph.runtime.bench.runtimes.continuous_batching import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from stepgraph.profiling.stats import Summary
 from stepgraph.runtime import Engine, EngineConfig, StepgraphError
-from stepgraph.runtime.bench.results.tables import markdown_table, tables
+from stepgraph.runtime.bench.results.result_tables import markdown_table, tables
 from stepgraph.runtime.bench.scenarios import engine_start as start
 from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.scenarios.cache_bookkeeping import BookkeepingCost

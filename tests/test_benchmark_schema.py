@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from stepgraph.cache.memory.memory_plan import TERMS
-from stepgraph.runtime.bench.results.comparison import COMPARED, ENVIRONMENT, SCHEMA_VERSION
-from stepgraph.runtime.bench.results.document import describe_environment
+from stepgraph.runtime.bench.results.result_comparison import COMPARED, ENVIRONMENT, SCHEMA_VERSION
+from stepgraph.runtime.bench.results.result_document import describe_environment
 from stepgraph.runtime.bench.scenarios import cache_bookkeeping as cache_benchmark
 from stepgraph.runtime.bench.scenarios import engine_start as start
 from stepgraph.runtime.bench.scenarios import host_overhead as host

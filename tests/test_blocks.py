@@ -102,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert sorted(everything) == list(range(1, self.pool.num_blocks))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

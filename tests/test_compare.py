@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling.stats import Summary
-from stepgraph.runtime.bench.results.comparison import (
+from stepgraph.runtime.bench.results.comparison_table import comparison_text
+from stepgraph.runtime.bench.results.result_comparison import (
     COMPARED,
     Observed,
     ResultsError,
@@ -24,7 +25,6 @@ from stepgraph.runtime.bench.results.comparison import (
     read_results,
     slower_than,
 )
-from stepgraph.runtime.bench.results.comparison_table import comparison_text
 from stepgraph.runtime.bench.scenarios import registry as run_scenarios
 from stepgraph.runtime.bench.scenarios import steady
 from stepgraph.runtime.bench.scenarios import steady_run as run_steady

@@ -80,11 +80,11 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
         ({"memory_tokens": 100, "num_blocks": 10}, "memory_tokens and num_blocks both fix"),
         (
             {"max_batch_tokens": 16, "max_num_seqs": 16},
-            "max_batch_tokens=16 leaves no room for a prompt beside max_num_seqs=16",
+            "max_batch_tokens=16 must be greater than max_num_seqs=16",
         ),
         (
             {"preemption": "swap"},
-            "preemption='swap' needs a host cache to swap to: set host_cache_bytes",
+            "preemption='swap' needs a host cache: set host_cache_bytes",
         ),
         ({"prefix_cache": 1}, "prefix_cache must be True or False, not 1"),
         ({"prompt_embeds": None}, "prompt_embeds must be True or False, not None"),

@@ -181,7 +181,9 @@ def test_a_cpu_tells_how_the_resident_set_grew(open_engine: Callable[..., Engine
     for term, name in (("weights", "load"), ("cache", "cache"), ("static_buffers",) * 2):
         grown = phases[name]["after"] - phases[name]["before"]
         note = stats["memory"][term]["note"]
-        assert note.endswith(f"the resident set, code and all, grew by {format_bytes(grown)}")
+        assert note.endswith(
+            f"the resident set, code included, grew meanwhile by {format_bytes(grown)}"
+        )
 
 
 def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyModel]) -> None:

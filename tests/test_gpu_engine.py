@@ -18,7 +18,7 @@ from stepgraph.runtime.kernels import Kernels
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton import launch as launching
-from stepgraph.runtime.kernels.triton import operations, stack, tuning
+from stepgraph.runtime.kernels.triton import layer_kernels, operations, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
 from stepgraph.runtime.kernels.triton.launch import INTERPRETED
@@ -208,7 +208,7 @@ def test_splits_of_attention(
         asked.append(acc_THSE.shape[2])
         return product
 
-    monkeypatch.setattr(stack, "product_combines", product_combines)
+    monkeypatch.setattr(layer_kernels, "product_combines", product_combines)
     model = tiny("base")
     (token_ids,) = model.prompts(67, seed=5)
     expected = model.logits(token_ids)
@@ -247,10 +247,10 @@ def test_layers_run_in_pairs_that_were_tuned_faster(
         config = LinearConfig(16, 64, 4, "pair") if pair else SEPARATE
         tuning.store({problem.key(torch.device(DEVICE)): tuning.Tuned(config, 1.0, 2.0)})
     prompts = model.prompts(3, 1)
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     with gpu_engine("odd", max_num_seqs=2, max_model_len=16) as engine:
         outputs = engine.generate(prompts, params)
-    assert [o.token_ids for o in outputs] == model.greedy(prompts, 3)
+    assert [o.token_ids for o in outputs] == model.greedy(prompts, 2)
     assert called == kernels
 
 

@@ -59,7 +59,7 @@ def test_odd_shapes(
     check(case.to(DEVICE), triton_paged_attention, 1e-5)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 5),

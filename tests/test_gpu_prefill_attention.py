@@ -110,7 +110,7 @@ def test_more_heads_a_group_than_a_tile() -> None:
     check(case.to(DEVICE), attend(SMALL), 1e-5)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=4),
     padding=st.integers(0, 9),

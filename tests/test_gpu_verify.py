@@ -38,6 +38,7 @@ def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Veri
     return list(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "rows", "settings"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig
-from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.results.result_tables import tables
 from stepgraph.runtime.bench.scenarios.kernel_times import measure_kernels
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.presets import PRESETS

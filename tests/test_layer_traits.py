@@ -11,7 +11,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams, resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, have_compiler, native_gaps
-from stepgraph.runtime.kernels.ops.layer_plan import Activate, Attend
+from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.triton.fusion import Activation, GateUp, NormLinear, fuse
 from stepgraph.runtime.loading.loader import random_weights

@@ -164,4 +164,4 @@ def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevic
     machine.library.reports = library.reports
     memory = measure_steps(cast(Runner, machine), cast(Kernels, SimpleNamespace(masks=0)), peaks)
     assert memory.measured["captured_graphs"] == len(keys) * GRAPH_NODES
-    assert memory.notes["captured_graphs"].startswith(f"beside a pool of {largest} bytes")
+    assert memory.notes["captured_graphs"].startswith(f"besides a pool of {largest} bytes")

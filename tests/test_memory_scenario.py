@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stepgraph.cache.memory.memory_plan import TERMS
 from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.results.result_tables import tables
 from stepgraph.runtime.bench.scenarios import memory_pressure as memory
 from stepgraph.runtime.bench.scenarios.memory_pressure import MemoryCase
 

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import stepgraph.profiling
 import torch
-from stepgraph.profiling import dictionary, nsys, ranges
+from stepgraph.profiling import nsys, ranges
 from stepgraph.profiling.nsys import CaptureWindowError, capture_window, nsys_command
-
-from .nsys_rig import FIELDS
 
 PROGRAM = ["python", "bench.py", "--mode", "graph"]
 
@@ -77,19 +75,13 @@ def test_a_percent_sign_of_a_path_is_no_variable_of_nsys() -> None:
     assert command[command.index("-o") + 1] == "95%%p"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"program": []}, "program is empty"),
-        ({"output": ""}, "output is empty"),
-        ({"graph_trace": "none"}, "graph_trace is 'none'"),
-        ({"device": "mps"}, "device is 'mps'"),
-    ],
-)
-def test_arguments_that_no_command_has(changes, message: str) -> None:
-    arguments = {"program": PROGRAM, "output": "x", **changes}
-    with pytest.raises(ValueError, match=message):
-        nsys_command(**arguments)
+def test_arguments_that_no_command_has() -> None:
+    with pytest.raises(ValueError, match="program is empty"):
+        nsys_command([], output="x")
+    with pytest.raises(ValueError, match="graph_trace is 'none'"):
+        nsys_command(PROGRAM, output="x", graph_trace="none")
+    with pytest.raises(ValueError, match="device is 'mps'"):
+        nsys_command(PROGRAM, output="x", device="mps")
 
 
 def test_the_command_of_an_export() -> None:
@@ -97,13 +89,6 @@ def test_the_command_of_an_export() -> None:
         "nsys export --type=sqlite --include-blobs=true --force-overwrite=true"
         " -o runs/one.sqlite runs/one.nsys-rep"
     )
-
-
-def test_nsys_is_found_on_the_path(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert nsys.find_nsys() is None
-    (tmp_path / "nsys").touch(mode=0o755)
-    assert nsys.find_nsys() == str(tmp_path / "nsys")
 
 
 def test_a_process_knows_whether_it_is_profiled(monkeypatch) -> None:
@@ -142,21 +127,6 @@ def test_a_window_ends_on_the_way_of_an_exception(cuda: Recorder, error) -> None
         with pytest.raises(error):
             work()
         assert cuda.events[-2:] == ["pop", "stop"]
-
-
-def test_a_window_ends_where_the_device_fails_at_its_end(cuda: Recorder, monkeypatch) -> None:
-    def fail_inside() -> None:
-        if "push window" in cuda.events:
-            raise RuntimeError("an illegal memory access")
-
-    def work() -> None:
-        with capture_window():
-            pass
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail_inside)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        work()
-    assert cuda.events[-2:] == ["pop", "stop"]
 
 
 def test_a_window_that_cannot_begin_leaves_none_open(cuda: Recorder, monkeypatch) -> None:
@@ -205,8 +175,6 @@ def test_a_window_of_another_thread_is_an_error_too(recorder: Recorder) -> None:
 
 def test_the_package_offers_the_window_and_loads_it_when_it_is_asked_for() -> None:
     assert stepgraph.profiling.capture_window is capture_window
-    with pytest.raises(AttributeError, match="no attribute 'window'"):
-        _ = stepgraph.profiling.window
     program = """
 import sys
 import stepgraph.profiling
@@ -215,9 +183,3 @@ with stepgraph.profiling.capture_window():
     assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_the_exports_of_the_tests_are_those_of_the_dictionary() -> None:
-    assert tuple(field.name for field in dictionary.STEP_NUMBERS) == FIELDS
-    window = f"{dictionary.RANGES['window'].name}@{dictionary.DOMAIN}"
-    assert window in nsys_command(PROGRAM, output="x", device="cpu")

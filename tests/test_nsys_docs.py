@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
 
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
-from stepgraph.profiling.nsys import export_command, nsys_command
-from stepgraph.profiling.report import __main__ as cli
-from stepgraph.profiling.report.document import STEP_COLUMNS
-from stepgraph.profiling.report.tables import CASES, CHANGES, PARTS, STEPS
+from stepgraph.profiling.nsys import cli, export_command, nsys_command
+from stepgraph.profiling.nsys.cli import CASES, CHANGES, PARTS, STEPS
+from stepgraph.profiling.nsys.steps import STEP_COLUMNS
 
-from .nsys_rig import NEW, Kernel, Launch, Profile, Variant
+from .nsys_rig import NEW, Kernel, Launch, Profile
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "profiling.md").read_text()
 
@@ -31,7 +31,7 @@ def worked_example(folder: Path) -> Path:
     nodes.append(Node(None, "head", "kernel", "head_kernel", len(kernels)))
     decode = Launch("decode", 3, 4, 3, kernels, 400)
     prompt = Launch("prefill", 0, 64, 50, [Kernel("prompt_kernel", 61_000, 90)])
-    play = Profile(Variant(**{**vars(NEW), "graph_trace": "node"}))
+    play = Profile(dataclasses.replace(NEW, graph_trace="node"))
     for number in range(20, 30):
         launches = [decode, prompt] if number == 23 else [decode]
         pause = 400_000 if number == 26 else 1_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from stepgraph.profiling import capture_window, ranges
-from stepgraph.profiling.report.document import read_report
+from stepgraph.profiling.nsys.report import read_report
 from stepgraph.runtime import Engine, SamplingParams
 
 from .nsys_rig import PUSH_POP, Profile

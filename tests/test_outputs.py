@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stepgraph.profiling import whole_files
-from stepgraph.profiling.whole_files import WriteError, check_writable, write_file
+from stepgraph.profiling import atomic_write
+from stepgraph.profiling.atomic_write import WriteError, check_writable, write_file
 from stepgraph.runtime.bench.options import parse_arguments
 from stepgraph.runtime.bench.scenarios import steady
 
@@ -49,9 +49,9 @@ def test_what_was_there_before_survives_a_failure(tmp_path, monkeypatch, stage):
         raise OSError(28, "No space left on device")
 
     if stage == "replace":
-        monkeypatch.setattr(whole_files.os, "replace", fail)
+        monkeypatch.setattr(atomic_write.os, "replace", fail)
     else:
-        monkeypatch.setattr(whole_files.shutil, "copymode", fail)
+        monkeypatch.setattr(atomic_write.shutil, "copymode", fail)
     with pytest.raises(WriteError, match=r"cannot write .*a\.json: No space left on device"):
         write_file(path, "after")
     assert path.read_text() == "before"
@@ -62,7 +62,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(whole_files.os, "replace", interrupt)
+    monkeypatch.setattr(atomic_write.os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_file(tmp_path / "a.json", "after")
     assert files(tmp_path) == []
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch, tmp_path, capsys):
     def write(path: Path, text: str) -> None:
         raise WriteError(path, "No space left on device")
 
-    monkeypatch.setattr("stepgraph.runtime.bench.results.document.write_file", write)
+    monkeypatch.setattr("stepgraph.runtime.bench.results.result_document.write_file", write)
     assert run_bench(monkeypatch, f"{SMALL} --output-json {tmp_path}/a.json") == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].endswith("a.json: No space left on device")

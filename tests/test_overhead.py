@@ -93,7 +93,7 @@ def trace_of_what_is_measured(
         device["elapsed_ns"] = lambda: trace._note("elapsed") or (5 if timed else None)
     watch = CollectorWatch()
     with ranges.listening(trace):
-        instrument_steps(STEPS, Timeline(8), watch, ranges, **device)
+        instrument_steps(STEPS, Timeline(8), watch, **device)
     watch.close()
     return trace
 
@@ -121,7 +121,7 @@ def test_what_is_measured_is_what_a_steady_step_does(beside_host: bool, timed: b
 
 def test_its_records_are_those_of_steps() -> None:
     timeline, watch = Timeline(10), CollectorWatch()
-    instrument_steps(4, timeline, watch, ranges)
+    instrument_steps(4, timeline, watch)
     watch.close()
     records = timeline.records()
     assert [record.step for record in records] == [0, 1, 2, 3]

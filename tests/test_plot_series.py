@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from stepgraph.profiling.plot.layout import bin_edges, columns_of, histogram, spread, thinned
-from stepgraph.profiling.plot.series import Gap, Mark, phase_times, series_of
+from stepgraph.profiling.plot.series import phase_times, series_of
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine, SamplingParams
 
 from .plot_rig import any_records, run_of, step
-
-gaps = st.builds(
-    Gap,
-    seconds=st.floats(0, 10),
-    ms=st.floats(0, 1e6),
-    record=st.just(step(0, 0)),
-    collected=st.booleans(),
-)
 
 
 def test_a_gap_is_from_the_end_of_a_step_to_the_end_of_the_next() -> None:
@@ -135,57 +124,6 @@ def test_any_records_have_a_series(records: list[StepRecord]) -> None:
     for prefill in (False, True):
         times = phase_times(records, prefill=prefill)
         assert times is None or times.n > 0
-
-
-@given(members=st.lists(gaps, min_size=1), count=st.integers(1, 50))
-def test_columns_keep_the_longest_and_the_shortest_gap(members: list[Gap], count: int) -> None:
-    columns = columns_of(members, 10.0, count)
-    assert len(columns) <= count
-    assert max(column.high for column in columns) == max(gap.ms for gap in members)
-    assert min(column.low for column in columns) == min(gap.ms for gap in members)
-    assert sum(column.n for column in columns) == len(members)
-    assert all(column.low <= column.median <= column.high for column in columns)
-
-
-@given(
-    marks=st.lists(st.builds(Mark, st.floats(0, 10), st.integers(0, 10**12)), min_size=1),
-    count=st.integers(1, 50),
-)
-def test_thinned_marks_keep_the_largest(marks: list[Mark], count: int) -> None:
-    kept = thinned(marks, 10.0, count)
-    assert len(kept) <= count
-    assert max(mark.amount for mark in kept) == max(mark.amount for mark in marks)
-    assert set(kept) <= set(marks)
-
-
-@given(
-    values=st.lists(st.floats(1e-3, 1e6), min_size=2),
-    count=st.integers(1, 80),
-    log=st.booleans(),
-)
-def test_every_value_is_in_a_bin(values: list[float], count: int, log: bool) -> None:
-    edges = bin_edges(min(values), max(values) + 1, count, log=log)
-    assert len(edges) == count + 1
-    assert edges == sorted(edges)
-    assert (edges[0], edges[-1]) == (min(values), max(values) + 1)
-    assert sum(histogram(values, edges)) == len(values)
-
-
-@given(wanted=st.lists(st.floats(-50, 150), max_size=12), distance=st.floats(0, 40))
-def test_labels_are_spread(wanted: list[float], distance: float) -> None:
-    places = spread(wanted, distance, 0.0, 100.0)
-    assert len(places) == len(wanted)
-    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
-    if len(places) < 2:
-        return
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    apart = min(distance, 100 / (len(wanted) - 1))
-    for lower, upper in pairwise(order):
-        assert places[upper] - places[lower] >= apart - 1e-6
-
-
-def test_labels_that_lie_apart_stay_where_they_are() -> None:
-    assert spread([70.0, 10.0, 40.0], 20.0, 0.0, 100.0) == [70.0, 10.0, 40.0]
 
 
 def test_phases_are_medians_that_follow_each_other() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.bench.engine_memory import RequestBlocks
-from stepgraph.runtime.bench.results.tables import tables
+from stepgraph.runtime.bench.results.result_tables import tables
 from stepgraph.runtime.bench.scenarios import prefix_sharing as prefix
 from stepgraph.runtime.bench.scenarios.prefix_sharing import NUM_PREFIXES, TAIL_TOKENS, PrefixRun
 from stepgraph.runtime.bench.scenarios.steady import BenchmarkCase, longest_sequence

@@ -1,294 +1,343 @@
-import contextlib
+"""Ranges and marks: what listeners and an NVTX tool receive, and what is refused."""
+
+from __future__ import annotations
+
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from stepgraph.profiling import ranges
-from stepgraph.profiling.dictionary import COUNTERS, STEP_NUMBERS
+from stepgraph.profiling.dictionary import STEP_NUMBERS
+from stepgraph.profiling.nvtx_tool import NvtxTool
+from stepgraph.runtime import Engine, SamplingParams
 
-from .listeners import Listening
+from .listeners import Heard
 
 PLAIN = sorted(name for name, info in ranges.RANGES.items() if not info.fields)
 OF_STEPS = sorted(set(ranges.RANGES) - set(PLAIN))
 int64 = st.integers(-(2**63), 2**63 - 1)
-numbers = st.tuples(*[int64] * len(STEP_NUMBERS))
 
 
-class Recorder:
-    """An NVTX domain that writes down what a tool would see."""
+class ListenersComeAndGo(RuleBasedStateMachine):
+    """Each receives the ranges that begin while it listens, and their ends."""
 
     def __init__(self) -> None:
-        self.registered: list[tuple[str, int, str]] = []
+        super().__init__()
+        self.listeners: list[tuple[Any, Heard]] = []
+        self.expected: dict[int, list[tuple[Any, ...]]] = {}
+        self.open: list[tuple[Any, list[Heard]]] = []
+        self.gone: list[Heard] = []
+
+    def active(self) -> list[Heard]:
+        return [heard for _, heard in self.listeners]
+
+    def expect(self, *event: Any, of: list[Heard]) -> None:
+        for heard in of:
+            self.expected[id(heard)].append(event)
+
+    @rule()
+    def come(self) -> None:
+        heard = Heard()
+        listening = ranges.listening(heard)
+        listening.__enter__()
+        self.listeners.append((listening, heard))
+        self.expected[id(heard)] = []
+
+    @precondition(lambda self: self.listeners)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, len(self.listeners) - 1))
+        listening, heard = self.listeners.pop(which)
+        listening.__exit__(None, None, None)
+        self.gone.append(heard)
+
+    @rule(name=st.sampled_from(PLAIN), payload=int64)
+    def enter_span(self, name: str, payload: int) -> None:
+        self.enter(ranges.span(name, payload), name, payload)
+
+    @rule(name=st.sampled_from(OF_STEPS), numbers=st.tuples(*[int64] * len(STEP_NUMBERS)))
+    def enter_step_span(self, name: str, numbers: tuple[int, ...]) -> None:
+        self.enter(ranges.step_span(name, *numbers), name, numbers)
+
+    def enter(self, span: Any, name: str, payload: Any) -> None:
+        span.__enter__()
+        self.expect("push", name, payload, of=self.active())
+        self.open.append((span, self.active()))
+
+    @precondition(lambda self: self.open)
+    @rule(error=st.sampled_from([None, KeyboardInterrupt]))
+    def leave(self, error: type[BaseException] | None) -> None:
+        span, own = self.open.pop()
+        span.__exit__(error, None, None)
+        self.expect("pop", of=own)
+
+    @rule(bucket=int64)
+    def fallback(self, bucket: int) -> None:
+        ranges.mark(ranges.FALLBACK, bucket)
+        self.expect("mark", ranges.FALLBACK, (bucket,), of=self.active())
+
+    @invariant()
+    def all_received_what_happened(self) -> None:
+        for heard in (*self.active(), *self.gone):
+            assert heard.events == self.expected[id(heard)]
+
+    def teardown(self) -> None:
+        while self.open:
+            self.leave(None)
+        while self.listeners:
+            self.listeners.pop()[0].__exit__(None, None, None)
+
+
+TestListenersComeAndGo = ListenersComeAndGo.TestCase
+
+
+class Domain:
+    """An NVTX domain that notes what a tool would receive."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
         self.events: list[tuple[Any, ...]] = []
-        self.counters: list[tuple[str, tuple[str, ...], str]] = []
-        self.samples: list[tuple[int, ...]] = []
+        self.attributes: list[Any] = []
 
     def get_event_attributes(self, message: str, color: int, category: str) -> SimpleNamespace:
-        self.registered.append((message, color, category))
+        self.registered.append(message)
         return SimpleNamespace(message=message, payload=None)
 
-    def get_counter(self, name: str, dtype: "np.dtype[Any]", *, description: str) -> Any:
-        self.counters.append((name, dtype.names, description))
-        return SimpleNamespace(sample=lambda record: self.samples.append(record.item()))
+    def get_counter(self, name: str, dtype: np.dtype[Any], *, description: str) -> Any:
+        def sample(record: Any) -> None:
+            self.events.append(("sample", record.item()))
 
-    def payload_of(self, attributes: SimpleNamespace) -> int | tuple[int, ...]:
+        return SimpleNamespace(sample=sample)
+
+    def note(self, kind: str, attributes: SimpleNamespace) -> None:
         """What NVTX reads at the event: an integer, or what is then at the address of a record."""
+        self.attributes.append(attributes)
         payload = attributes.payload
-        if type(payload) is int:
-            return payload
-        assert type(payload) is np.ndarray, "nvtx looks at the exact type"
-        assert payload.shape == ()
-        assert all(payload.dtype[name] == np.int64 for name in payload.dtype.names)
-        assert payload.dtype.itemsize == 8 * len(payload.dtype.names)
-        return tuple(payload.item())
+        if type(payload) is not int:
+            assert type(payload) is np.ndarray, "nvtx looks at the exact type"
+            assert payload.dtype.itemsize == 8 * len(payload.dtype.names)
+            payload = payload.item()
+        self.events.append((kind, attributes.message, payload))
 
     def push_range(self, attributes: SimpleNamespace) -> None:
-        self.events.append(("push", attributes.message, self.payload_of(attributes)))
+        self.note("push", attributes)
 
     def pop_range(self) -> None:
         self.events.append(("pop",))
 
     def mark(self, attributes: SimpleNamespace) -> None:
-        self.events.append(("mark", attributes.message, self.payload_of(attributes)))
+        self.note("mark", attributes)
 
 
-class EmitterAgainstStack(RuleBasedStateMachine):
-    """An emitter into a domain, and listeners that come and go, against stacks of open ranges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorder = Recorder()
-        self.emitter = ranges.connect(self.recorder)
-        self.stack: list[tuple[str, Any]] = []
-        self.spans: list[contextlib.AbstractContextManager[None]] = []
-        self.marks: list[tuple[str, Any]] = []
-
-    @rule(name=st.sampled_from(PLAIN), payload=int64)
-    def enter(self, name: str, payload: int) -> None:
-        self.spans.append(self.emitter.span(name, payload))
-        self.spans[-1].__enter__()
-        self.stack.append((name, payload))
-
-    @precondition(lambda self: self.stack)
-    @rule()
-    def leave(self) -> None:
-        self.spans.pop().__exit__(None, None, None)
-        self.stack.pop()
-
-    @rule(name=st.sampled_from(PLAIN), payload=int64, fails=st.booleans())
-    def span(self, name: str, payload: int, fails: bool) -> None:
-        self.within(self.emitter.span(name, payload), (name, payload), fails)
-
-    @rule(name=st.sampled_from(OF_STEPS), payload=numbers, fails=st.booleans())
-    def step_span(self, name: str, payload: tuple[int, ...], fails: bool) -> None:
-        self.within(self.emitter.step_span(name, *payload), (name, payload), fails)
-        assert self.recorder.samples[-1] == payload, "counters are sampled with it"
-
-    def within(
-        self, span: contextlib.AbstractContextManager[None], shown: tuple[str, Any], fails: bool
-    ) -> None:
-        try:
-            with span:
-                assert self.open() == [*self.stack, shown]
-                if fails:
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            assert fails
-
-    @rule(generation=st.integers(0, 2), microseconds=int64, collected=int64)
-    def collection(self, **fields: int) -> None:
-        self.emitter.mark(ranges.COLLECTION, *fields.values())
-        self.marks.append((ranges.COLLECTION, tuple(fields.values())))
-
-    @rule(bucket=int64)
-    def fallback(self, bucket: int) -> None:
-        self.emitter.mark(ranges.FALLBACK, bucket)
-        self.marks.append((ranges.FALLBACK, bucket))
-
-    def open(self) -> list[tuple[str, Any]]:
-        stack: list[tuple[str, Any]] = []
-        for kind, *event in self.recorder.events:
-            if kind == "push":
-                stack.append((event[0], event[1]))
-            elif kind == "pop":
-                stack.pop()
-        return stack
-
-    @invariant()
-    def a_tool_sees_the_same_open_ranges(self) -> None:
-        assert self.open() == self.stack
-
-    @invariant()
-    def a_tool_sees_every_mark(self) -> None:
-        marks = [event[1:] for event in self.recorder.events if event[0] == "mark"]
-        assert marks == self.marks
-
-    @invariant()
-    def every_message_is_registered_once(self) -> None:
-        assert len(self.recorder.registered) == len(ranges.RANGES) + len(ranges.MARKS)
-
-
-TestEmitterAgainstStack = EmitterAgainstStack.TestCase
-
-
-def test_the_dictionary_is_complete_and_sound() -> None:
-    assert set(ranges.RANGES) == {
-        "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit", "capture",
-        "load", "warmup", "swap", "fork", "window",
-    }  # fmt: skip
-    assert set(ranges.MARKS) == {"collection", "fallback"}
-    assert set(ranges.RANGES).isdisjoint(ranges.MARKS)
-    assert OF_STEPS == ["prefill", "replay"]
-    for name, info in ranges.RANGES.items():
-        assert info.name == name
-        assert name.isalpha(), "a name holds no id"
-        assert info.description
-        assert info.payload
-        assert 0xFF000000 <= info.color <= 0xFFFFFFFF, "opaque ARGB"
-        seen = {name}
-        while info.parent is not None:
-            assert info.parent in ranges.RANGES
-            assert info.parent not in seen
-            seen.add(info.parent)
-            info = ranges.RANGES[info.parent]
-    for mark in ranges.MARKS.values():
-        assert mark.description
-        assert mark.fields
-    with pytest.raises(TypeError):
-        ranges.RANGES["step"] = ranges.RANGES["plan"]  # type: ignore[index]
-
-
-def test_every_range_is_registered_with_its_color_and_category() -> None:
-    recorder = Recorder()
-    ranges.connect(recorder)
-    infos = (*ranges.RANGES.values(), *ranges.MARKS.values())
-    assert recorder.registered == [(i.name, i.color, i.category) for i in infos]
-    (group,) = COUNTERS.values()
-    fields = tuple(field.name for field in group.fields)
-    assert recorder.counters == [(group.name, fields, group.description)]
-    assert fields == ranges.StepNumbers._fields
-
-
-EVERY_EMITTER = [ranges.connect(None), ranges.connect(Recorder()), ranges, Listening()]
-
-
-@pytest.mark.parametrize("emitter", EVERY_EMITTER)
-@given(name=st.text().filter(lambda text: text not in {*ranges.RANGES, *ranges.MARKS}))
-def test_an_unknown_name_fails_whether_or_not_anybody_listens(emitter: Any, name: str) -> None:
-    unknown = r"unknown range .*the ranges are: step, plan"
-    with pytest.raises(ValueError, match=unknown):
-        emitter.span(name)
-    with pytest.raises(ValueError, match=unknown):
-        emitter.step_span(name, 1, 2, 3, 4, 5, 6)
-    with pytest.raises(ValueError, match=r"unknown mark .*the marks are: collection, fallback"):
-        emitter.mark(name, 1)
-
-
-@pytest.mark.parametrize("emitter", EVERY_EMITTER)
-def test_a_payload_of_the_wrong_kind_fails_whether_or_not_anybody_listens(emitter: Any) -> None:
-    for name in OF_STEPS:
-        with pytest.raises(ValueError, match=f"{name}.* is the step's numbers: use step_span"):
-            emitter.span(name, 1)
-    for name in PLAIN:
-        with pytest.raises(ValueError, match=f"{name}.* is one integer: use span"):
-            emitter.step_span(name, 1, 2, 3, 4, 5, 6)
-    with pytest.raises(ValueError, match=r"carries generation, microseconds, .*; got 1 numbers"):
-        emitter.mark(ranges.COLLECTION, 1)
-    with pytest.raises(ValueError, match="mark 'fallback' carries bucket; got 0 numbers"):
-        emitter.mark(ranges.FALLBACK)
-
-
-def test_integers_of_numpy_arrive_as_integers() -> None:
-    recorder = Recorder()
-    emitter = ranges.connect(recorder)
-    with emitter.span(ranges.COPY, np.int32(7)), emitter.span(ranges.COPY, True):  # type: ignore[arg-type]
-        pass
-    emitter.mark(ranges.FALLBACK, np.int64(3))  # type: ignore[arg-type]
-    with emitter.step_span(ranges.REPLAY, np.int64(1), 2, 3, True, 5, 6):  # type: ignore[arg-type]
-        pass
-    assert recorder.events == [
-        ("push", "copy", 7),
-        ("push", "copy", 1),
+def test_a_tool_receives_payloads_and_counters_and_every_message_is_registered_once() -> None:
+    domain = Domain()
+    tool = NvtxTool(domain)
+    for _ in range(2):
+        tool.push("step", 4)
+        tool.push("replay", ranges.StepNumbers(4, 3, 8, 3, 40, 5))
+        tool.mark("collection", (2, 31, 7))
+        tool.mark("fallback", (16,))
+        tool.pop()
+        tool.pop()
+    assert domain.events == 2 * [
+        ("push", "step", 4),
+        ("push", "replay", (4, 3, 8, 3, 40, 5)),
+        ("sample", (4, 3, 8, 3, 40, 5)),
+        ("mark", "collection", (2, 31, 7)),
+        ("mark", "fallback", 16),
         ("pop",),
-        ("pop",),
-        ("mark", "fallback", 3),
-        ("push", "replay", (1, 2, 3, 1, 5, 6)),
         ("pop",),
     ]
+    assert sorted(domain.registered) == sorted([*ranges.RANGES, *ranges.MARKS])
 
 
 def test_threads_do_not_share_event_attributes() -> None:
     """Setting a payload and pushing are two calls: a shared object would mix two engines up."""
-    seen: dict[str, set[int]] = {}
-
-    class PerThread(Recorder):
-        def push_range(self, attributes: SimpleNamespace) -> None:
-            own = seen.setdefault(threading.current_thread().name, set())
-            own |= {id(attributes), id(attributes.payload)}
-
-    emitter = ranges.connect(PerThread())
-    barrier = threading.Barrier(2)
-
-    def work() -> None:
-        for _ in range(3):
-            with emitter.step_span(ranges.REPLAY, 1, 2, 3, 4, 5, 6):
-                pass
-        barrier.wait(timeout=10)
-
-    threads = [threading.Thread(target=work, name=name) for name in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen["a"]) == len(seen["b"]) == 2
-    assert seen["a"].isdisjoint(seen["b"])
-
-
-def test_without_a_tool_nothing_is_emitted_and_spans_pass_exceptions_on() -> None:
-    emitter = ranges.connect(None)
-    with emitter.span(ranges.STEP, 1) as outer, emitter.span(ranges.PLAN) as inner:
-        assert outer is inner is None
-    with pytest.raises(RuntimeError, match="passes"), emitter.span(ranges.STEP):
-        raise RuntimeError("passes")
-
-
-def test_ranges_that_nobody_hears_can_be_stacked() -> None:
-    emitter = ranges.connect(None)
-
-    def run() -> None:
-        with contextlib.ExitStack() as stack:
-            assert stack.enter_context(emitter.span(ranges.WINDOW)) is None
-            stack.enter_context(emitter.span(ranges.STEP, 3))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        run()
+    domain = Domain()
+    tool = NvtxTool(domain)
+    thread = threading.Thread(target=tool.push, args=("step", 1))
+    thread.start()
+    thread.join()
+    tool.push("step", 2)
+    first, second = domain.attributes
+    assert first is not second
 
 
 def test_a_mark_while_a_thread_s_events_are_being_built_is_left_out() -> None:
-    """Building them makes objects, so it may run the collector, which tells of itself."""
+    """Building them makes objects, so it may run the collector, which emits a mark."""
 
-    class Collecting(Recorder):
+    class Collecting(Domain):
         def get_event_attributes(self, *args: Any) -> SimpleNamespace:
-            if len(self.registered) == 3 and threading.current_thread().name == "late":
-                emitter.mark(ranges.COLLECTION, 0, 1, 2)
+            if threading.current_thread().name == "late":
+                tool.mark("collection", (0, 1, 2))
             return super().get_event_attributes(*args)
 
-    recorder = Collecting()
-    emitter = ranges.connect(recorder)
-    recorder.registered.clear()
-
-    def work() -> None:
-        with emitter.span(ranges.STEP, 4):
-            pass
-
-    thread = threading.Thread(target=work, name="late")
+    domain = Collecting()
+    tool = NvtxTool(domain)
+    thread = threading.Thread(target=tool.push, args=("step", 4), name="late")
     thread.start()
     thread.join()
-    assert recorder.events == [("push", "step", 4), ("pop",)]
-    assert len(recorder.registered) == len(ranges.RANGES) + len(ranges.MARKS)
+    assert domain.events == [("push", "step", 4)]
+
+
+def test_the_dictionary_is_sound() -> None:
+    assert set(ranges.RANGES).isdisjoint(ranges.MARKS)
+    assert tuple(field.name for field in STEP_NUMBERS) == ranges.StepNumbers._fields
+    for name, info in ranges.RANGES.items():
+        assert name.isalpha(), "a name holds no id"
+        assert 0xFF000000 <= info.color <= 0xFFFFFFFF, "opaque ARGB"
+        assert info.parent is None or info.parent in ranges.RANGES
+        assert not info.fields or info.fields == STEP_NUMBERS
+    assert all(mark.fields for mark in ranges.MARKS.values())
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_wrong_names_and_payloads_fail_with_and_without_a_listener(listening: bool) -> None:
+    def check() -> None:
+        with pytest.raises(ValueError, match=r"unknown range 'x'; the ranges are: step, plan"):
+            ranges.span("x")
+        with pytest.raises(ValueError, match=r"unknown range 'x'"):
+            ranges.step_span("x", 1, 2, 3, 4, 5, 6)
+        with pytest.raises(ValueError, match=r"unknown mark 'x'; the marks are: collection, fall"):
+            ranges.mark("x", 1)
+        with pytest.raises(ValueError, match=r"replay.* is the step's numbers: use step_span"):
+            ranges.span(ranges.REPLAY, 1)
+        with pytest.raises(ValueError, match=r"plan.* is one integer: use span"):
+            ranges.step_span(ranges.PLAN, 1, 2, 3, 4, 5, 6)
+        with pytest.raises(ValueError, match=r"carries generation, microseconds, .*; got 1 "):
+            ranges.mark(ranges.COLLECTION, 1)
+
+    check()
+    with ranges.listening(Heard()):
+        check()
+
+
+def test_integers_of_numpy_arrive_as_integers() -> None:
+    heard = Heard()
+    with ranges.listening(heard), ranges.span(ranges.COPY, np.int32(7)):  # type: ignore[arg-type]
+        pass
+    assert [type(event[2]) for event in heard.events if event[0] == "push"] == [int]
+
+
+def test_exceptions_pass_through_ranges() -> None:
+    assert not ranges.attached
+    with pytest.raises(RuntimeError, match="passes"), ranges.span(ranges.STEP):
+        raise RuntimeError("passes")
+    heard = Heard()
+    with pytest.raises(KeyError), ranges.listening(heard), ranges.span(ranges.STEP):
+        raise KeyError
+    assert heard.events == [("push", "step", 0), ("pop",)]
+
+
+def test_a_listener_receives_the_ranges_of_every_thread() -> None:
+    heard = Heard()
+
+    def work() -> None:
+        with ranges.span(ranges.STEP, 5):
+            pass
+
+    with ranges.listening(heard):
+        thread = threading.Thread(target=work, name="other")
+        thread.start()
+        thread.join()
+    assert heard.events == [("push", "step", 5), ("pop",)]
+    assert heard.threads == ["other", "other"]
+
+
+class Failing(Heard):
+    """Raises at one of the events, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def _note(self, *event: Any) -> None:
+        if len(self.events) == self.at:
+            raise RuntimeError("out of paper")
+        super()._note(*event)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_listener_that_raises_is_unsubscribed_and_breaks_nothing(
+    at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, heard = Failing(at), Heard()
+    with (
+        ranges.listening(failing),
+        ranges.listening(heard),
+        ranges.span(ranges.STEP, 1),
+        ranges.step_span(ranges.REPLAY, *range(6)),
+    ):
+        ranges.mark(ranges.FALLBACK, 2)
+    assert heard.names("push") == ["step", "replay"]
+    assert [event[0] for event in heard.events] == ["push", "push", "mark", "pop", "pop"]
+    assert failing.events == heard.events[:at]
+    (record,) = caplog.records
+    assert "raised and is unsubscribed" in record.message
+    assert "out of paper" in str(record.exc_info)
+
+
+def test_an_engine_goes_on_when_a_listener_fails(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine("micro")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    alone = engine.generate([[1, 2]], params)
+    with ranges.listening(Failing(7)):
+        observed = engine.generate([[1, 2]], params)
+    assert observed[0].token_ids == alone[0].token_ids
+    engine.check_integrity()
+
+
+def test_a_listener_receives_the_ranges_of_an_engine(
+    open_engine: Callable[..., Engine],
+) -> None:
+    heard = Heard()
+    with ranges.listening(heard):
+        engine = open_engine("base", mode="compile", compile=False, max_num_seqs=2)
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+    names = set(heard.names("push"))
+    assert names == {
+        "step", "plan", "launch", "prepare", "copy", "replay", "prefill", "commit",
+        "load", "warmup", "capture",
+    }  # fmt: skip
+    assert heard.names("push").count("replay") == 3
+    assert len(heard.names("push")) == sum(event == ("pop",) for event in heard.events)
+
+
+@pytest.mark.parametrize("steps_per_launch", [1, 4])
+def test_launches_carry_the_numbers_of_their_step(
+    open_engine: Callable[..., Engine], steps_per_launch: int
+) -> None:
+    engine = open_engine("base", buckets=(2, 4), steps_per_launch=steps_per_launch)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for prompt in ([1, 2, 3], [4] * 20, [5, 6]):
+        engine.add_request(prompt, params)
+    heard = Heard()
+    with ranges.listening(heard):
+        while engine.has_unfinished():
+            engine.step()
+    records = {record.step: record for record in engine.timeline().records()}
+    launches = [event[1:] for event in heard.events if event[0] == "push"]
+    replays, prefills = (
+        [payload for name, payload in launches if name == wanted]
+        for wanted in (ranges.REPLAY, ranges.PREFILL)
+    )
+    assert len(replays) == sum(record.rows > 0 for record in records.values())
+    assert len(prefills) == sum(record.prefill_tokens > 0 for record in records.values())
+    for shown in replays:
+        record = records[shown.step]
+        assert (shown.rows, shown.bucket) == (record.rows, record.bucket)
+        assert shown.tokens == record.rows * record.steps
+        assert (shown.tokens + shown.padding) == shown.bucket * record.steps
+    for shown in prefills:
+        assert shown.rows == 0
+        assert shown.tokens == records[shown.step].prefill_tokens
+        assert shown.tokens + shown.padding == shown.bucket
+    for shown in (*replays, *prefills):
+        assert shown.blocks_in_use == records[shown.step].blocks_in_use > 0
+    assert any(shown.padding for shown in replays)
+    assert any(record.steps == steps_per_launch for record in records.values())

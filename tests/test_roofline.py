@@ -84,7 +84,6 @@ def test_bytes_are_exact_and_linear_in_rows(weights: int, rows: int, context: in
 def test_roofline_reports_a_measured_step() -> None:
     roofline = Roofline(bytes_per_step=2 * 10**9, flops_per_step=10**9, bandwidth_bytes_per_s=4e12)
     assert roofline.floor_seconds == 5e-4
-    assert roofline.flops_per_second_at_floor == 2e12
     assert roofline.fraction(6.25e-4) == pytest.approx(0.8)
     assert roofline.to_json(1e-3) == {
         "bytes_per_step": 2 * 10**9,

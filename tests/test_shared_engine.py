@@ -229,7 +229,7 @@ def test_encoders_run_in_any_thread() -> None:
     with ThreadPoolExecutor(6) as pool:
         for each in [pool.submit(encode, number) for number in range(6)]:
             each.result(SECONDS)
-    engine._encoded.check_integrity()
+    engine._encoded.cache.check_integrity()
 
 
 # Re-entry ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepgraph.profiling.timeline import StepRecord, Timeline
@@ -83,14 +82,6 @@ class TimelineAgainstDeque(RuleBasedStateMachine):
 TestTimelineAgainstDeque = TimelineAgainstDeque.TestCase
 
 
-@given(st.integers(1, 20), st.integers(0, 50))
-def test_overflow_keeps_the_latest(capacity: int, steps: int) -> None:
-    timeline = Timeline(capacity)
-    for step in range(steps):
-        put(timeline, some_record(step))
-    assert [r.step for r in timeline.records()] == list(range(steps))[-capacity:]
-
-
 def test_host_time_is_work_without_waiting_and_without_the_device() -> None:
     timeline = Timeline(2)
     timeline.record(
@@ -108,13 +99,6 @@ def test_host_time_is_work_without_waiting_and_without_the_device() -> None:
     (record,) = timeline.records()
     assert record.host_ns == 21_300
     assert (record.wait_ns, record.device_ns) == (4_000_000, 5_000_000)
-
-
-def test_a_step_that_was_not_timed_on_the_device_says_so() -> None:
-    timeline = Timeline(2)
-    timeline.record(0, 1, 1, 0, 0, 1, 1, 1, 1)
-    timeline.record(1, 1, 1, 0, 0, 1, 1, 1, 1, device_ns=0)
-    assert [r.device_ns for r in timeline.records()] == [None, 0]
 
 
 def test_recording_holds_no_object_and_no_memory() -> None:

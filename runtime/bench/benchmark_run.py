@@ -19,7 +19,7 @@ from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
-from .results.document import new_document
+from .results.result_document import new_document
 from .results.step_plot import MeasuredSteps
 
 __all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]

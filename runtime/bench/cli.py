@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ...profiling import bandwidth
+from ...profiling.atomic_write import write_file
 from ...profiling.command_line import INTERRUPTED
 from ...profiling.nsys import inside_nsys
-from ...profiling.whole_files import write_file
 from .benchmark_run import BenchmarkRun
 from .console import (
     REPORTED_ERRORS,
@@ -26,10 +26,10 @@ from .console import (
 from .explain import run_explain_memory, run_explain_step
 from .options import parse_arguments
 from .results.caveats import failed_checks, warnings
-from .results.comparison import compare, read_results
 from .results.comparison_table import comparison_text, failure
-from .results.document import new_document, write_json
-from .results.tables import cache_table, host_table, markdown_table
+from .results.result_comparison import compare, read_results
+from .results.result_document import new_document, write_json
+from .results.result_tables import cache_table, host_table, markdown_table
 from .scenarios.cache_bookkeeping import measure_cache
 from .scenarios.host_overhead import measure_host
 from .scenarios.registry import ScenarioRun

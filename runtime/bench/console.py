@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...profiling.atomic_write import WriteError
 from ...profiling.kernel_names import NamesFileError
 from ...profiling.nvtx_tool import NvtxMissingError
 from ...profiling.plot import PlotError
 from ...profiling.trace import TraceError
-from ...profiling.whole_files import WriteError
 from ..errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 from .results.terminal_tables import for_terminal
 

@@ -35,10 +35,10 @@ class _ScopeCounter:
         if ranges.REPLAY in self._ranges:
             self.counts[-1] += 1
 
-    def leave(self, mark: object) -> None:
+    def leave(self) -> None:
         pass
 
-    def abandon(self, mark: object) -> None:
+    def abandon(self) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ from ...profiling.command_line import CommandParser
 from ..config import MAX_SEED, EngineConfig
 from ..tools.memory_report import parse_bytes
 from .console import program_name
-from .results.comparison import COMPARED
+from .results.result_comparison import COMPARED
 from .runtimes.peer_runner import MODULES
 from .runtimes.peers import peer_spec
 from .validate_args import SCENARIO_FLAGS, StepRange, validate_args

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...profiling.atomic_write import WriteError, check_writable
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
 from ...profiling.plot import PlotError, check_plot
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
-from ...profiling.whole_files import WriteError, check_writable
 
 __all__ = ["SCENARIO_FLAGS", "StepRange", "kernels_path", "trace_path", "validate_args"]
 

@@ -1,4 +1,4 @@
-"""Requests of the measurements, how repetitions take turns, and how tokens are compared."""
+"""Requests of the measurements, interleaved repetitions, and equality of tokens."""
 
 from __future__ import annotations
 

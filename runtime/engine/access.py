@@ -1,17 +1,16 @@
-"""One call at a time runs the loop of an engine: which one, and which calls wait for it.
+"""Exclusive access to the loop of an engine: which call holds it, and which calls wait for it.
 
 The call that runs the loop is identified by its frame, put into a dict by `setdefault`: one atomic
-operation that takes the loop and says who has it. Nothing here takes a lock that a signal handler
-or a callback could find taken by its own thread. When the loop is taken, the frame
-distinguishes three cases:
+operation that acquires the loop and returns its holder. There is no lock that a signal handler or a
+callback could deadlock on. If the loop is held, the frame distinguishes three cases:
 
-- it is a caller of the present call: a signal handler or a callback re-enters the engine, or a call
-  of `generate` runs its own steps;
-- it runs in another thread: the present call waits, or is refused;
-- it runs no more: an exception at an unfortunate instruction kept it from releasing the loop.
+- it is a caller of this call: a signal handler or a callback re-enters the engine, or a call of
+  `generate` runs its own steps;
+- it runs in another thread: this call waits, or is refused;
+- it has ended: an exception between two instructions kept it from releasing the loop.
 
-Waiting calls sleep until the loop is released. Those that want it for one operation come first;
-calls of `generate`, which only need the steps to run, follow.
+Waiting calls sleep until the loop is released. Calls that need it for one operation come first,
+then calls of `generate`, which only need the steps to run.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ _LONG = ("step", "score")
 
 
 class Waiter(Protocol):
-    """A call that may be served while it waits for the loop."""
+    """A call whose requests may end while it waits for the loop."""
 
     wake: SimpleQueue[None]
-    """Something is put into it to wake the call."""
+    """Putting an item into it wakes the call."""
 
     @property
     def complete(self) -> bool:
-        """Whether it needs the loop no more."""
+        """Whether it no longer needs the loop."""
 
 
 _Turn: TypeAlias = tuple[FrameType, str, int, bool]
-"""The frame that has the loop, the name of the call, its thread, and whether it has claimed it for
-several critical sections. A plain tuple: every step makes one."""
+"""The frame that holds the loop, the name of the call, its thread, and whether it has claimed the
+loop for several critical sections. A plain tuple, since every step makes one."""
 
 
 class LoopAccess:
-    """Lets one call at a time run the loop, and holds SIGINT back while it changes anything."""
+    """Lets one call at a time run the loop, and defers SIGINT in critical sections."""
 
     def __init__(self) -> None:
         self._holder: dict[None, _Turn] = {}  # at most one
-        self._section: FrameType | None = None  # the critical section under way
+        self._section: FrameType | None = None  # the current critical section
         self._operations: deque[SimpleQueue[None]] = deque()
         self._followers: deque[SimpleQueue[None]] = deque()
         self._taking_over = threading.Lock()
@@ -62,23 +61,23 @@ class LoopAccess:
 
     @property
     def wanted(self) -> bool:
-        """Whether a call waits that wants the loop for one operation."""
+        """Whether a call waits for the loop to run one operation."""
         return bool(self._operations)
 
     @property
     def held(self) -> bool:
-        """Whether a call that still runs has the loop."""
+        """Whether a running call holds the loop."""
         holder = self._holder.get(None)
         return holder is not None and _runs(holder)
 
     def enter(self, name: str) -> bool:
-        """Begin a critical section of the calling function; to be ended by `leave`.
+        """Begin a critical section of the calling function; `leave` ends it.
 
-        Returns whether it is part of the turn that a caller has claimed.
+        Returns whether a caller has claimed the loop for it.
 
         Raises:
             EngineBusyError: a caller of this function is in a critical section, or another thread
-                is in `step` and so would be this one.
+                is in `step` and this call is a `step` too.
         """
         frame, thread = sys._getframe(1), get_ident()
         turn = (frame, name, thread, False)
@@ -113,9 +112,9 @@ class LoopAccess:
         return True
 
     def leave(self) -> None:
-        """End what the calling function has begun or claimed, if anything.
+        """End the critical section or the claim of the calling function, if it has one.
 
-        Raises what the application's handler of a SIGINT raises that was held back.
+        Raises what the application's handler raises for a deferred SIGINT.
         """
         self._leave(sys._getframe(1))
 
@@ -131,13 +130,13 @@ class LoopAccess:
             self._interrupt.end()
 
     def claim(self, name: str, waiter: Waiter | None = None) -> bool:
-        """Take the loop for the calling function and the critical sections that it calls.
+        """Acquire the loop for the calling function and the critical sections that it calls.
 
-        Between them SIGINT is not held back. Waits for the loop; with a `waiter`, False is returned
-        instead as soon as that is complete.
+        SIGINT is not deferred between them. Waits for the loop; with a `waiter`, returns False as
+        soon as that is complete.
 
         Raises:
-            EngineBusyError: a caller of this function has the loop.
+            EngineBusyError: a caller of this function holds the loop.
         """
         turn = (sys._getframe(1), name, get_ident(), True)
         if self._holder.setdefault(None, turn) is turn:
@@ -146,13 +145,13 @@ class LoopAccess:
         return self._wait(turn, queue, waiter)
 
     def refuse_reentry(self, name: str) -> None:
-        """Raise `EngineBusyError` if a caller of this function has the loop."""
+        """Raise `EngineBusyError` if a caller of this function holds the loop."""
         holder = self._holder.get(None)
         if holder is not None and holder[2] == get_ident():
             self._refuse_reentry(holder, name)
 
     def _may_be_part_of(self, holder: _Turn, frame: FrameType, thread: int) -> bool:
-        """Whether the holder has claimed the loop for this thread, and is between two sections."""
+        """Whether the holder claimed the loop in this thread and is between two sections."""
         if not holder[3] or holder[2] != thread:
             return False
         return self._section is None or not in_stack(self._section, frame)
@@ -161,15 +160,16 @@ class LoopAccess:
         if in_stack(holder[0], sys._getframe(1)):
             raise EngineBusyError(
                 f"{name}() was called within {holder[1]}() of the same engine, by a signal"
-                " handler or a callback: only add_request, abort, stats and has_unfinished may be"
+                " handler or a callback, which may only call add_request, abort, stats and"
+                " has_unfinished"
             )
 
     def _wait(self, turn: _Turn, queue: deque[SimpleQueue[None]], waiter: Waiter | None) -> bool:
-        """Sleep until the loop is free and take it, or until the waiter is complete."""
+        """Wait for the loop and acquire it, or until the waiter is complete."""
         wake: SimpleQueue[None] = SimpleQueue() if waiter is None else waiter.wake
         try:
-            # In the queue first: if the loop is released before this call sees it taken, it is
-            # woken; if afterwards, it takes the loop.
+            # Queued first: if the loop is released before this call finds it held, it is woken;
+            # if after, it acquires the loop.
             queue.append(wake)
             while True:
                 if waiter is not None and waiter.complete:
@@ -194,7 +194,7 @@ class LoopAccess:
                 self._wake_next()
 
     def _take_from(self, holder: _Turn) -> None:
-        """Release the loop in the place of a call that has ended without doing so."""
+        """Release the loop for a call that ended without releasing it."""
         with self._taking_over:
             if self._holder.get(None) is holder:
                 del self._holder[None]
@@ -209,10 +209,10 @@ class LoopAccess:
 
 
 def _runs(turn: _Turn) -> bool:
-    """Whether the call that has, or had, the loop has not returned.
+    """Whether the call of a turn has not returned.
 
-    `clear` refuses an executing frame in one operation. The stack of another thread cannot be
-    walked: it changes meanwhile, and CPython 3.11 crashes.
+    `clear` atomically refuses an executing frame. Walking the stack of another thread is no
+    alternative: it changes meanwhile, and CPython 3.11 crashes.
     """
     try:
         turn[0].clear()

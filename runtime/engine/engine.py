@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -28,17 +28,15 @@ from ..prompt_ids import plain_batch, type_name
 from ..sampling_params import SamplingParams
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
+from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .intake import Intake, Prompt
 from .loop import StepLoop
-from .parts import EngineParts
 from .request_output import RequestOutput
 from .shared_loop import SharedLoop
 from .startup import make_loop, start
 
 __all__ = ["Engine"]
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -51,7 +49,7 @@ class Engine:
     number of threads, whose requests share the batch. `step` is for one thread. The other methods
     wait for the end of the current step of any thread. A call that would have to wait for its own
     caller, and a `step` while another thread is in `step`, raise `EngineBusyError`. In a forked
-    child every call raises `EngineForkedError`.
+    child every call but `close` raises `EngineForkedError`.
 
     Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.

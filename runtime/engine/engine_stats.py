@@ -1,4 +1,4 @@
-"""What `Engine.stats` tells: counters and sizes, as plain numbers and strings."""
+"""The contents of `Engine.stats`: counters and sizes, as plain numbers and strings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from ...cache.encoder_outputs import EncoderOutputCache
 from ..scheduling.step_budget import StepBudget
+from .engine_parts import EngineParts
 from .loop import StepLoop
-from .parts import EngineParts
 
 __all__ = ["engine_stats"]
 

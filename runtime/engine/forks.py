@@ -1,4 +1,4 @@
-"""A forked child has a copy of the parent's engines, but none of the threads that they need."""
+"""Notifies engines in forked children, which have none of the threads that they need."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _alive: WeakSet[_Forkable] = WeakSet()
 
 
 def call_in_children(thing: _Forkable) -> None:
-    """Let `thing.after_fork()` be called at the beginning of each child that is forked.
-
-    Does not keep it alive.
-    """
+    """Call `thing.after_fork()` at the start of each forked child. Holds a weak reference only."""
     _alive.add(thing)
 
 

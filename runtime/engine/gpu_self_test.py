@@ -27,7 +27,7 @@ from .sampler_self_test import sampler_failure
 __all__ = ["check_gpu", "dependent_launch_failure"]
 
 _ATTENTION = frozenset({"decode_attention", "prefill_attention", "paged_attention"})
-"""Operations whose plain version reads all columns of a block table that it may read."""
+"""Operations whose plain version reads the whole width of the block tables."""
 _GPU_ROWS = (1, 2, 4, 16, 32, MAX_ROWS)
 """Classes of rows that kernels are compiled for."""
 _GPU_LONGEST = 1000
@@ -44,7 +44,7 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
     checks = OperationChecks(config.dtype, config.storage, size, config.device)
     both = _with_operations(kernels, gpu_kernels(config.weights, checks.operations))
     both = dataclasses.replace(both, attention=checks.operations.paged_attention)
-    # The second layer begins with what the first has left to add, in families that norm it.
+    # Two layers: in some families the second one adds the residual of the first.
     cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
     generator = torch.Generator().manual_seed(seed)
     cases = sample_cases(
@@ -78,7 +78,7 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
             failed = (*failed, wrong)
             mixed = dataclasses.replace(mixed, sampler="torch")
     if config.mode == "graph" and mixed.dependent_launch and _can_depend(config.device):
-        if not mixed.bounded_by_length:  # plain attention would read the whole tables
+        if not mixed.bounded_by_length:  # plain attention reads the whole width of the tables
             cases = [case.narrowed(size) for case in cases]
         steps = SampleSteps(cut, config, mixed, cases, seed)
         unequal = dependent_launch_failure(steps, cases, CudaGraphCapturer(config.device))
@@ -90,7 +90,7 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
 
 
 def _compile_ahead(steps: SampleSteps, cases: Sequence[SampleCase]) -> None:
-    """Compile the kernels of the checks in parallel; what fails here fails in its check too."""
+    """Compile the kernels of the checks in parallel; failures show in the checks."""
     from ..kernels.triton.precompile import compile_kernels
 
     compile_kernels([(str(case.key), steps.functions.bind(case.key)) for case in cases])
@@ -106,9 +106,8 @@ def dependent_launch_failure(
 ) -> Fallback | None:
     """Capture steps with and without dependent launch and replay both from the same state.
 
-    Return the first step whose results, row state or cache differ in a bit, or whose capture with
-    it fails, or None.
-    What padding leaves in the null block does not count: several tokens write it.
+    Return the first step whose results, row state or cache differ in a bit or whose capture fails
+    with it, or None. The null block is not compared: several padding tokens write to it.
 
     Raises KernelSelfTestError where the capture left the device unusable.
     """
@@ -119,7 +118,7 @@ def dependent_launch_failure(
         compared = [steps.arena[:, :, NULL_BLOCK + 1 :], *held[1:]]
         before = [tensor.clone() for tensor in held]
         step = steps.functions.bind(case.key)
-        # The captures before live until these are made: their pool ends with the last of them.
+        # Earlier captures are kept until these are made: the pool is freed with its last capture.
         replaced, captures = captures, []
         for enabled in (False, True):
             try:
@@ -138,8 +137,8 @@ def dependent_launch_failure(
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
             capture.replay()
-            lanes = len(case.chunks)
-            found = [capture.output.logits[:lanes], capture.output.tokens[:lanes], *compared]
+            rows = len(case.chunks)
+            found = [capture.output.logits[:rows], capture.output.tokens[:rows], *compared]
             found = [_bits(tensor).clone() for tensor in found]
             expected = expected or found
             if not all(map(torch.equal, found, expected)):
@@ -154,12 +153,12 @@ def _no_dependent_launch(case: SampleCase, error: str) -> Fallback:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, of which NaN equals itself."""
+    """Return the bytes of a tensor, so that NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def _with_operations(kernels: Kernels, operations: Kernels) -> Kernels:
-    """The kernels with those operations, where they have native layers."""
+    """Return `kernels` with other operations for their native layers, if they have any."""
     if kernels.make_decode_step is None:
         return kernels
     return dataclasses.replace(

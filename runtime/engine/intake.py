@@ -1,4 +1,4 @@
-"""A prompt and its parameters become requests, or a `RequestError` before anything is queued."""
+"""Checks a prompt and its parameters, and makes the requests that are queued."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from ..sampling_params import SamplingParams
 __all__ = ["Intake", "Prompt"]
 
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | PromptEmbeds | ChatPrompt
-"""Text, token ids (`prompt_ids` has the types), token ids some of which embeddings replace, or
-a conversation."""
+"""Text, token ids (see `prompt_ids` for the types), `PromptEmbeds`, or a conversation."""
 
 MAX_SALT_CHARS = 256
 
 
 class Intake:
-    """Checks what users send against what the engine can hold."""
+    """Checks prompts and parameters against the limits of an engine."""
 
     def __init__(
         self,
@@ -44,10 +43,10 @@ class Intake:
         prefix_block_size: int | None,
         embeds_dtype: torch.dtype | None,
     ) -> None:
-        """Take requests of at most `longest_sequence` tokens, prompt and output together.
+        """Accept requests of at most `longest_sequence` tokens, prompt and output.
 
-        `prefix_block_size` is that of the blocks which requests share by content, if they do;
-        `embeds_dtype` is that of the embeddings that steps can read, if they can.
+        `prefix_block_size` is the block size of the prefix cache, None without one; `embeds_dtype`
+        the dtype of embeddings, None if steps cannot read any.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -68,9 +67,9 @@ class Intake:
         """Return the requests of a prompt, one for each of `params.n` completions.
 
         Raises:
-            RequestError: a prompt of another type, empty or too long; text without a tokenizer, or
-                that it cannot encode; a token outside the vocabulary, or a parameter that names
-                one; a salt that is none.
+            RequestError: the prompt has a wrong type, is empty or too long; there is no tokenizer
+                for text, or it fails; a token of the prompt or of the parameters is outside the
+                vocabulary; or the salt is invalid.
         """
         if not issubclass(type(params), SamplingParams):
             raise RequestError(f"params must be a SamplingParams, not a {type_name(params)}")
@@ -84,8 +83,8 @@ class Intake:
             stops.update(self._config.eos_token_ids)
         if params.min_tokens and len(stops) > MAX_ROW_STOP_IDS:
             raise RequestError(
-                f"min_tokens holds back {len(stops)} stop token ids, those of the model included:"
-                f" at most {MAX_ROW_STOP_IDS} are possible, name fewer in stop_token_ids"
+                f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model"
+                f" included, and there are {len(stops)}: give fewer in stop_token_ids"
             )
         hashes = self._hashes(cache_salt)
         requests = [
@@ -121,7 +120,7 @@ class Intake:
     def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
         if self._embeds_dtype is None:
             raise RequestError(
-                "the prompt has embeddings, and this engine was made without room for them:"
+                "the prompt has embeddings, but this engine has no buffer for them:"
                 " set prompt_embeds=True in its EngineConfig"
             )
         return check_spans(prompt.spans, num_tokens, self._config.hidden_size, self._embeds_dtype)
@@ -140,7 +139,7 @@ class Intake:
         )
 
     def _prompt(self, prompt: object) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
-        """Return the tokens of a prompt, and what stands in the place of some of them."""
+        """Return the tokens of a prompt, and the embeddings that replace some of them."""
         kind = type(prompt)
         try:
             if issubclass(kind, PromptEmbeds):
@@ -157,7 +156,7 @@ class Intake:
             return self._not_empty(self._encode(text, special=True)), ()
         except RequestError:
             raise
-        except Exception as error:  # whatever an object of the user raises
+        except Exception as error:  # raised by an object of the user
             raise RequestError(
                 f"the prompt of type {type_name(prompt)} cannot be read: {type_name(error)}"
             ) from error
@@ -172,7 +171,7 @@ class Intake:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         tokenizer = self._with_tokenizer()
-        if not text:  # before the tokenizer begins it with a token of its own
+        if not text:  # before the tokenizer adds a token of its own
             return []
         least = tokenizer.least_tokens(text, enough=self._longest)
         if least >= self._longest:
@@ -183,9 +182,8 @@ class Intake:
         if max(token_ids, default=0) >= self._config.vocab_size:
             token_id = next(i for i in token_ids if i >= self._config.vocab_size)
             raise RequestError(
-                f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, which the"
-                f" tokenizer knows and the model, with a vocabulary of {self._config.vocab_size},"
-                " does not"
+                f"the prompt has token {token_id}, {tokenizer.spelling(token_id)}, of the tokenizer"
+                f" that is outside the model's vocabulary of {self._config.vocab_size}"
             )
         return token_ids
 
@@ -193,8 +191,8 @@ class Intake:
         """Return the tokens as plain integers, fewer than a sequence may have.
 
         Raises:
-            RequestError: what is no sequence of integers (see `plain_token_ids`), too many, or an
-                id outside the vocabulary.
+            RequestError: `prompt` is not a sequence of integers (see `plain_token_ids`), has too
+                many, or an id outside the vocabulary.
         """
         return plain_token_ids(prompt, self._config.vocab_size, self._longest)
 
@@ -211,7 +209,7 @@ class Intake:
 
 
 def _check_salt(salt: str) -> None:
-    """Refuse what is no salt before it is hashed."""
+    """Raise `RequestError` for an invalid salt."""
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
         is_text = isinstance(salt, str)
         shown = f"a string of {len(salt)} characters" if is_text else f"a {type_name(salt)}"
@@ -225,6 +223,6 @@ def _check_salt(salt: str) -> None:
 
 
 def _derive(seed: int, index: int) -> int:
-    """Return a seed of 63 bits for one of many streams, unrelated to those of its neighbours."""
+    """Return a seed of 63 bits for stream `index`, independent of those of other streams."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

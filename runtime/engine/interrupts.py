@@ -1,12 +1,12 @@
-"""Ctrl-C waits for the end of a step: SIGINT is held back in critical sections of the main thread.
+"""Defers SIGINT (Ctrl-C) in critical sections of the main thread to their end.
 
-Python runs signal handlers between any two instructions of the main thread, and the usual handler
-of SIGINT raises `KeyboardInterrupt` there. In the middle of a step that would leave requests and
-blocks in an undefined state. So a critical section puts a handler of its own in the place of the
-application's, which only notes the signal; at its end the application's handler is back, and is
-called if a signal came. Nothing stays installed between two sections.
+Python runs signal handlers between any two instructions of the main thread, and the default handler
+of SIGINT raises `KeyboardInterrupt` there. Within a step that would leave requests and blocks in an
+undefined state. So a critical section replaces the application's handler by one that only records
+the signal; its end restores the application's handler, and calls it if there was a signal. Nothing
+stays installed between two sections.
 
-Other signals are not held back: a handler that raises within a step makes the engine fail.
+Other signals are not deferred: a handler that raises within a step makes the engine fail.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def in_stack(wanted: FrameType, top: FrameType | None) -> bool:
 
 
 class DeferredInterrupt:
-    """Holds SIGINT back between `begin` and `end`; is itself the handler meanwhile.
+    """Defers SIGINT between `begin` and `end`, as its handler.
 
-    Python calls handlers in the main thread of the main interpreter only: elsewhere there is
-    nothing to hold back. Nor is there where the application has no handler in Python.
+    Python calls handlers in the main thread of the main interpreter only, so nothing is deferred
+    elsewhere, nor if the application has no handler in Python.
     """
 
     __slots__ = ("_handler", "_noted", "frame", "main_thread")
 
     def __init__(self) -> None:
         self.main_thread = threading.main_thread().ident
-        """Identifier of the thread that handles signals; None where it is not Python's."""
+        """Identifier of the thread that handles signals; None if it is not a thread of Python."""
         self.frame: FrameType | None = None
-        """What runs while SIGINT is held back; None elsewhere."""
-        self._handler: _Handler | None = None  # the application's, while this one is in its place
+        """The frame for which SIGINT is deferred; None outside of sections."""
+        self._handler: _Handler | None = None  # the application's, while it is replaced
         self._noted: tuple[int, FrameType | None] | None = None
 
     def begin(self, frame: FrameType) -> None:
-        """Hold SIGINT back as long as `frame` runs and `end` has not been called. Not nested."""
+        """Defer SIGINT until `end` is called or `frame` has returned. Not nested."""
         handler = _getsignal(_SIGINT)
-        if handler is not self:  # left over where an exception kept `end` from being called
+        if handler is not self:  # else: left by a section that an exception ended without `end`
             if not callable(handler):
                 return
             self._handler = handler
@@ -69,15 +69,15 @@ class DeferredInterrupt:
             self.main_thread = self._handler = self.frame = None
 
     def end(self) -> None:
-        """Put the application's handler back, and call it if a signal was held back.
+        """Restore the application's handler, and call it if there was a signal.
 
-        Raises whatever that handler raises: `KeyboardInterrupt`, usually.
+        Raises what that handler raises, by default `KeyboardInterrupt`.
         """
         handler = self._handler
         if handler is None:
             return
         current = _signal(_SIGINT, handler)
-        if current is not self:  # installed meanwhile, by a handler of another signal for instance
+        if current is not self:  # installed meanwhile, for instance by another signal's handler
             _signal(_SIGINT, current)
         self._handler = self.frame = None
         if self._noted is not None:
@@ -90,7 +90,7 @@ class DeferredInterrupt:
                 signal.raise_signal(signum)  # the default action, or none
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Note a signal; one that comes after the section ended abnormally is passed on."""
+        """Record a signal; after a section that ended abnormally, pass it on."""
         if self.frame is not None and in_stack(self.frame, sys._getframe()):
             self._noted = (signum, frame)
             return

@@ -1,4 +1,4 @@
-"""What users see of their requests: outputs, and what is new in each of them."""
+"""Outputs of requests, and what is new in each of them since the last."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FINISHED = RequestStatus.FINISHED
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What a completion has gained since the previous output of its request.
+    """The new text and tokens of a completion since the previous output of its request.
 
     Joined over all outputs of a request, the deltas of a completion are its final text and tokens.
-    Text may lag behind tokens: a character that is split over tokens appears with the last of
-    them, and what may begin a stop string is held back.
+    Text may come later than its tokens: a character that is split over tokens appears with the last
+    of them, and text that may be the start of a stop string is held back.
     """
 
     text: str = ""
@@ -28,7 +28,7 @@ class OutputDelta:
 
 
 class CompletionOutput:
-    """One completion as it stood when the output was made; later steps do not change it."""
+    """One completion at the time of its output; later steps do not change it."""
 
     __slots__ = (
         "_first_char",
@@ -40,10 +40,10 @@ class CompletionOutput:
     )
 
     def __init__(self, request: Request) -> None:
-        """Show a request as it stands."""
+        """Take the present state of a request."""
         detokenizer = request.detokenizer
         self.finish_reason: FinishReason | None = request.finish_reason
-        self._request = request  # tokens and text only grow: their lengths are a snapshot of them
+        self._request = request  # its tokens and text only grow, so their lengths are a snapshot
         self._num_tokens = request.num_output
         self._num_chars = 0 if detokenizer is None else detokenizer.num_chars
         self._first_token = request.num_reported_tokens
@@ -68,12 +68,12 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """The output tokens, the one that ended it included."""
+        """The output tokens, including a token that ended it."""
         return self._request.output_ids[: self._num_tokens]
 
     @property
     def num_tokens(self) -> int:
-        """How many `token_ids` there are, without making the list."""
+        """The length of `token_ids`, without making the list."""
         return self._num_tokens
 
     @property
@@ -95,17 +95,16 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """What a request has produced so far. `text`, `token_ids` … are those of completion 0.
+    """The output of a request so far. `text`, `token_ids` … are those of completion 0.
 
-    A step makes one for each row, so what is not always asked for is put together when it is.
+    A step makes one for each row, so most attributes are computed when they are read.
 
     Attributes:
         request_id: the request.
-        completions: as many as were asked for; none if the request was refused.
+        completions: `SamplingParams.n` of them; none if the request was refused.
         finished: whether every completion has ended.
-        num_preemptions: how often one of them lost its row.
-        cached_tokens: tokens of the prompt that completion 0 did not compute: the cache had them
-            already.
+        num_preemptions: how often completions were preempted.
+        cached_tokens: tokens of the prompt that completion 0 found in the cache.
         error: why it ended with `finish_reason` `error`.
     """
 
@@ -139,7 +138,7 @@ class RequestOutput:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt. A copy: the engine may have to prefill its own again."""
+        """The prompt. A copy, since the engine may have to prefill it again."""
         return self._prompt_ids.copy()
 
     @property
@@ -154,7 +153,7 @@ class RequestOutput:
 
     @property
     def delta(self) -> OutputDelta:
-        """What completion 0 has gained since the previous output of this request."""
+        """The new text and tokens of completion 0 since the previous output."""
         return self.completions[0].delta if self.completions else OutputDelta()
 
     @property
@@ -164,7 +163,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why completion 0 ended; None while it goes on."""
+        """Why completion 0 ended; None before."""
         return self.completions[0].finish_reason if self.completions else "error"
 
     @property
@@ -188,7 +187,7 @@ class RequestOutput:
             if request.detokenizer is not None:
                 request.num_reported_chars = request.detokenizer.num_chars
         first = requests[0]
-        if len(requests) == 1:  # as most are, and there is one for each row in every step
+        if len(requests) == 1:  # the common case, once for each row of every step
             return cls(
                 group.id,
                 group.prompt_ids,

@@ -56,7 +56,7 @@ def sampler_failure(
             return Fallback(title, _sizes(logits_BV), brief(failure))
     (greedy, full), (plain_greedy, plain) = drawn
     error = disagreement(greedy, plain_greedy, 0.0)
-    # One draw may lie so close to a boundary that sums in another order decide it.
+    # One draw may be so close to a boundary that the rounding of sums decides it.
     if error is None and int((full.tokens != plain.tokens).sum()) > 1:
         error = "drawn tokens differ"
     if error is None:
@@ -71,7 +71,7 @@ def _drawn(
     rows_B: torch.Tensor,
     positions_B: torch.Tensor,
 ) -> tuple[torch.Tensor, SampleOutput]:
-    """Draw as steps do: tokens go into row state where the sampler writes them itself."""
+    """Draw as steps do: with token feedback into row state if the sampler has it."""
     if sampler.greedy_step is None or sampler.full_step is None:
         return sampler.greedy(logits_BV), sampler.full(logits_BV, state, rows_B, positions_B)
     newest_R, positions_R = torch.zeros(2, len(rows_B) + 1, dtype=torch.int64, device=rows_B.device)

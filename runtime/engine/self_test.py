@@ -2,8 +2,8 @@
 
 Steps of a small sample of the model (`sample_steps.py`) run with the native kernels and with plain
 torch, over the same random weights, state and cache. On a GPU each operation is compared alone
-(`kernels/triton/operation_check.py`), and a plain version replaces each one that fails. The C++
-operators of a CPU are compared by whole steps and samplers: plain torch replaces all of them.
+(`gpu_self_test.py`), and a plain version replaces each one that fails. The C++ operators of a CPU
+are compared by whole steps and samplers: plain torch replaces all of them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ __all__ = ["check_kernels"]
 logger = logging.getLogger("stepgraph.runtime")
 
 _CPU_VOCABULARY = 2_029
-"""Tokens of a sample on a CPU: not whole blocks of a packed weight, nor of the sampler."""
+"""Tokens of a sample on a CPU: no multiple of the blocks of packed weights and samplers."""
 _CPU_ROWS, _CPU_TOKENS, _CPU_LONGEST = (1, 16), 32, 150
 """Rows and tokens of the steps of a sample on a CPU, and tokens of its longest row."""
 _CPU_ATTENTION = "C++ attention"
 _STEP_TOLERANCES = 4
-"""What the results of a step may differ by, in tolerances of an operation."""
+"""The tolerance of a step, in tolerances of an operation."""
 
 
 def check_kernels(
     kernels: Kernels, model: ModelConfig, config: ResolvedConfig, *, required: bool
 ) -> Kernels:
-    """Return the kernels that pass: `kernels`, with plain versions for what fails.
+    """Return `kernels`, with plain versions of the operations that fail.
 
     Args:
-        kernels: as `select_kernels` returns them; those without native operations pass untested.
+        kernels: from `select_kernels`; without native operations they are not tested.
         model: of the engine.
         config: of the engine.
         required: whether every native kernel must pass (`kernels="native"`).
 
     Raises:
-        KernelSelfTestError: a kernel fails and is required, or left the device unusable.
+        KernelSelfTestError: a required kernel fails, or a kernel left the device unusable.
     """
     on_cuda, layers = config.device.type == "cuda", kernels.make_decode_step is not None
     # Without Triton the operation is plain torch on CUDA.
@@ -77,7 +77,7 @@ def check_kernels(
 
 
 def _fresh() -> torch.Generator:
-    """A generator with a new seed at each start; torch's global generators stay untouched."""
+    """Return a generator with a new seed; torch's global generators are not used."""
     generator = torch.Generator()
     generator.seed()
     return generator
@@ -127,7 +127,7 @@ def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, see
 def _step_results(
     steps: SampleSteps, case: SampleCase, read_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the lanes in use, and what the cache holds after the step."""
+    """Return the logits of the rows in use, and the contents of the cache after the step."""
     steps.prepare(case)
     output = steps.functions.bind(dataclasses.replace(case.key, read_blocks=read_blocks))()
     return output.logits[: len(case.chunks)], steps.stored()
@@ -143,7 +143,7 @@ def _step_failure(
     for case, (logits, stored) in zip(cases, expected, strict=True):
         try:
             found = _step_results(steps, case, case.key.read_blocks)
-        except Exception as failure:  # an operator refuses what it does not take
+        except Exception as failure:  # from an operator
             error: str | None = f"{type(failure).__name__}: {failure}"
         else:
             error = disagreement(found[0], logits, limit)

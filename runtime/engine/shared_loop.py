@@ -1,12 +1,12 @@
-"""The step loop of an engine as several threads, signal handlers and forks may use it.
+"""The step loop of an engine, safe for several threads, signal handlers and forks.
 
-Any thread may post requests and aborts at any time; the call that runs the loop applies them. What
-runs the loop is exclusive (see `access.py`): `step`, a call of `generate` for as many steps as it
-needs, or one of the operations between two steps. Calls of `generate` share the batch: one of them
-runs the steps, for all; when its own requests have ended another one goes on.
+Any thread may post requests and aborts at any time; the call that runs the loop applies them. One
+call at a time runs the loop (see `access.py`): `step`, a call of `generate` for as many steps as it
+needs, or an operation between two steps. Calls of `generate` share the batch: one of them runs the
+steps for all, and when its own requests have ended another one continues.
 
-What an exception cuts short is visible: a loop that is not `intact` has failed, and says so to
-every later call.
+If an exception interrupts an operation, the loop is not `intact` any more: it has failed, and every
+later call raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["MakeGroup", "SharedLoop"]
 T = TypeVar("T")
 
 MakeGroup = Callable[[str], RequestGroup]
-"""Makes the requests of a prompt, given their id; raises `RequestError` if it cannot be served."""
+"""Makes the requests of a prompt under an id; raises `RequestError` if it cannot be served."""
 
 
 class SharedLoop:
@@ -42,7 +42,7 @@ class SharedLoop:
         self._failure: BaseException | None = None
         self._ended: EngineClosedError | None = None
         self.forked = False
-        """Whether this is the copy of a forked child."""
+        """Whether this is a copy in a forked child."""
         call_in_children(self)
 
     def after_fork(self) -> None:
@@ -63,11 +63,11 @@ class SharedLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether no operation has failed or was cut short."""
+        """Whether no operation has failed or was interrupted."""
         loop = self._loop
         if self._failure is not None or loop is None:
             return False
-        # An operation that ends between the two looks is not one that was cut short: look again.
+        # An operation may end between the two checks, which looks like an interrupted one: retry.
         return any(loop.intact or self._access.held for _ in range(8))
 
     def check_usable(self) -> StepLoop:
@@ -82,7 +82,7 @@ class SharedLoop:
         return loop
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to report."""
+        """Whether `step` has requests to run or outputs to return."""
         loop = self.open_loop
         return bool(self._tickets) or loop.has_unfinished
 
@@ -92,7 +92,7 @@ class SharedLoop:
         """Queue the requests of a prompt, and return their id: a new one for None.
 
         Raises:
-            RequestError: from `make_group`, or the id cannot be had; nothing was queued.
+            RequestError: from `make_group`, or the id is invalid or in use; nothing was queued.
         """
         loop = self.check_usable()
         ticket = Ticket(call)
@@ -103,7 +103,7 @@ class SharedLoop:
             request_id = self._tickets.reserve(ticket, request_id)
             group = make_group(request_id)
             loop.post_add(group)
-            ticket.group = group  # from here on it can be aborted
+            ticket.group = group  # it can be aborted from now on
             self._settle("add_request")
             return request_id
         except BaseException:
@@ -124,7 +124,7 @@ class SharedLoop:
         return True
 
     def _settle(self, name: str) -> None:
-        """Apply what was posted, unless another call has the loop, which then does it."""
+        """Apply posted changes, unless another call holds the loop and applies them."""
         if self._failure is not None:
             return
         try:
@@ -172,7 +172,7 @@ class SharedLoop:
         """Decode prompts to their end and return their last outputs, in order.
 
         Args:
-            prompts: of those that raise `RequestError` the output has it as its `error`.
+            prompts: if one raises `RequestError`, that is the `error` of its output.
             step: runs a step, by `SharedLoop.step`.
         """
         self.check_usable()
@@ -194,7 +194,7 @@ class SharedLoop:
             raise
 
     def _submit_for(self, call: GenerateCall, make_group: MakeGroup) -> None:
-        """Queue a prompt of a call; what cannot be served is done with its error."""
+        """Queue a prompt of a call; if it cannot be served, deliver an output with the error."""
         try:
             self.submit(make_group, None, call)
         except RequestError as error:
@@ -202,7 +202,7 @@ class SharedLoop:
             call.deliver(RequestOutput(refused, [], (), True, error=error))
 
     def _drive(self, call: GenerateCall, step: Callable[[], object]) -> None:
-        """Run steps until a call is complete or another one wants the loop; or wait for that."""
+        """Run steps until the call is complete or another one needs the loop; or wait."""
         self.check_usable()
         try:
             if self._access.claim("generate", call):
@@ -212,7 +212,7 @@ class SharedLoop:
             self._access.leave()
 
     def _abandon(self, call: GenerateCall) -> None:
-        """End what a call of `generate` has not returned; the next `step` reports it."""
+        """Abort the requests of a call of `generate`; the next `step` returns their outputs."""
         loop = self.open_loop
         for ticket in call.tickets:
             if ticket.group is not None:
@@ -231,7 +231,7 @@ class SharedLoop:
             self._access.leave()
 
     def score(self, make_group: MakeGroup, forced: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a lone request; see `Engine.score`."""
+        """Return the logits of a single request; see `Engine.score`."""
         loop = self.check_usable()
         ticket = Ticket()
         logits: list[torch.Tensor] = []
@@ -260,12 +260,12 @@ class SharedLoop:
                 self._access.leave()
 
     def run(self, name: str, change: Callable[[StepLoop], T]) -> T:
-        """Run an operation between two steps, once no other call has the loop; return its result.
+        """Run an operation between two steps, once the loop is free; return its result.
 
         Raises:
-            EngineBusyError: `name` was called by a callback within a call that has the loop.
+            EngineBusyError: a callback called `name` within a call that holds the loop.
         """
-        self.check_usable()  # in a fork the call that has the loop will never end
+        self.check_usable()  # in a fork the holder of the loop never ends
         try:
             self._access.enter(name)
             return self._change(change)
@@ -273,7 +273,7 @@ class SharedLoop:
             self._access.leave()
 
     def _change(self, change: Callable[[StepLoop], T]) -> T:
-        """Change the loop that this call has."""
+        """Run an operation on the loop, which this call holds."""
         loop = self.check_usable()
         if not loop.intact:
             self._refuse()
@@ -284,14 +284,14 @@ class SharedLoop:
             raise
 
     def _refuse(self) -> None:
-        """Raise the error of a loop that serves nothing more."""
+        """Raise the error of a loop that is closed or failed."""
         loop = self.check_usable()
         if not loop.intact:
-            self._failure = EngineFailedError("an exception cut an operation short")
+            self._failure = EngineFailedError("an exception interrupted an operation")
         self.check_usable()
 
     def _fail(self, error: BaseException) -> None:
-        """Note what ended an operation halfway; raises `EngineFailedError` for an `Exception`."""
+        """Record the failure of an operation; raise `EngineFailedError` for an `Exception`."""
         loop = self.open_loop
         if loop.intact:
             return
@@ -300,19 +300,19 @@ class SharedLoop:
             raise EngineFailedError(f"step {loop.num_steps} failed: {error}") from error
 
     def close(self, release_memory: Callable[[StepLoop], None]) -> None:
-        """Refuse every later use, and give back what the engine holds. Idempotent.
+        """Refuse every later use and free the memory of the engine. Idempotent.
 
-        Waits for a step of another thread. If it is interrupted, it can be called again.
+        Waits for the current step of another thread. After an interrupt it can be called again.
 
         Raises:
-            EngineBusyError: it was called by a callback within a call that has the loop.
+            EngineBusyError: a callback called it within a call that holds the loop.
         """
         if self.forked:
             return
         try:
             self._access.enter("close")
             if self._loop is not None:
-                self._ended = EngineClosedError("the engine is closed: make a new one to go on")
+                self._ended = EngineClosedError("the engine is closed: make a new one")
                 release_memory(self._loop)
                 # The traceback of a failure holds frames, and those the tensors.
                 self._failure = self._loop = None

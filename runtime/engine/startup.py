@@ -1,7 +1,7 @@
-"""From a source and a configuration to the parts of an engine, in the order in which they can fail.
+"""Makes the parts of an engine from a source and a configuration.
 
-What can be known without reading weights is checked first: the configuration, the checkpoint's
-headers, the memory plan. Then the weights are read, and every step is made ready.
+Whatever can fail without reading weights comes first: the configuration, the checkpoint's headers,
+the memory plan. Then the weights are loaded, and every step is prepared.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
 from .calibration import preemption_policy
+from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
-from .parts import CodeCache, EngineParts
 from .self_test import check_kernels
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ __all__ = ["RESERVE_BYTES", "layer_groups", "make_loop", "plan_engine", "start"]
 logger = logging.getLogger("stepgraph.runtime")
 
 RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Left alone: workspaces of libraries and fragmentation."""
+"""Bytes to leave free, for workspaces of libraries and fragmentation."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-"""In messages of torch's allocator for the CPU, the operating system and the C++ library."""
+"""Messages of torch's CPU allocator, the operating system and the C++ library."""
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
@@ -166,7 +166,7 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     for fallback in fallbacks:
         warn(
             f"no native {fallback.name} for {fallback.shape}: {fallback.error}."
-            " Plain PyTorch takes their place, which is slower"
+            " Plain PyTorch runs instead, which is slower"
         )
     return dataclasses.replace(kernels, fallbacks=(*kernels.fallbacks, *fallbacks))
 
@@ -197,7 +197,7 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
 
 
 def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of a model whose cache is stored as `config` says."""
+    """Return the layer groups of a model for the cache of a configuration."""
     return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
 
 
@@ -208,19 +208,19 @@ def plan_engine(
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
 ) -> MemoryPlan:
-    """Size the cache; no weight is read for it, and no device is asked but `memory`.
+    """Return the memory plan, which needs no weights and no device but `memory`.
 
     A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
-    `max_model_len` tokens use. `num_blocks` and `memory_tokens`, and `memory_bytes` where the
-    memory is not that of the operating system, may ask for more.
+    `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
+    on a device with memory of its own.
 
     Raises:
-        MemoryBudgetError: the budget has no room for the smallest cache, or the host none for
-            what lies there.
-        ConfigError: `max_model_len` was asked for, and the cache cannot hold one such sequence.
+        MemoryBudgetError: the budget is too small for the smallest cache, or the host has too
+            little memory for the host cache and mirrors.
+        ConfigError: the cache cannot hold one sequence of the given `max_model_len`.
     """
     user = config.user
-    # A share of the free memory is a limit; on a device of its own memory_bytes is an amount.
+    # A share of the free memory is a limit; memory_bytes on a device with own memory an amount.
     capped = memory.shared_with_os or user.memory_bytes is None
     footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
     plan = plan_memory(
@@ -229,7 +229,7 @@ def plan_engine(
         available_bytes=memory.available,
         num_blocks=user.fixed_blocks,
         max_batch_tokens=user.max_batch_tokens,
-        # As many batch tokens as slots, but no more than a step can use.
+        # As many batch tokens as slots; the plan caps them at what a step can use.
         batch_tokens_per_block=config.block_size,
         cap_blocks=footprint.most_blocks if capped else None,
         reserve_bytes=RESERVE_BYTES[config.device.type],
@@ -237,8 +237,8 @@ def plan_engine(
     if not plan.host_shared and plan.host_total > memory.host_available:
         raise MemoryBudgetError(
             f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
-            f"({format_bytes(plan.host_buffers)}) do not fit the {memory.host_available} bytes "
-            f"({format_bytes(memory.host_available)}) that the host has: lower host_cache_bytes"
+            f"({format_bytes(plan.host_buffers)}) exceed the {memory.host_available} free bytes "
+            f"({format_bytes(memory.host_available)}) of the host: lower host_cache_bytes"
         )
     if user.max_model_len is not None and plan.longest_request < user.max_model_len:
         raise ConfigError(
@@ -268,10 +268,10 @@ def _load(
 
 @contextmanager
 def _within_memory() -> Iterator[None]:
-    """Turn the ways in which an allocation fails into `MemoryBudgetError`.
+    """Convert failed allocations to `MemoryBudgetError`.
 
-    Memory can run out although the plan fits: other processes allocate meanwhile, and not every
-    limit can be read.
+    Memory can run out although the plan fits: other processes allocate meanwhile, and some limits
+    cannot be read.
     """
     try:
         yield
@@ -280,7 +280,7 @@ def _within_memory() -> Iterator[None]:
     except (MemoryError, torch.cuda.OutOfMemoryError) as error:
         failure: Exception = error
     except (RuntimeError, OSError) as error:
-        # torch has no type of its own for what the CPU's allocator refuses.
+        # torch has no error type for failures of its CPU allocator.
         if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
         failure = error
@@ -296,7 +296,7 @@ def _within_memory() -> Iterator[None]:
 @contextmanager
 def _preparation_bar(*, shown: bool) -> Iterator[Callable[[int, int, StepKey], None]]:
     """Yield a progress callback for the step library, drawn on stderr if that is a terminal."""
-    from rich.console import Console  # not worth the time of every import of the package
+    from rich.console import Console  # slow to import
     from rich.progress import Progress
 
     with Progress(

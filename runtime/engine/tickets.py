@@ -1,7 +1,7 @@
-"""Who gets the outputs of a request: its id is taken until the last one has been handed over.
+"""Routes outputs to waiting calls; an id is in use until its last output is returned.
 
-Everything here is one atomic operation on a dict or a list at a time, so that any thread and any
-signal handler may call it without a lock.
+Every change is one atomic operation on a dict or a list, so that any thread and any signal handler
+may make it without a lock.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["GenerateCall", "Ticket", "Tickets"]
 
 
 class Ticket:
-    """A request whose last output has not been handed over."""
+    """A request whose last output has not been returned."""
 
     __slots__ = ("abort_posted", "call", "group", "id")
 
     def __init__(self, call: GenerateCall | None = None) -> None:
         self.id = ""
         self.call = call
-        """The call of `generate` that waits for its last output; None: `step` returns all."""
+        """The call of `generate` that takes its last output; None if `step` returns all."""
         self.group: RequestGroup | None = None
-        """What was queued; None before."""
+        """Its requests; None before they are queued."""
         self.abort_posted = False
 
 
@@ -44,7 +44,7 @@ class GenerateCall:
         return len(self.done) == len(self.tickets)
 
     def deliver(self, output: RequestOutput) -> None:
-        """Take in the last output of a request; wakes the call after that of the last one."""
+        """Take the last output of a request; wake the call if it was the last one."""
         self.done[output.request_id] = output
         if self.complete:
             self.wake.put(None)
@@ -55,27 +55,27 @@ class GenerateCall:
 
 
 class Tickets:
-    """The requests of an engine by id, from reservation until the last output is handed over."""
+    """The requests of an engine by id, from reservation until the last output is returned."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
         self._numbers = itertools.count(1)
         self.calls: set[GenerateCall] = set()
-        """Those that have not returned."""
+        """Calls that have not returned."""
 
     def __bool__(self) -> bool:
         """Whether any request has an output to come."""
         return bool(self._tickets)
 
     def get(self, request_id: str) -> Ticket | None:
-        """Return the ticket of an id that is taken."""
+        """Return the ticket of an id, or None."""
         return self._tickets.get(request_id)
 
     def reserve(self, ticket: Ticket, request_id: str | None) -> str:
-        """Take an id for a ticket, a new one if it is None, and return it.
+        """Reserve an id for a ticket, a new one if it is None, and return it.
 
         Raises:
-            RequestError: the id is no non-empty string, or is taken.
+            RequestError: the id is not a non-empty string, or is in use.
         """
         if request_id is None:
             while True:
@@ -98,9 +98,9 @@ class Tickets:
             del self._tickets[ticket.id]
 
     def route(self, outputs: list[RequestOutput]) -> None:
-        """Take the outputs of requests that belong to calls out of `outputs`, and deliver the last.
+        """Remove the outputs that belong to calls from `outputs`, and deliver the last ones.
 
-        May be repeated if it was interrupted.
+        May be repeated after an interrupt.
         """
         others = []
         for output in outputs:
@@ -113,7 +113,7 @@ class Tickets:
         outputs[:] = others
 
     def hand_over(self, outputs: list[RequestOutput]) -> None:
-        """Free the ids of those requests whose last output is among `outputs`."""
+        """Free the ids of the requests whose last output is among `outputs`."""
         for output in outputs:
             if output.finished:
                 self._tickets.pop(output.request_id, None)

@@ -27,9 +27,11 @@ from ...graphs.buffers import TensorSpec
 from ..scheduling.plan import RowSpan, TableUpdate
 
 __all__ = [
+    "DraftInputs",
     "EmbedInputs",
     "StepInputs",
     "write_decode_rows",
+    "write_drafts",
     "write_embeds",
     "write_prefill",
     "write_table_updates",
@@ -107,6 +109,35 @@ class EmbedInputs(Generic[A]):
             "embeds": TensorSpec((prefill_tokens, hidden_size), torch.float32),
             "mask": TensorSpec((prefill_tokens,), torch.bool, False),
         }
+
+
+@dataclass(frozen=True)
+class DraftInputs(Generic[A]):
+    """Drafts of the rows that decode, for verify steps. K: most drafts of a row."""
+
+    token_ids: A
+    """int64 `[max_num_seqs, K]`: what may follow the newest token of each of `decode_rows`; 0 where
+    a row has fewer."""
+    counts: A
+    """int64 `[max_num_seqs]`: tokens of each row that count, the newest one included; 1 for
+    padding."""
+
+    @staticmethod
+    def layout(*, max_num_seqs: int, drafts: int) -> dict[str, TensorSpec]:
+        """Return shape and initial value of every field: no drafts."""
+        return {
+            "token_ids": TensorSpec((max_num_seqs, drafts), torch.int64, 0),
+            "counts": TensorSpec((max_num_seqs,), torch.int64, 1),
+        }
+
+
+def write_drafts(drafts: Sequence[Sequence[int]], host: DraftInputs[Int64Array]) -> None:
+    """Fill the drafts of the rows that decode, in their order."""
+    host.token_ids[:] = 0
+    host.counts[:] = 1
+    for index, tokens in enumerate(drafts):
+        host.token_ids[index, : len(tokens)] = tokens
+        host.counts[index] = 1 + len(tokens)
 
 
 def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64Array]) -> None:

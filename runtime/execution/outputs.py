@@ -224,11 +224,16 @@ def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
     parts = []
     for lanes, output in launch.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if launch.plan.steps == 1:
+        if output.tokens.dim() == 1:
             parts.append(_of_lanes(lanes, tokens, details))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()
-        parts += [_of_lanes(lanes, *step) for step in zip(tokens, each, strict=True)]
+        for index, step in enumerate(zip(tokens, each, strict=True)):
+            kept = lanes
+            if launch.advanced is not None:  # the tokens after a rejected draft mean nothing
+                row_counts = zip(lanes, launch.advanced, strict=True)
+                kept = [request if index < count else None for request, count in row_counts]
+            parts.append(_of_lanes(kept, *step))
     return chain.from_iterable(parts)
 
 

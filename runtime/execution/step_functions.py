@@ -5,6 +5,7 @@ block tables are state on the device, the write index is derived from them, and 
 go back into the state.
 
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
+    verify   rows, drafts -> newest token and drafts -> slots -> forward -> sample at each of them
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 Steps whose layers run natively are not compiled: there is nothing to fuse, and compiled code costs
@@ -19,6 +20,7 @@ tensor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +34,10 @@ from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
 from ..models.decoder import Decoder
 from ..operation_scopes import operation
+from ..sampling.drafts import sample_drafts
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS
-from .inputs import EmbedInputs, StepInputs
+from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .row_state import RowState
 
 _serial = itertools.count()
@@ -55,13 +58,16 @@ class StepKey:
     """Whether more than the greedy token is asked for by anybody in the step."""
     steps: int = 1
     """Decode steps that are run one after the other; 1 for a prefill step."""
+    tokens_per_row: int = 1
+    """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step.
 
-    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`.
+    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`. So
+    does a verify step of each of its 1 + k positions, and their logits, `[1 + k, B, vocab_size]`.
     """
 
     tokens: torch.Tensor
@@ -84,10 +90,12 @@ class StepFunctions:
         inputs: StepInputs[torch.Tensor],
         embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,
+        drafts: DraftInputs[torch.Tensor] | None = None,
     ) -> None:
         """Bind the tensors; with `compiled`, see the top of this file, at the first call.
 
-        `embeds` are read by prefill steps, where prompts may have embeddings.
+        `embeds` are read by prefill steps, where prompts may have embeddings, `drafts` by verify
+        steps.
         """
         self.model = model
         self.arena = arena
@@ -95,6 +103,7 @@ class StepFunctions:
         self.state = state
         self.inputs = inputs
         self.embeds = embeds
+        self.drafts = drafts
         self._sampler = SAMPLERS[model.kernels.sampler]
         self._compiled: dict[str, Callable[..., Any]] = {}
         if compiled and model.stack is None:
@@ -102,6 +111,8 @@ class StepFunctions:
                 self._sampler = SAMPLERS["torch"]
             self._compile(self._decode_parts)
             self._compile(self._prefill_parts)
+            if drafts is not None:
+                self._compile(self._verify_parts)
         elif compiled and model.kernels.sampler == "torch":
             self._compile(self._sampled)
 
@@ -114,6 +125,8 @@ class StepFunctions:
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
         step = self.decode if key.phase == "decode" else self.prefill
+        if key.tokens_per_row > 1:
+            step = self.verify
 
         def run() -> StepOutput:
             with (
@@ -182,6 +195,58 @@ class StepFunctions:
             return self._call(self._sampled, result.logits, rows_B, result.positions, True)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
+
+    def verify(self, key: StepKey) -> StepOutput:
+        """A token after the newest one of each of `decode_rows`, and after each of its drafts.
+
+        Leaves the tokens in the output alone: `RowState.accept` makes some of them the rows'.
+        """
+        assert self.drafts is not None, "these steps were made without room for drafts"
+        assert (key.phase, key.steps) == ("decode", 1)
+        drafts, size = self.drafts, key.size
+        tensors = self._copied(
+            self._verify_parts,
+            self.inputs.decode_rows[:size],
+            drafts.token_ids[:size, : key.tokens_per_row - 1],
+            drafts.counts[:size],
+        )
+        return self._call(self._verify_parts, *tensors, key.read_blocks, key.full_sampler)
+
+    def _verify_parts(
+        self,
+        rows_B: torch.Tensor,
+        drafts_BK: torch.Tensor,
+        counts_B: torch.Tensor,
+        read_blocks: int,
+        full_sampler: bool,
+    ) -> StepOutput:
+        """A verify step; of each row `counts_B` tokens count, the newest one and drafts.
+
+        The others, and rows of padding, write to the null block and stand at the row's last
+        position, so that they read nothing that the row does not.
+        """
+        state, n = self.state, 1 + drafts_BK.shape[1]
+        with operation("inputs"):
+            token_ids_BN = torch.cat((state.token_ids[rows_B][:, None], drafts_BK), dim=1)
+            step_N = torch.arange(n, device=rows_B.device)
+            steps_BN = torch.minimum(step_N, counts_B[:, None] - 1)
+            positions_BN = state.positions[rows_B][:, None] + steps_BN
+            counts_BN = step_N < counts_B[:, None]
+            token_rows_BN = rows_B[:, None].expand(-1, n)
+        batch = self._batch(
+            positions_BN.flatten(), token_rows_BN.flatten(), rows_B, read_blocks, tokens_per_row=n
+        )
+        batch = dataclasses.replace(batch, slots=torch.where(counts_BN.flatten(), batch.slots, 0))
+        hidden_TD = self._forward_pass(token_ids_BN.flatten(), batch)
+        logits_NBV = self.model.logits(hidden_TD).unflatten(0, (-1, n)).transpose(0, 1)
+        with operation("sample" if full_sampler else "greedy"):
+            if not full_sampler:
+                tokens_T = self._sampler.greedy(logits_NBV.flatten(0, 1))
+                return StepOutput(tokens_T.unflatten(0, (n, -1)), logits_NBV, None)
+            details = sample_drafts(
+                self._sampler, logits_NBV, state.sampling, rows_B, positions_BN, drafts_BK
+            )
+            return StepOutput(details.tokens, logits_NBV, details)
 
     def prefill(self, key: StepKey) -> StepOutput:
         """The keys and values of the chunks, and a token for each chunk that samples."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .cpu.build import KernelLibrary
-from .ops.layer_plan import BoundModel, ModelPlan
+from .ops.bound_model import BoundModel
+from .ops.layer_plan import ModelPlan
 from .ops.linear import packed_bytes
 from .ops.stack import DecodeStep, Stack
 from .ops.weight_storage import WeightStorage, quantised_dtype, scale_bytes, stored_bytes

@@ -10,13 +10,8 @@ import torch
 
 from .choice import Kernels
 from .ops.attention import plain_paged_attention, reference_paged_attention
-from .ops.layer_plan import (
-    KNOWN_TO_ATTENTION,
-    KNOWN_TO_LAYERS,
-    Attend,
-    ModelPlan,
-    unsupported,
-)
+from .ops.layer_operations import KNOWN_TO_ATTENTION, KNOWN_TO_LAYERS, Attend, unsupported
+from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
 from .ops.stack import stack_obstacle
 from .ops.weight_storage import WeightStorage

@@ -1,10 +1,10 @@
-"""A lower bound on the tokens of a text, without tokenising it: refuses what is far too long.
+"""A lower bound of the tokens of a text, to refuse far too long ones without tokenising them.
 
 Every part of a text that the tokenizer keeps is covered by tokens of its vocabulary. A token of
 length n that holds a character c is no longer than L(c), the longest token with c in it; so if each
 character of a text counts 1 / L(c), a token counts at most 1, and the sum over the text is at most
 its number of tokens. The bound is sound for any text, and close where long tokens (runs of spaces,
-say) hold few kinds of characters. What a tokenizer may drop or merge without limit counts nothing:
+say) hold few kinds of characters. What a tokenizer may drop or merge without limit counts zero:
 characters without a token, whitespace around added tokens that strip it, and characters that a
 Unicode normalization may change.
 
@@ -29,21 +29,21 @@ __all__ = ["TokenBound"]
 UnicodeForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 _CODE_POINTS = 0x20000
-"""Code points with a count; those above count nothing."""
+"""Code points with a count; those above count zero."""
 _CHUNK = 1 << 18
-"""Characters looked at together."""
+"""Characters processed at a time."""
 _SAFETY = 0.999
-"""For rounding of the sum, which is in 32 bits."""
+"""Allows for rounding of the sum, which is in 32 bits."""
 _KEEPING_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Metaspace", "Split", "Punctuation", "Digits", "UnicodeScripts"}
 )
 
 
 class TokenBound:
-    """The least number of tokens that a tokenizer can make of a text."""
+    """A lower bound of the tokens that a tokenizer makes of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read the vocabulary once; takes a fraction of the time that loading the file does."""
+        """Read the vocabulary, in a fraction of the time that loading the tokenizer takes."""
         self._counts: np.ndarray | None = None
         """What a character adds to the bound, float32 `[_CODE_POINTS]`; None without a bound."""
         self._form: UnicodeForm | None = None
@@ -83,7 +83,7 @@ class TokenBound:
         self._counts = counts
 
     def least(self, text: str, enough: int) -> int:
-        """Return a number of tokens that `text` has at least; counting ends at `enough`."""
+        """Return a lower bound of the tokens of `text`; counting ends at `enough`."""
         total = 0.0
         if self._counts is None or len(text.encode("utf-8", "surrogatepass")) < enough:
             return 0
@@ -99,7 +99,7 @@ class TokenBound:
         return int(total)
 
     def _replaced(self, tokenizer: Tokenizer) -> dict[str, str] | None:
-        """Return what becomes of single characters before the model; None where text may go."""
+        """Return the replacements of characters before the model; None if text may be dropped."""
         replaced: dict[str, str] = {}
         for part in stages(component_state(tokenizer.normalizer), "normalizers"):
             kind = part["type"]
@@ -207,7 +207,7 @@ def _unicode_tables(form: UnicodeForm) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unaffected(codes: np.ndarray, form: UnicodeForm) -> np.ndarray:
-    """Return which characters of a text its normalization leaves as they are, whatever follows."""
+    """Return which characters of a text a normalization never changes."""
     changed, follows = _unicode_tables(form)
     following = follows[codes]
     unaffected = ~(changed[codes] | following)

@@ -1,4 +1,4 @@
-"""`tokenizer_config.json` and chat templates: what `tokenizer.json` leaves out."""
+"""Reads `tokenizer_config.json` and chat templates, which `tokenizer.json` does not contain."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """The settings that are used of a checkpoint's `tokenizer_config.json` and its neighbours."""
+    """The settings of a checkpoint's `tokenizer_config.json` and related files."""
 
     path: Path
     special_tokens: Mapping[str, str]
-    """`bos_token`, `eos_token` and the like, as far as they are named."""
+    """`bos_token`, `eos_token` and so on, if given."""
     added_tokens: tuple[str | None, str | None]
     """The tokens that `add_bos_token` and `add_eos_token` add to a text's begin and end."""
     chat_templates: Mapping[str, str]
@@ -46,12 +46,12 @@ class TokenizerConfig:
     def read(cls, directory: Path) -> TokenizerConfig:
         """Read the files of a checkpoint directory, all of which may be missing.
 
-        A template in a file of its own replaces those in `tokenizer_config.json`, as in
-        transformers; `chat_template.json`, which processors have, is read where there is no other.
+        A template in a separate file replaces those in `tokenizer_config.json`, as in transformers;
+        `chat_template.json` of processors is read if there is no other.
 
         Raises:
-            CheckpointError: a file that is no JSON object, or a value of a wrong type; it names
-                the file and the key.
+            CheckpointError: a file is not a JSON object, or a value has a wrong type; it names the
+                file and the key.
         """
         path = directory / _CONFIG_FILE
         config = _read_object(path)

@@ -1,4 +1,4 @@
-"""What a model will need, in bytes, before a weight of it is loaded."""
+"""The memory that a model needs, in bytes, known before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..execution.outputs import HostOutputs
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
-from ..kernels.ops.layer_plan import Activate, Attend, ModelPlan, Norm, Operation
+from ..kernels.ops.layer_operations import Activate, Attend, Norm, Operation
+from ..kernels.ops.layer_plan import ModelPlan
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
@@ -26,18 +27,17 @@ from ..resolved_config import ResolvedConfig
 __all__ = ["model_footprint", "weight_bytes"]
 
 GRAPH_BYTES_PER_STEP = 4 << 20
-"""What a captured step keeps beside the tensors of the shared pool: its kernel nodes. A first
-guess, which the plan's reconciliation sets against what was measured."""
+"""Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
+plan's reconciliation compares with the measurement."""
 
 CPU_HEAP_FACTOR = Fraction(7, 2)
 """Resident bytes of a step for each byte of its tensors, on a CPU: an upper bound. The C library
-keeps what is freed between operations for the next ones, in pieces that do not always fit. Measured
-were 1.7 to 3.4 times the tensors, and 1.1 times where MALLOC_MMAP_THRESHOLD_ is fixed (glibc; demo
-and preset:smollm2-135m)."""
+keeps memory that is freed between operations, which fragments. Measured were 1.7 to 3.4 times the
+tensors, and 1.1 times with a fixed MALLOC_MMAP_THRESHOLD_ (glibc; demo and preset:smollm2-135m)."""
 
 CPU_STEP_BYTES = 1 << 20
-"""What the resident set of a CPU grows by in any step, however small: pages of the heap and of
-code, and the kernel's way of counting them."""
+"""Growth of the resident set in the smallest step: pages of the heap and of code, and the accuracy
+of the kernel's counters."""
 
 
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
@@ -60,16 +60,17 @@ def model_footprint(
 ) -> ModelFootprint:
     """Return every term of the memory plan as a function of blocks and batch tokens.
 
-    `host_shared`: the host's memory is the device's, so that the budget covers what lies there.
+    `host_shared`: whether host and device share memory, so that the budget covers host terms too.
 
     Raises:
-        ConfigError: `host_cache_bytes` is not zero and less than a block.
+        ConfigError: `host_cache_bytes` is less than a block and not 0.
     """
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
     plan = model_plan(model)
     layer_weight, head_weight = _unpacked_bytes(plan, kernels)
+    attends = [operation for operation in plan.operations if isinstance(operation, Attend)]
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype),
         groups=groups,
@@ -81,15 +82,17 @@ def model_footprint(
         activation_bytes_per_token=math.ceil(heap * _activation_bytes(plan, config, len(groups))),
         read_bytes_per_position=0
         if kernels.bounded_by_length
-        else math.ceil(heap * _gathered_bytes(plan, config)),
-        mask_bytes_per_token_position=math.ceil(heap * kernels.masks * _mask_bytes(plan, config)),
+        else math.ceil(heap * max(_gathered_bytes(op, config) for op in attends)),
+        mask_bytes_per_token_position=math.ceil(
+            heap * kernels.masks * max(_mask_bytes(op, config) for op in attends)
+        ),
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
         else 0,
-        # On a CPU the mirror of a buffer is the buffer, and outputs are where they are read.
+        # On a CPU there are no mirrors of buffers, and no copies of outputs.
         host_buffer_bytes=_nothing if on_cpu else _host_bytes(model, config, len(groups)),
         host_shared=host_shared,
     )
@@ -107,7 +110,7 @@ def _host_blocks(config: ResolvedConfig, block_bytes: int) -> int:
 
 
 def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) -> int:
-    """Tensors of one token in the layer, at the operation where most of them are alive."""
+    """Peak of the tensors of one token within a layer."""
     most = max(_live_bytes(op, plan.hidden_size, config) for op in plan.operations)
     rotation = 2 * 4 * plan.rope_dim
     indices = 8 * (5 + num_groups)
@@ -115,10 +118,10 @@ def _activation_bytes(plan: ModelPlan, config: ResolvedConfig, num_groups: int) 
 
 
 def _live_bytes(operation: Operation, hidden: int, config: ResolvedConfig) -> int:
-    """What is alive of one token at an operation that takes much, hidden states included.
+    """Tensors of one token during an operation with large ones, hidden states included.
 
-    Compiled code joins what is computed element by element; eager code makes a tensor of each
-    intermediate result, in float32 for norms and rotations.
+    Compiled code fuses elementwise operations; eager code makes a tensor of each intermediate
+    result, in float32 for norms and rotations.
     """
     size, eager = config.dtype.itemsize, not config.compiled
     match operation:
@@ -135,9 +138,9 @@ def _live_bytes(operation: Operation, hidden: int, config: ResolvedConfig) -> in
 
 
 def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
-    """What the largest linear layer, and the head, make of their weights while they run."""
+    """Unpacked weights of the largest linear layer, and of the head, while they run."""
     if kernels.runs_stack(plan):
-        return 0, 0  # its linear layers read weights as they are stored
+        return 0, 0  # its linear layers read stored weights directly
     layers = [
         kernels.unpacked_bytes(*parameter.shape)
         for operation in plan.operations
@@ -147,9 +150,9 @@ def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
     return max(layers), kernels.unpacked_bytes(*plan.head.weight.shape)
 
 
-def _gathered_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
-    """Copies of what one position holds in a layer, for kernels that gather what they read."""
-    attend, size = plan.layers[0].attend, config.dtype.itemsize
+def _gathered_bytes(attend: Attend, config: ResolvedConfig) -> int:
+    """Gathered keys and values of one position in a layer, for kernels that gather them."""
+    size = config.dtype.itemsize
     vector, sides = attend.kv_features, attend.sides
     if config.storage == "model":
         gathered = vector * size * (sides + 1)  # each side, and the last before it was masked
@@ -161,25 +164,23 @@ def _gathered_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
     return gathered
 
 
-def _mask_bytes(plan: ModelPlan, config: ResolvedConfig) -> int:
-    """What the reference attention holds of one token and one position that it may look at.
+def _mask_bytes(attend: Attend, config: ResolvedConfig) -> int:
+    """Masks and scores of the reference attention for one token and one position.
 
-    A bool; for every query head of a group a bool and a number to be added; and where torch has no
-    fused attention (see `Attend.has_plain_softmax`) the scores of every head, three times in
-    float32.
+    A bool; for every query head of a group a bool and an additive mask; and without fused attention
+    in torch (see `Attend.has_plain_softmax`) the scores of every head, three times in float32.
     """
-    attend = plan.layers[0].attend
     per_group = attend.heads // attend.kv_heads
     scores = 0 if attend.has_plain_softmax else 3 * 4 * attend.heads
     return 1 + per_group * (1 + config.dtype.itemsize) + scores
 
 
 def _logit_bytes(config: ResolvedConfig) -> int:
-    """What the full sampler holds of one logit.
+    """Memory of the full sampler for one logit.
 
-    Compiled: the logit itself, in float32, changed by the request's wishes, and as weight. Eager
-    code has a dozen more such tensors, of those three at a time while it bisects thresholds. They
-    are large pieces, which the heap of a CPU adds less to than to others.
+    Compiled: the logit itself, in float32, processed, and as a weight. Eager code has a dozen more
+    such tensors, three of them at a time while it bisects thresholds. They are large, so the heap
+    of a CPU adds less to them than to activations.
     """
     size, eager = config.dtype.itemsize, not config.compiled
     held = size + (44 if eager else 14)
@@ -199,7 +200,7 @@ def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -
 
 
 def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """What the runner allocates for the inputs of its steps, alignment included."""
+    """Bytes of the input buffers of the runner, alignment included."""
     alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
 
     def input_bytes(prefill_tokens: int, row_blocks: int) -> int:
@@ -224,7 +225,7 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
 
 
 def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
-    """What the runner allocates on the host: mirrors of the inputs, and room for outputs."""
+    """Bytes of the runner on the host: mirrors of the inputs, and copies of outputs."""
     inputs = _input_bytes(model, config, num_groups)
     outputs = HostOutputs.bytes_for(
         config.max_num_seqs,
@@ -244,7 +245,7 @@ def _nothing(prefill_tokens: int, row_blocks: int) -> int:
 
 
 def _allocation_bytes(specs: Mapping[str, TensorSpec], alignment: int) -> int:
-    """Bytes of `StaticBuffers.allocate`: each field begins on an aligned boundary."""
+    """Bytes of `StaticBuffers.allocate`, where each field is aligned."""
     end = 0
     for spec in specs.values():
         end = -(-end // alignment) * alignment + spec.nbytes

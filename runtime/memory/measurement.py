@@ -1,21 +1,20 @@
-"""Measures what steps hold while they run, and what each phase of a start leaves behind.
+"""Measures the memory of running steps, and of each phase of a start.
 
-What lives as long as the engine can be asked for its size. Activations, logits and masks come and
-go within a step: steps are run on padding, which is harmless once they are prepared, and the peak
-is read.
+Permanent tensors have known sizes. Activations, logits and masks exist only within a step, so
+prepared steps are run on padding and their peak is read:
 
     prefill step, few and many tokens, narrow      activations grow with the tokens
     prefill step, narrow and wide                  masks grow with the positions read
-    decode step of all rows, narrow and wide       where keys and values are gathered, the widest
+    decode step of all rows, narrow and wide       gathered keys and values, where there are any
     decode step of few and all rows, full sampler  logits
 
-A step that takes too long for a start is not run: its peak follows from two smaller ones. Captured
-steps cannot be watched while they are replayed; they are watched while they are warmed up.
+A step that takes too long for a start is not run: its peak is extrapolated from two smaller ones.
+Replays of captured steps have no peak to read, so their warm-ups are measured.
 
-On a CPU this concerns the whole process: for each peak the C library gives back what it keeps for
-later (`malloc_trim`), and the peak of the resident set that the kernel keeps (VmHWM, which
-`getrusage` and `/usr/bin/time` show) begins anew (`/proc/self/clear_refs`). Whoever watches that
-peak from outside sees it from the start of an engine on.
+On a CPU this affects the whole process: for each peak the C library frees its cache
+(`malloc_trim`), and the kernel's peak of the resident set (VmHWM, which `getrusage` and
+`/usr/bin/time` show) is reset (`/proc/self/clear_refs`). Monitors of that peak see only what
+follows the start of an engine.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from ..kernels import Kernels
 __all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "measure_steps"]
 
 _SECONDS_PER_SERIES = 0.06
-"""Of this thread, for each of the rows above."""
+"""Seconds of this thread, for each of the rows above."""
 
 _SHARE_OF_PREPARATION = 0.02
-"""Of the seconds that preparing took, for each of the rows where that is more: who has waited for
-a compiler does not notice, and the machine may be slow because others use it."""
+"""Share of the seconds of preparation, for each of the rows if that is more: it is short compared
+with the compilation, and allows for a busy machine."""
 
 _LEAST_PART = 8
-"""A peak is continued to steps of so many times the size, no further."""
+"""A peak is extrapolated to steps of at most this many times the size."""
 
 _SECONDS_WITH_MASKS = 0.12
-"""The same for reference kernels, whose steps take long where they read much."""
+"""As `_SECONDS_PER_SERIES`, for reference kernels, whose wide steps take long."""
 
 _LEAST_DIFFERENCE = 1 << 20
-"""Bytes between two steps below which the resident set of a process tells nothing."""
+"""Smaller differences in bytes are noise of the resident set."""
 
-_UNREADABLE = "not measured: this system does not tell the peak of the resident set"
+_UNREADABLE = "not measured: this system does not report the peak of the resident set"
 
 
 class _UnreadablePeakError(Exception):
-    """The peak of a step cannot be read, or no longer."""
+    """The peak of a step cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,13 @@ class PhaseLog:
     """The phases of a start, in order. On a CPU bytes are those of the resident set."""
 
     def __init__(self, device: torch.device) -> None:
-        """Read what `device` holds, from now on."""
+        """Log the memory of `device`."""
         self._device = device
         self.phases: list[Phase] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what the block leaves behind."""
+        """Record memory and time of the block."""
         before, began = resident_bytes(self._device), time.perf_counter()
         yield
         seconds = time.perf_counter() - began
@@ -87,32 +86,32 @@ class PhaseLog:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Measured bytes of terms of the plan, by their names, and how they came about."""
+    """Measured bytes of terms of the plan by name, with notes on the measurement."""
 
     measured: Mapping[str, int]
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class CapturePeaks:
-    """CUDA memory while a library is prepared: peaks of warm-ups, and what all captures hold.
+    """CUDA memory while a library is prepared: peaks of warm-ups, and memory of all captures.
 
-    See `PreparationWatcher`. The steps are warmed up before the first of them is captured, so that
-    a peak is that of a step, and what the device loses from then on is held by captures.
+    See `PreparationWatcher`. All steps are warmed up before the first capture, so that a peak is
+    that of one step, and later decreases of free memory are due to captures.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin before the first step is prepared."""
+        """Start before the first step is prepared."""
         self._device = device
         self.peaks: dict[StepKey, int] = {}
         self.pool_bytes = 0
-        """What the memory pool of the captures has grown to: it holds what steps hold."""
+        """Bytes of the memory pool of the captures, with the activations of steps."""
         self.captured_bytes = 0
-        """What the device has lost to all captures: their pool and the nodes of their graphs."""
+        """Bytes of all captures: their pool and the nodes of their graphs."""
         self._reserved, self._free = 0, 0
         self._held = self._begin()
 
     def warmed_up(self, key: StepKey) -> None:
-        """Take the peak since the last call as that of `key`.
+        """Record the peak since the last call as that of `key`.
 
         Memory that stays allocated (workspaces of libraries) is not counted for the step.
         """
@@ -121,11 +120,11 @@ class CapturePeaks:
         self.peaks[key] = max(0, peak - max(held, self._held))
 
     def begin_captures(self) -> None:
-        """Note what the device has left before the first capture."""
+        """Record the free memory before the first capture."""
         self._reserved, self._free = self._settled()
 
     def end_captures(self) -> None:
-        """Compare with what it has left after the last one."""
+        """Compare with the free memory after the last one."""
         reserved, free = self._settled()
         self.pool_bytes = max(0, reserved - self._reserved)
         self.captured_bytes = max(0, self._free - free)
@@ -135,7 +134,7 @@ class CapturePeaks:
         return int(torch.cuda.memory_allocated(self._device))
 
     def _settled(self) -> tuple[int, int]:
-        """Return bytes that torch reserves and that the device has free, with nothing under way."""
+        """Return bytes reserved by torch and free on the device, once it is idle."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -154,10 +153,10 @@ def measure_steps(
     Args:
         runner: whose steps are run.
         kernels: what they run.
-        captured: has watched the preparation of steps that are replayed.
-        have_run: whether every step has run when it was prepared. Else each runs once unseen: what
-            libraries keep of a shape from its first run on (code, plans, workspaces) is megabytes,
-            not the step's, and would grow with the steps that its peak is continued to.
+        captured: the peaks of warm-ups, if steps are replayed.
+        have_run: whether every step ran during preparation. If not, each runs once before it is
+            measured: what libraries keep per shape after a first run (code, plans, workspaces)
+            takes megabytes that do not belong to the step and must not be extrapolated.
     """
     if captured is not None:
         return _with_graphs(_terms(captured.peaks, runner.sizes, kernels), runner, captured)
@@ -189,7 +188,7 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
         sizes.prefill_key(1, narrow, full_sampler=False),
         sizes.decode_key(1, narrow, full_sampler=True),
     ):
-        launch(smallest)  # what only the first launch takes, unprepared steps above all
+        launch(smallest)  # one-time memory of a first launch, of unprepared steps above all
     preparation = sum(report.seconds for report in runner.library.reports())
     least = _SECONDS_WITH_MASKS if kernels.masks else _SECONDS_PER_SERIES
     seconds = max(least, _SHARE_OF_PREPARATION * preparation)
@@ -202,7 +201,7 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
         rows = sizes.rows.largest
         series([sizes.decode_key(rows, w, full_sampler=False) for w in widths], seconds)
     if wide > narrow and kernels.masks:
-        # Enough tokens for masks to stand out, few enough for a wider step to be done in time.
+        # Many tokens, so that masks are large, but few enough for a wider step to fit the time.
         quick = [key.size for key, took in prefill.items() if took < seconds / 4]
         tokens = max(quick, default=sizes.tokens.sizes[0])
         series([sizes.prefill_key(tokens, w, full_sampler=False) for w in widths], seconds)
@@ -210,12 +209,12 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
 
 
 def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> StepMemory:
-    """Add what captures hold beside the pool in which their activations lie."""
+    """Add the memory of captures outside of their pool of activations."""
     held, pool = captured.captured_bytes, captured.pool_bytes
-    note = f"beside a pool of {pool} bytes for activations, logits and masks"
+    note = f"besides a pool of {pool} bytes for activations, logits and masks"
     each = sum(report.bytes for report in runner.library.reports())
     if each != held:
-        # The one is measured around all captures at once, the other around each of them.
+        # Measured around all captures, and around each of them.
         note += f"; the captures one by one took {each} bytes of {held}"
     return StepMemory(
         {**memory.measured, "captured_graphs": max(0, held - pool)},
@@ -230,10 +229,10 @@ def _measure_series(
     left: float,
     have_run: bool,
 ) -> dict[StepKey, tuple[int, float]]:
-    """Peak and seconds of the first step and of the largest ones that are done in `left` seconds.
+    """Return peak and seconds of the first step and of the largest that fit `left` seconds.
 
-    Runs that are not watched come on top of those. `keys` differ in size or in width, ascending,
-    and no step takes longer than in proportion. Raises `_UnreadablePeakError`.
+    Runs that are not measured take extra time. `keys` ascend in size or in width, and the time of a
+    step grows at most in proportion. Raises `_UnreadablePeakError`.
     """
     peaks: dict[StepKey, tuple[int, float]] = {}
     index = 0
@@ -263,7 +262,7 @@ def _extent(key: StepKey) -> int:
 
 
 def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> StepMemory:
-    """Take apart what the steps have in common."""
+    """Attribute the peaks of steps to terms of the plan."""
     narrow, wide = sizes.read_blocks.sizes[0], sizes.read_blocks.largest
     tokens, rows = sizes.tokens.largest, sizes.rows.largest
 
@@ -287,9 +286,9 @@ def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> 
     elif size * max(widths, default=0) * _LEAST_PART < tokens * wide:
         remarks["attention_masks"] = "not measured: a step wide enough takes too long"
     elif widths[max(widths)] - widths[min(widths)] < _LEAST_DIFFERENCE:
-        remarks["attention_masks"] = "not measured: too little to tell"
+        remarks["attention_masks"] = "not measured: too small to tell from noise"
     else:
-        # A prefill step reads one row at a time, a decode step all rows at once: what it gathers.
+        # Prefill gathers the positions of one row at a time, decode those of all rows.
         gathered = _Line.through(decode, wide).slope / rows if decode else 0.0
         slope = max(0.0, _Line.through(widths, wide).slope - gathered)
         masks_per_block = slope * tokens / size
@@ -323,14 +322,14 @@ def _terms(peaks: Mapping[StepKey, int], sizes: StepSizes, kernels: Kernels) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A straight line through the two largest points, read where the largest step is."""
+    """A straight line through the two largest points, evaluated at the largest step."""
 
     value: float
     slope: float
 
     @classmethod
     def through(cls, points: Mapping[int, int], at: int) -> _Line:
-        """`points` are size -> bytes; a single one is continued in proportion."""
+        """`points` are size -> bytes; a single one is extrapolated in proportion."""
         *_, (x1, y1), (x2, y2) = [(0, 0), *sorted(points.items())]
         slope = max(0.0, (y2 - y1) / (x2 - x1))
         return cls(y2 + slope * (at - x2), slope)

@@ -28,7 +28,9 @@ from ..kernels.cpu.elementwise import (
     reference_rotations,
     rotations,
 )
-from ..kernels.ops.layer_plan import BoundModel, LayerPlan, Parameter, Residual
+from ..kernels.ops.bound_model import BoundModel
+from ..kernels.ops.layer_operations import Parameter, Residual
+from ..kernels.ops.layer_plan import LayerPlan
 from ..operation_scopes import operation
 from .config import ModelConfig
 from .layout import fused_layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels.ops.layer_plan import Parameter
+from ..kernels.ops.layer_operations import Parameter
 from .config import ModelConfig
 from .plan import model_plan
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels import AttentionForm, Kernels, LayerPlace, RaggedBatch
 from ..kernels.ops.activation import gated_activation
-from ..kernels.ops.layer_plan import (
+from ..kernels.ops.layer_operations import (
     Activate,
     Attend,
     LatentKeys,

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..kernels.ops.layer_plan import (
+from ..kernels.ops.layer_operations import (
     Activate,
     ActivationName,
     Attend,
     LatentKeys,
     LatentRotate,
     LatentToValues,
-    LayerPlan,
     Linear,
-    ModelPlan,
     Norm,
     Operation,
     Parameter,
@@ -26,6 +24,7 @@ from ..kernels.ops.layer_plan import (
     Residual,
     Rotate,
 )
+from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
 from .config import LatentConfig, ModelConfig, Rope
 
 __all__ = ["model_plan", "rope_kinds"]

@@ -45,9 +45,9 @@ def _explain(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    from .profiling.report import __main__ as report
+    from .profiling.nsys import cli
 
-    return report.main(arguments)
+    return cli.main(arguments)
 
 
 def _build_kernels(arguments: Sequence[str]) -> int:

@@ -54,11 +54,11 @@ def _triton_full(
     """`sample_full` as two Triton kernels."""
     from ..kernels.triton.sampler import full_rows  # needs triton
 
-    lanes, vocab_size = logits_BV.shape
+    rows, vocab_size = logits_BV.shape
     tops = min(MAX_LOGPROBS, vocab_size)
-    size = SampleOutput.packed_bytes(lanes, tops)
+    size = SampleOutput.packed_bytes(rows, tops)
     packed = torch.empty(size, dtype=torch.uint8, device=logits_BV.device)
-    output = SampleOutput.unpack(packed, lanes, tops)
+    output = SampleOutput.unpack(packed, rows, tops)
     full_rows(
         logits_BV,
         state.reals,

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...profiling.whole_files import WriteError, write_file
+from ...profiling.atomic_write import WriteError, write_file
 from ..config import EngineConfig
 from ..sampling_params import SamplingParams
 

@@ -19,16 +19,8 @@ from ...cache.arena import Arena
 from ..engine.startup import layer_groups
 from ..kernels import AttentionForm, LayerPlace, RaggedBatch, quantise_weight
 from ..kernels.ops.kv_storage import read_blocks
-from ..kernels.ops.layer_plan import (
-    Activate,
-    Attend,
-    Linear,
-    ModelPlan,
-    Norm,
-    QKNorm,
-    Residual,
-    Rotate,
-)
+from ..kernels.ops.layer_operations import Activate, Attend, Linear, Norm, QKNorm, Residual, Rotate
+from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.triton.activation import activate_rows
 from ..kernels.triton.combine_output import (
     combine_output,

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from ...profiling.kernel_names import OperationCost
 from ...profiling.roofline import floor_seconds
-from ..kernels.ops.layer_plan import Linear, ModelPlan, Norm
+from ..kernels.ops.layer_operations import Linear, Norm
+from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.triton.fusion import Activation, Attention, Fused, GateUp, ResidualLinear, fuse
 
 __all__ = [

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...profiling.whole_files import write_file
+from ...profiling.atomic_write import write_file
 from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..kernels.result_check import relative_error

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ....profiling.markdown import aligned
-from .comparison import slower_than
+from .result_comparison import slower_than
 
 __all__ = ["comparison_text", "describe_case", "failure"]
 

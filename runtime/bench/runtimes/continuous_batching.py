@@ -1,8 +1,7 @@
 """Continuous batching of transformers: a scheduler, a paged cache and, on CUDA, captured graphs.
 
-Prompts are prefilled beside rows that decode, so only those of its steps count that decode the
-whole batch and nothing else: from the first token of the last request on, while every request gets
-one token a step.
+Prompts are prefilled in the same steps in which other rows decode. Only steps that decode the whole
+batch count: from the first token of the last request on, while every request has one token a step.
 """
 
 from __future__ import annotations
@@ -36,19 +35,10 @@ class ContinuousBatching:
         self._device = device
         self._transformers = import_transformers()
         self._chosen: Any = None
-        """The configuration that transformers made of ours, of the last run."""
+        """The configuration of the last run, as transformers resolved it."""
 
     def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
-        """Make a case ready and run it once, which captures its graphs.
-
-        Args:
-            prompts: token ids, all prompts of one length.
-            steps: steps of the whole batch that each run returns.
-            max_batch_tokens: prompt tokens of one step at most.
-
-        Raises:
-            BaselineError: the model or the case cannot be run.
-        """
+        """Prepare a case and run it once, which captures its graphs."""
         self._prompts, self._steps = list(prompts), steps
         count, length = len(prompts), len(prompts[0])
         # The first request decodes while the others are prefilled, and must not end before them.
@@ -63,8 +53,8 @@ class ContinuousBatching:
         else:  # transformers 5.17, where layer groups draw their blocks from one pool
             page_size, groups = default.block_size, _layer_groups(self._model.config)
         pages = -(-(length + new_tokens) // page_size) + 1
-        # Graphs and asynchronous batching are asked for where there are graphs; where transformers
-        # fails with them, it is left to choose. What ran is said.
+        # On CUDA, graphs and asynchronous batching are requested; if transformers fails so, it
+        # chooses itself. `describe` reports what ran.
         choices: list[dict[str, Any]] = [{}]
         if self._device.type == "cuda":
             choices.insert(0, {"use_cuda_graph": True, "use_async_batching": True})
@@ -88,11 +78,7 @@ class ContinuousBatching:
                 return
 
     def run(self) -> Decoded:
-        """Decode the prompts once; return the last `steps` steps of the whole batch, and tokens.
-
-        Raises:
-            BaselineError: transformers gave up, or decoded too few steps of the whole batch.
-        """
+        """Decode the prompts once; return the last `steps` steps of the whole batch, and tokens."""
         times, token_ids = self._decode()
         found = whole_batch_steps(times)
         if len(found) < self._steps:
@@ -130,7 +116,7 @@ class ContinuousBatching:
         return [r.timestamps for r in results], [list(r.generated_tokens) for r in results]
 
     def describe(self) -> dict[str, Any]:
-        """Return what ran: graphs and asynchronous batching, as transformers had them."""
+        """Return whether graphs and asynchronous batching were used."""
         graphs = self._chosen.use_cuda_graph
         return {
             "compiled": False,
@@ -144,7 +130,7 @@ class ContinuousBatching:
 
 
 def _layer_groups(config: Any) -> int:
-    """Return how many groups of equally many layers of one kind a model has."""
+    """Return the number of groups of equally many layers of one kind."""
     counts = Counter(getattr(config, "layer_types", None) or ["full_attention"]).values()
     return sum(counts) // math.gcd(*counts)
 
@@ -156,7 +142,7 @@ def whole_batch_steps(times: Sequence[Sequence[float]]) -> list[float]:
         times: for each request the seconds at which its tokens came, ascending.
     """
     last = max(times, key=lambda of_request: of_request[0])
-    # Wherever in a step a request gets its token, it gets one between two of another's.
+    # In such a step every request has one token between two tokens of any other request.
     return [
         1e3 * (end - start)
         for start, end in pairwise(last)

@@ -1,7 +1,7 @@
-"""Other runtimes that `--scenario neighbours` measures, each in a process of its own.
+"""Other runtimes that `--scenario neighbours` measures, each in its own process.
 
-The process runs `peer_runner` in the Python that has the runtime, loads the model once, and then
-decodes on request, so that its steps and ours take turns.
+The process runs `peer_runner` in the Python that has the runtime installed, loads the model once,
+and then decodes on request, so that its steps and ours are interleaved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from ...config import DTYPES, EngineConfig
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
-from ..results.document import num_threads
+from ..results.result_document import num_threads
 from .peer_runner import MODULES
 from .transformers_model import load_model
 
@@ -42,7 +42,7 @@ class PeerError(StepgraphError, RuntimeError):
 
 
 class PeerSpec(NamedTuple):
-    """Another runtime, and the Python that has it."""
+    """Another runtime, and the Python that has it installed."""
 
     name: str
     python: str
@@ -169,27 +169,15 @@ def start_peers(
 class Peer:
     """A model in another runtime; `close` it at the end."""
 
-    def __init__(
-        self,
-        spec: PeerSpec,
-        checkpoint: Path,
-        *,
-        dtype: str,
-        threads: int,
-        rows: int,
-        tokens: int,
-        batch_tokens: int,
-    ) -> None:
+    def __init__(self, spec: PeerSpec, checkpoint: Path, *, dtype: str, **limits: int) -> None:
         """Start the process and load the model.
 
         Args:
             spec: which runtime, in which Python.
             checkpoint: directory in Hugging Face format.
             dtype: of weights, arithmetic and cache, by torch's name.
-            threads: that it computes with.
-            rows: the largest batch.
-            tokens: of the longest sequence, prompt and output.
-            batch_tokens: of one step, prompts included, at most.
+            limits: `threads` that it computes with, `rows` of the largest batch, `tokens` of the
+                longest sequence and `batch_tokens` of a step, prompts included.
 
         Raises:
             PeerError: the runtime fails or does not answer.
@@ -200,7 +188,7 @@ class Peer:
         with self._log.open("wb") as log:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [spec.python, "-P", str(RUNNER)],
-                env=_environment(spec.python) | {"OMP_NUM_THREADS": str(threads)},
+                env=_environment(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -214,10 +202,7 @@ class Peer:
                 checkpoint=str(checkpoint),
                 scratch=self._scratch.name,
                 dtype=dtype,
-                threads=threads,
-                rows=rows,
-                tokens=tokens,
-                batch_tokens=batch_tokens,
+                **limits,
             )
         except BaseException:
             self.close()

@@ -1,9 +1,9 @@
 """`generate` of transformers with a static cache: all prompts as one batch, one token a step.
 
-A step is the time from one set of tokens on the host to the next, as a streamer sees it: `generate`
-copies the tokens of every step to the host for it, which waits for them as a caller would, and
-what it does between two steps (criteria to stop, the inputs of the next) is in it. On CUDA it
-compiles the decoding itself (`torch.compile`, by default with graphs); on a CPU it does not.
+A step is the time from one set of tokens on the host to the next, as a streamer measures it.
+`generate` copies the tokens of every step to the host for it and waits for them, and its work
+between two steps (stopping criteria, the next inputs) is included. On CUDA it compiles decoding
+itself (`torch.compile`, by default with graphs); on a CPU it does not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["StaticGenerate"]
 _WARM_STEPS = 4
 """Decode steps, at least, before any counts: compiling, capturing and the first replays."""
 _MOST_SHAPES = 64
-"""For which decoding is compiled before it would silently fall back to what is not compiled."""
+"""Shapes that decoding is compiled for; beyond the limit it would silently run uncompiled."""
 
 
 class _TokenTimes:
-    """A streamer: notes when the tokens of each step were on the host."""
+    """A streamer that records when the tokens of each step were on the host."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -35,13 +35,13 @@ class _TokenTimes:
         """The tokens of each step, one for each prompt."""
 
     def put(self, token_ids: torch.Tensor) -> None:
-        """Take the tokens of a step `[B]`, on the host; at first the prompts `[B, T]`."""
+        """Add the tokens of a step `[B]`, on the host; the first call has the prompts `[B, T]`."""
         if token_ids.dim() == 1:
             self.seconds.append(time.perf_counter())
             self.steps.append(token_ids.tolist())
 
     def end(self) -> None:
-        """Nothing follows."""
+        """The output is complete."""
 
 
 class StaticGenerate:
@@ -56,28 +56,21 @@ class StaticGenerate:
         self._cache: Any = None
 
     def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
-        """Make a case ready and run it, until what is compiled is compiled.
+        """Prepare a case and run it until everything is compiled.
 
-        Args:
-            prompts: token ids, all prompts of one length.
-            steps: steps of the whole batch that each run returns.
-            max_batch_tokens: not used: `generate` prefills all prompts in one step.
-
-        Raises:
-            BaselineError: the model or the case cannot be run.
+        `max_batch_tokens` is not used: `generate` prefills all prompts in one step.
         """
         self._steps = steps
         compiles = {}
         if self._device.type == "cuda":
-            # As by default, but for each shape of a case on its own: else the second case would
-            # be compiled for shapes that change.
+            # The default, but static shapes: else the second case would compile dynamic ones.
             compiles["compile_config"] = self._transformers.CompileConfig(dynamic=False)
         self._generation = self._transformers.GenerationConfig(
             do_sample=False, pad_token_id=0, max_new_tokens=steps + 1, **compiles
         )
         try:
             self._prompts = torch.tensor(prompts, device=self._device)
-            # Kept between the runs, so that captured graphs find it where it was.
+            # Kept between the runs: captured graphs read its addresses.
             self._cache = self._transformers.StaticCache(
                 config=self._model.config, max_cache_len=len(prompts[0]) + steps + 1
             )
@@ -87,11 +80,7 @@ class StaticGenerate:
             self.run()
 
     def run(self) -> Decoded:
-        """Decode the prompts once; return the steps of the whole batch, and the tokens.
-
-        Raises:
-            BaselineError: transformers gave up, or decoded another number of steps.
-        """
+        """Decode the prompts once; return the steps of the whole batch, and the tokens."""
         times = _TokenTimes()
         try:
             self._cache.reset()
@@ -113,7 +102,7 @@ class StaticGenerate:
         return step_ms, [list(tokens) for tokens in zip(*times.steps, strict=True)]
 
     def describe(self) -> dict[str, Any]:
-        """Return what ran: what `generate` compiles by itself it runs as graphs."""
+        """Return whether `generate` compiled decoding, which it then runs as graphs."""
         compiled = self._device.type == "cuda" and bool(self._cache.is_compileable)
         return {"compiled": compiled, "cuda_graphs": compiled, "async": False}
 

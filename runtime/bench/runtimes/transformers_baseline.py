@@ -34,7 +34,13 @@ class Method(Protocol):
         """Its name in the JSON."""
 
     def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
-        """Make a case ready and warm it up."""
+        """Prepare a case and warm it up.
+
+        Args:
+            prompts: token ids, all prompts of one length.
+            steps: steps of the whole batch that each run returns.
+            max_batch_tokens: prompt tokens of a step, if prompts are prefilled in chunks.
+        """
 
     def run(self) -> Decoded:
         """Decode the prompts once."""
@@ -181,13 +187,7 @@ class TransformersBaseline:
     def prepare(
         self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int
     ) -> BaselineCase:
-        """Warm up for a case: compile, capture, and run it once. The last case ends.
-
-        Args:
-            prompts: token ids, all prompts of one length.
-            steps: steps of the whole batch that each run of the case rerun.
-            max_batch_tokens: prompt tokens of one step at most, where prompts are prefilled in
-                chunks.
+        """Compile, capture and run a case once, after releasing the last one.
 
         Raises:
             BaselineError: no method can run the model or the case.

@@ -1,4 +1,4 @@
-"""transformers itself, and the configuration that it wants for a model of ours."""
+"""Import of transformers, and its configuration for a model of ours."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...models.rope import Rope
 __all__ = ["BaselineError", "hf_config", "import_transformers"]
 
 LEAST_VERSION = (5, 17)
-"""Of transformers: the first whose configuration of continuous batching is as it is used here."""
+"""Of transformers: the first with the configuration of continuous batching that is used here."""
 
 
 class BaselineError(StepgraphError, RuntimeError):
-    """transformers is not there, or does not decode this model."""
+    """transformers is missing, or does not decode this model."""
 
 
 def import_transformers() -> Any:
-    """Return the module; its progress bars and warnings are kept off the terminal.
+    """Return the module, with its progress bars and warnings disabled.
 
     Raises:
         BaselineError: it is missing or too old.
@@ -32,7 +32,7 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise BaselineError(
-            'to compare with transformers it must be there: pip install "stepgraph[baseline]"'
+            'comparing with transformers needs its package: pip install "stepgraph[baseline]"'
         ) from error
     found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
     if found is None or tuple(map(int, found.groups())) < LEAST_VERSION:
@@ -42,7 +42,7 @@ def import_transformers() -> Any:
             ' oldest that will do: pip install --upgrade "stepgraph[baseline]"'
         )
     transformers.utils.logging.disable_progress_bar()
-    # Failures are told as errors of ours, not as tracebacks of its thread.
+    # Failures are raised as `BaselineError`, not logged as tracebacks of its thread.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     return transformers
 

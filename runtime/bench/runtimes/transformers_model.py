@@ -1,4 +1,4 @@
-"""A model in transformers with the weights that our engine has."""
+"""A model in transformers with the weights of our engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_model(
 ) -> Any:
     """Return the checkpoint in `directory`; without one, the random weights of this seed.
 
-    Beside the model only one tensor of ours is in memory at a time.
+    Only one tensor of ours is in memory at a time.
 
     Raises:
         BaselineError: transformers is missing, too old, or cannot load the model.
@@ -43,11 +43,10 @@ def load_model(
         reason = str(error).partition("\n")[0]
         raise BaselineError(f"transformers cannot load the model: {reason}") from error
     if config.attn_logit_softcapping is not None and model.config._attn_implementation == "sdpa":
-        # transformers 5.17 takes it for Gemma 2 although it leaves the soft cap out.
+        # transformers 5.17 selects it for Gemma 2 although it ignores the soft cap.
         model.set_attn_implementation("eager")
     model = model.to(device).eval()
-    # What a checkpoint asks for (a repetition penalty, an end of text) is nothing that we were
-    # asked for.
+    # Our side ignores the checkpoint's generation settings (penalties, stop tokens) as well.
     model.generation_config = transformers.GenerationConfig()
     return model
 

@@ -20,7 +20,7 @@ from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..results.document import describe_budget, describe_engine
+from ..results.result_document import describe_budget, describe_engine
 from ..step_watch import DecodeStep, StepWatch, mean_roofline
 from ..workload import abort_all, greedy, random_prompts
 
@@ -55,7 +55,7 @@ class ChurnCase:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """What was observed; times in milliseconds."""
+    """Observations; times in milliseconds."""
 
     case: ChurnCase
     itl_ms: list[float]

@@ -88,7 +88,7 @@ def _main() -> None:
     task = json.load(sys.stdin)
     from ...config import EngineConfig  # imported here to be timed
     from ...engine.engine import Engine
-    from ..results.document import dtype_names
+    from ..results.result_document import dtype_names
 
     imported = time.time()
     config: dict[str, Any] = {

@@ -3,7 +3,7 @@
 Scheduler, cache, loop, row state and inputs are those that serve requests. Only the steps are not:
 each returns outputs that were made beforehand, so the time of a call of `StepLoop.step` is the
 host's own. Every row decodes; prompt lengths differ, so that in every step some rows begin a block,
-publish one, and update their block tables. The compared rigs take turns, a few steps each.
+publish one, and update their block tables. The compared rigs are interleaved, a few steps each.
 """
 
 from __future__ import annotations

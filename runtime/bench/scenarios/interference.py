@@ -20,7 +20,7 @@ from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..results.document import describe_budget, describe_engine
+from ..results.result_document import describe_budget, describe_engine
 from ..step_watch import DecodeStep, StepWatch, mean_roofline, steps_in_flight
 from ..workload import abort_all, greedy, random_prompts
 
@@ -97,7 +97,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """What was observed; times in milliseconds."""
+    """Observations; times in milliseconds."""
 
     case: InterferenceCase
     itl_ms: list[float]
@@ -184,7 +184,7 @@ def _chunks(
     case: InterferenceCase,
     buckets: Buckets,
 ) -> tuple[list[float], list[Chunks]]:
-    """Return the times of decode steps, and what chunks added to them, by kind."""
+    """Return the times of decode steps, and the time that chunks added to them, by kind."""
     steps = list(zip(step_ms, records, strict=True))
     decode_ms = [ms for ms, r in steps if r.rows == case.batch_size and not r.prefill_tokens]
     decode = statistics.median(decode_ms)

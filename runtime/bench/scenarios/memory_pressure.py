@@ -28,7 +28,7 @@ from ...loading.loader import resolve_source
 from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
-from ..results.document import describe_engine
+from ..results.result_document import describe_engine
 from ..step_watch import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
 from .steady import BenchmarkCase, longest_sequence
@@ -219,7 +219,7 @@ def _counters(engine: Engine) -> dict[str, int]:
 def measure_scarcity(
     engines: Mapping[str, Engine], case: MemoryCase, *, num_warmup: int, num_iters: int, seed: int
 ) -> dict[str, Scarcity]:
-    """Decode the same prompts to their end on idle engines, which take turns.
+    """Decode the same prompts to their end on idle engines, interleaved.
 
     Every repetition has new prompts. Engines are named by their preemption.
 

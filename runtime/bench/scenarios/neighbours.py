@@ -23,7 +23,7 @@ from ....profiling.stats import Summary
 from ...engine.engine import Engine
 from ...errors import StepgraphError
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
-from ..results.document import describe_engine, num_cpus, num_threads
+from ..results.result_document import describe_engine, num_cpus, num_threads
 from ..runtimes.peers import Peer, PeerError, choose_peers, start_peers
 from ..workload import abort_all, greedy, random_prompts, spread
 from .steady import BenchmarkCase, longest_sequence

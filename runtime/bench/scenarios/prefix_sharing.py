@@ -24,7 +24,7 @@ from ...loading.loader import resolve_source
 from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
-from ..results.document import describe_engine
+from ..results.result_document import describe_engine
 from ..step_watch import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
 from .steady import BenchmarkCase, longest_sequence
@@ -87,7 +87,7 @@ class PrefixRun:
     counted: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("queried_tokens", "hit_tokens"), 0)
     )
-    """The same, and all tokens asked for, as `Engine.stats` counts them."""
+    """The same, and all queried tokens, as counted by `Engine.stats`."""
     blocks_in_use: int = 0
     """The most that the requests of a wave held, all of them decoding."""
     token_ids: list[list[int]] = field(default_factory=list)
@@ -174,9 +174,9 @@ def measure_prefix(
     num_iters: int,
     seed: int,
 ) -> tuple[PrefixRun, PrefixRun]:
-    """Run a case on two idle engines in turns, the second with a prefix cache.
+    """Run a case on two idle engines, interleaved; the second has a prefix cache.
 
-    Every repetition has new prompts, the same for both, and forgets what was cached before. One
+    Every repetition has new prompts, the same for both, and starts with an empty prefix cache. One
     prefix and its wave are a warm-up.
 
     Raises:
@@ -194,7 +194,7 @@ def measure_prefix(
 def to_json(unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float) -> dict[str, Any]:
     """Return an entry of `prefix` in the JSON. `bandwidth` is in bytes per second."""
     case = shared.case
-    found, asked = shared.counted["hit_tokens"], shared.counted["queried_tokens"]
+    found, queried = shared.counted["hit_tokens"], shared.counted["queried_tokens"]
     ours, theirs = shared.to_json(), unshared.to_json()
     return {
         **describe_engine(shared.engine, case.model),
@@ -203,9 +203,9 @@ def to_json(unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float) -> dict
         "output_len": case.output_len,
         "prefix_len": case.input_len - TAIL_TOKENS,
         "prefixes": NUM_PREFIXES,
-        "prompt_tokens": asked,
+        "prompt_tokens": queried,
         "found_tokens": found,
-        "hit_rate": found / asked,
+        "hit_rate": found / queried,
         **ours,
         "interleaved": True,
         "unshared": theirs,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..results.document import write_json
+from ..results.result_document import write_json
 from .churn import run_churn
 from .engine_start import run_start
 from .interference import run_interference

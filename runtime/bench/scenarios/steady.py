@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +25,11 @@ from ...engine.request_output import RequestOutput
 from ...errors import StepgraphError
 from ...sampling_params import SamplingParams
 from ..instrumentation import instrumentation_to_json
-from ..results.document import dtype_names
+from ..results.result_document import describe_engine
 from ..step_watch import decode_roofline
 from ..workload import abort_all, equal_share, greedy, random_prompts, spread
 
-__all__ = ["BenchmarkCase", "CaseRun", "Measurement", "is_reference", "longest_sequence", "to_json"]
+__all__ = ["BenchmarkCase", "CaseRun", "Reference", "is_reference", "longest_sequence", "to_json"]
 
 SCORED_TOKENS = 32
 """Length of the sequence whose logits two modes are compared on, half of it prefilled."""
@@ -45,29 +45,11 @@ class BenchmarkCase:
     output_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Observations of a case; times in milliseconds, host time in microseconds."""
+class Reference(NamedTuple):
+    """Results of a case in eager mode, with which other modes are compared."""
 
-    case: BenchmarkCase
-    ttft_ms: list[float]
-    itl_ms: list[float]
-    """Gaps between the tokens of the steps that count; those of one launch arrive together."""
-    step_ms: list[float]
-    """Of all repetitions, in order."""
-    repetition_ms: list[float]
-    """The median step of each repetition."""
-    host_us: list[float]
-    padding: float
-    """Share of padding in the rows of its decode steps."""
     token_ids: list[list[int]]
-    """The first `output_len` tokens of each prompt, of the first repetition."""
-    outputs: list[set[tuple[int, ...]]]
-    """The distinct outputs of each prompt over all repetitions."""
     logits: torch.Tensor
-    """float32 `[n, vocab_size]` under teacher forcing, compared between modes."""
-    records: list[StepRecord]
-    """All steps of all repetitions, including prefill."""
 
 
 def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
@@ -83,6 +65,14 @@ def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: 
 
 class CaseRun:
     """A case on an idle engine with at least `batch_size` rows, which is run repeatedly.
+
+    Attributes:
+        ttft_ms, itl_ms: of all repetitions; gaps are those between the tokens of the steps
+            that count, and those of one launch arrive together.
+        repetitions: milliseconds of the steps of each repetition.
+        token_ids: the first `output_len` tokens of each prompt, of the first repetition.
+        outputs: the distinct outputs of each prompt over all repetitions.
+        records: all steps of all repetitions, including prefill.
 
     Raises:
         RequestError: when it runs, if the prompts and their output do not fit the engine.
@@ -104,14 +94,22 @@ class CaseRun:
         config = engine.config
         longest = longest_sequence(case, config.user.prefill_chunk, config.steps_per_launch)
         self._params = greedy(longest - case.input_len)
-        self._ttft_ms: list[float] = []
-        self._itl_ms: list[float] = []
-        self._step_ms: list[list[float]] = []
-        self._host_us: list[float] = []
-        self._padded_rows = self._used = 0
-        self._token_ids: list[list[int]] = []
-        self._outputs: list[set[tuple[int, ...]]] = [set() for _ in self.prompts]
-        self._records: list[StepRecord] = []
+        self.ttft_ms: list[float] = []
+        self.itl_ms: list[float] = []
+        self.repetitions: list[list[float]] = []
+        self.token_ids: list[list[int]] = []
+        self.outputs: list[set[tuple[int, ...]]] = [set() for _ in self.prompts]
+        self.records: list[StepRecord] = []
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Milliseconds of the steps of all repetitions, in order."""
+        return [duration for repetition in self.repetitions for duration in repetition]
+
+    def decode_records(self) -> list[StepRecord]:
+        """Return the steps that decoded the whole batch and did nothing else."""
+        rows = self.case.batch_size
+        return [r for r in self.records if r.rows == rows and not r.prefill_tokens]
 
     def warm_up(self) -> None:
         """Run it once without recording."""
@@ -124,41 +122,20 @@ class CaseRun:
         outputs, durations, counted = _run(
             engine, self.prompts, self._params, case.output_len - 1, self._before_step
         )
-        self._step_ms.append(durations)
-        for output in outputs:
+        self.repetitions.append(durations)
+        self.records += engine.timeline().records()
+        if not self.token_ids:
+            self.token_ids = [output.token_ids[: case.output_len] for output in outputs]
+        for distinct, output in zip(self.outputs, outputs, strict=True):
             assert output.timing is not None, "every prompt got a token"
-            self._ttft_ms.append(output.timing.ttft_ms)
-            self._itl_ms += output.timing.itl_ms[-counted:]
-        records = engine.timeline().records()
-        self._records += records
-        for record in records:
-            if record.rows == case.batch_size and not record.prefill_tokens:
-                self._host_us.append(record.host_ns / 1e3 / record.steps)
-                self._padded_rows, self._used = (
-                    self._padded_rows + record.bucket,
-                    self._used + record.rows,
-                )
-        if not self._token_ids:
-            self._token_ids = [output.token_ids[: case.output_len] for output in outputs]
-        for distinct, output in zip(self._outputs, outputs, strict=True):
+            self.ttft_ms.append(output.timing.ttft_ms)
+            self.itl_ms += output.timing.itl_ms[-counted:]
             distinct.add(tuple(output.token_ids))
 
-    def result(self) -> Measurement:
-        """Return the observations, with the logits of a scored sequence."""
+    def reference(self) -> Reference:
+        """Return the tokens, and the logits of a sequence under teacher forcing."""
         scored = self.prompts[0][:SCORED_TOKENS]
-        return Measurement(
-            case=self.case,
-            ttft_ms=self._ttft_ms,
-            itl_ms=self._itl_ms,
-            step_ms=[duration for repetition in self._step_ms for duration in repetition],
-            repetition_ms=[statistics.median(repetition) for repetition in self._step_ms],
-            host_us=self._host_us,
-            padding=1 - self._used / self._padded_rows if self._padded_rows else 0.0,
-            token_ids=self._token_ids,
-            outputs=self._outputs,
-            logits=self.engine.score(scored, (len(scored) + 1) // 2),
-            records=self._records,
-        )
+        return Reference(self.token_ids, self.engine.score(scored, (len(scored) + 1) // 2))
 
 
 def _run(
@@ -219,11 +196,10 @@ def _num_tokens(output: RequestOutput) -> int:
 
 
 def to_json(
-    engine: Engine,
-    measurement: Measurement,
+    run: CaseRun,
     *,
     bandwidth: float,
-    eager: Measurement | None,
+    eager: Reference | None,
     interleaved: bool,
     baselines: Sequence[dict[str, Any]] = (),
     device_state: dict[str, Any] | None = None,
@@ -232,53 +208,46 @@ def to_json(
     """Return a case of the JSON.
 
     Args:
-        engine: that ran it.
-        measurement: the observations.
+        run: the case, after its repetitions.
         bandwidth: of the device, in bytes per second.
-        eager: the same case in eager mode, to compare tokens and logits with.
+        eager: the same case in eager mode.
         interleaved: whether its repetitions were interleaved with those of other modes.
         baselines: results of other runtimes, as `BaselineCase.to_json` returns them.
         device_state: clocks, power and throttling before and after, as `watch` returns them.
         check: as `TokenCheck.check` returns it; None if the tokens were not checked.
     """
-    case, stats = measurement.case, engine.stats()
+    engine, case, stats = run.engine, run.case, run.engine.stats()
     # On average half of the output is in the context.
     context = case.input_len + case.output_len // 2
-    kv_bytes = engine.kv_bytes_read(context)
     roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
-    step = Summary.of(measurement.step_ms)
+    step, medians = Summary.of(run.step_ms), [statistics.median(ms) for ms in run.repetitions]
+    decoding = run.decode_records()
     return {
-        "model": case.model,
-        **dtype_names(engine),
-        "mode": engine.config.mode,
-        "kernels": engine.config.kernels,
-        "device": str(engine.config.device),
+        **describe_engine(engine, case.model),
         "batch_size": case.batch_size,
         "input_len": case.input_len,
         "output_len": case.output_len,
-        "prefill_chunk": engine.config.user.prefill_chunk,
         "steps_per_launch": engine.config.steps_per_launch,
-        "ttft_ms": Summary.of(measurement.ttft_ms).to_json(),
-        "itl_ms": Summary.of(measurement.itl_ms).to_json(),
+        "ttft_ms": Summary.of(run.ttft_ms).to_json(),
+        "itl_ms": Summary.of(run.itl_ms).to_json(),
         "step_ms": step.to_json(),
-        "repetition_ms": measurement.repetition_ms,
-        "spread": spread(measurement.repetition_ms),
+        "repetition_ms": medians,
+        "spread": spread(medians),
         "interleaved": interleaved,
-        "host_us": Summary.of(measurement.host_us).to_json(),
+        "host_us": Summary.of(r.host_ns / 1e3 / r.steps for r in decoding).to_json(),
         "tokens_per_second": 1e3 * case.batch_size / step.p50,
-        "padding": measurement.padding,
-        "kv_bytes": case.batch_size * kv_bytes,
+        "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
+        "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
         "roofline": roofline.to_json(step.p50 / 1e3),
         "memory": stats["memory"],
         "captured": stats["prepared"],
         "start": stats["start"],
-        "fallbacks": stats["fallbacks"],
-        "correct": _correctness(measurement, eager),
+        "correct": _correctness(run, eager),
         "check": check,
-        "instrumentation": instrumentation_to_json(engine, measurement.step_ms),
+        "instrumentation": instrumentation_to_json(engine, run.step_ms),
         "baselines": list(baselines),
         "device_state": device_state,
-        "samples": {"step_ms": measurement.step_ms},
+        "samples": {"step_ms": run.step_ms},
     }
 
 
@@ -287,11 +256,12 @@ def is_reference(engine: Engine) -> bool:
     return engine.config.mode == "eager" and engine.config.kernels != "native"
 
 
-def _correctness(measured: Measurement, eager: Measurement | None) -> dict[str, float | None]:
+def _correctness(run: CaseRun, eager: Reference | None) -> dict[str, float | None]:
     """Return how tokens and logits differ from those of eager mode, if it was measured."""
     if eager is None:
         return {"tokens_equal_eager": None, "max_abs_logit_error": None}
+    token_ids, logits = run.reference()
     return {
-        "tokens_equal_eager": equal_share(measured.token_ids, eager.token_ids),
-        "max_abs_logit_error": float((measured.logits - eager.logits).abs().max()),
+        "tokens_equal_eager": equal_share(token_ids, eager.token_ids),
+        "max_abs_logit_error": float((logits - eager.logits).abs().max()),
     }

@@ -16,13 +16,13 @@ from ...engine.engine import Engine
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import share_memory
-from ..results.document import write_json
-from ..results.tables import describe_start
+from ..results.result_document import write_json
+from ..results.result_tables import describe_start
 from ..runtimes.transformers_baseline import BaselineCase, TransformersBaseline
 from ..runtimes.transformers_config import import_transformers
 from ..token_check import TokenCheck
 from ..workload import interleave
-from .steady import BenchmarkCase, CaseRun, Measurement, is_reference, longest_sequence, to_json
+from .steady import BenchmarkCase, CaseRun, Reference, is_reference, longest_sequence, to_json
 
 __all__ = ["SteadyRun"]
 
@@ -116,7 +116,7 @@ class SteadyRun(BenchmarkRun):
         # The cache of another runtime needs memory as well.
         fraction = None if baseline is None else SHARED_MEMORY_FRACTION
         configs = [self.config(kind, mode, memory_fraction=fraction) for mode in self.modes]
-        eager: dict[BenchmarkCase, Measurement] = {}
+        eager: dict[BenchmarkCase, Reference] = {}
         with ExitStack() as stack:
             engines = self.start_together(stack, kind, configs, fraction)
             if engines:
@@ -162,10 +162,10 @@ class SteadyRun(BenchmarkRun):
         self,
         model: str,
         engines: Sequence[Engine],
-        eager: dict[BenchmarkCase, Measurement],
+        eager: dict[BenchmarkCase, Reference],
         baseline: TransformersBaseline | None,
     ) -> Iterator[dict[str, Any]]:
-        """Yield each case of each engine; `eager` holds the measurements in eager mode."""
+        """Yield each case of each engine; `eager` holds the references from eager mode."""
         options = self.options
         check = None
         if self.checks:
@@ -196,25 +196,21 @@ class SteadyRun(BenchmarkRun):
                 interleave(sides, options.num_iters, options.turn_seconds)
             state = read_again()
             for name, run in runs:
-                measured = run.result()
-                done = len(measured.repetition_ms)
+                done = len(run.repetitions)
                 if done < options.num_iters:
                     self.say(f"{name}: {done} of {options.num_iters} repetitions, as they are long")
                 if is_reference(run.engine):
-                    eager[case] = measured
+                    eager[case] = run.reference()
                 entry = to_json(
-                    run.engine,
-                    measured,
+                    run,
                     bandwidth=self.bandwidth,
                     eager=eager.get(case),
                     interleaved=len(runs) > 1,
-                    baselines=(
-                        theirs.to_json(measured.step_ms, measured.token_ids) if theirs else ()
-                    ),
+                    baselines=(theirs.to_json(run.step_ms, run.token_ids) if theirs else ()),
                     device_state=state,
-                    check=None if check is None else check.check(run.prompts, measured.outputs),
+                    check=None if check is None else check.check(run.prompts, run.outputs),
                 ) | {"profiled": self.profiled}
-                self.steps.add(entry, measured.records)
+                self.steps.add(entry, run.records)
                 yield entry
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:

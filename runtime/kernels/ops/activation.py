@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layer_plan import Activate
+from .layer_operations import Activate
 
 __all__ = ["gated_activation"]
 

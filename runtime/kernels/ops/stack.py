@@ -12,21 +12,19 @@ Weights are no arguments: a stack is created once over them and known by a handl
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .batch import RaggedBatch
-from .layer_plan import (
+from .bound_model import BoundModel
+from .layer_operations import (
     KNOWN_TO_LAYERS,
+    UNEQUAL_LAYERS,
     Activate,
     Attend,
-    BoundModel,
-    LayerPlan,
     Linear,
-    ModelPlan,
     Norm,
     Operation,
     QKNorm,
@@ -34,6 +32,7 @@ from .layer_plan import (
     Rotate,
     unsupported,
 )
+from .layer_plan import LayerPlan, ModelPlan
 
 torch.library.define(
     "stepgraph::stack_create",
@@ -113,18 +112,13 @@ def stack_obstacle(plan: ModelPlan) -> str | None:
     for op in plan.operations:
         if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
             return missing
-    layers: list[GatedLayer] = []
-    for kind in dict.fromkeys(plan.layers):
-        layer = GatedLayer.of(kind)
-        if not isinstance(layer, GatedLayer):
-            return layer.title
-        layers.append(layer)
-    traits = {(norm.eps, norm.offset) for layer in layers for norm in layer.norms}
-    alike = {
-        (replace(layer.attend, window=0), layer.activate, layer.mlp_output_norm) for layer in layers
-    }
-    if traits != {(plan.norm.eps, plan.norm.offset)} or len(alike) > 1:
-        return "layers that differ in more than windows and rotations"
+    if not plan.is_uniform:
+        return UNEQUAL_LAYERS
+    layer = GatedLayer.of(plan.layers[0])
+    if not isinstance(layer, GatedLayer):
+        return layer.title
+    if {(norm.eps, norm.offset) for norm in layer.norms} != {(plan.norm.eps, plan.norm.offset)}:
+        return "norms of several kinds"
     return None
 
 
@@ -250,7 +244,7 @@ def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
     places: list[int] = []
     for layer in model.layers:
         ops = GatedLayer.of(layer.plan)
-        assert isinstance(ops, GatedLayer)
+        assert isinstance(ops, GatedLayer), "a plan that `stack_obstacle` refuses"
         for place, op in ops._asdict().items():
             match op:
                 case Linear():
@@ -262,7 +256,9 @@ def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
                 case None:  # of queries and keys there would be two
                     weights += [None, None] if place == "qk_norm" else [None]
         places += [*layer.place, ops.attend.window, ops.rotate.kind]
-    attend, activate, norm = ops.attend, ops.activate, model.plan.norm
+    alike = GatedLayer.of(model.plan.layers[0])  # in what follows
+    assert isinstance(alike, GatedLayer)
+    attend, activate, norm = alike.attend, alike.activate, model.plan.norm
     return (
         weights,
         places,

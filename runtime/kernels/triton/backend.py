@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..choice import Kernels
 from ..ops.attention import paged_attention
-from ..ops.layer_plan import BoundModel
+from ..ops.bound_model import BoundModel
 from ..ops.linear import reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..ops.weight_storage import WeightStorage

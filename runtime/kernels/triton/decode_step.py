@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.batch import RaggedBatch
+from ..ops.bound_model import BoundModel
 from ..ops.feedback import Feedback
-from ..ops.layer_plan import BoundModel
 from ..ops.stack import DecodeResult, Stack
 from .begin import Embedding, Rotations
 from .layer_kernels import gpu_linear

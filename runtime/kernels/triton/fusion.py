@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..ops.layer_plan import (
+from torch import Tensor
+
+from ..ops.activation import gated_activation
+from ..ops.layer_operations import (
     KNOWN_TO_LAYERS,
+    UNEQUAL_LAYERS,
     Activate,
     Attend,
-    LayerPlan,
     Linear,
-    ModelPlan,
     Norm,
     Operation,
     QKNorm,
@@ -23,6 +25,7 @@ from ..ops.layer_plan import (
     Rotate,
     unsupported,
 )
+from ..ops.layer_plan import LayerPlan, ModelPlan
 
 __all__ = [
     "Activation",
@@ -93,10 +96,14 @@ class ResidualLinear:
 
 @dataclass(frozen=True)
 class Activation:
-    """A gated activation that no product ends with."""
+    """A gated activation that is no part of a product: plain torch, which knows every trait."""
 
     activate: Activate
     name: str = "activate"
+
+    def run(self, gate_up_TF: Tensor) -> Tensor:
+        """Return the activation `[T, F]` of `[T, 2F]`."""
+        return gated_activation(self.activate)(*gate_up_TF.chunk(2, dim=-1))
 
 
 Fused = NormLinear | GateUp | Attention | ResidualLinear | Activation
@@ -114,9 +121,9 @@ _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
 
 
 def _fits(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> bool:
-    """Whether a layer goes on with these kinds, of which only the plain version may be needed.
+    """Whether the next operations are of these kinds, and a kernel knows their traits.
 
-    Attention and an activation by itself have one that knows every trait.
+    Attention and an activation by itself have a plain version, which knows every trait.
     """
     if len(operations) < len(kinds) or not all(map(isinstance, operations, kinds)):
         return False
@@ -158,7 +165,7 @@ def fusion_obstacle(plan: ModelPlan) -> str | None:
             fuse(layer)
     except ValueError as error:
         return str(error)
-    return None
+    return None if plan.is_uniform else UNEQUAL_LAYERS
 
 
 def kernel_obstacle(plan: ModelPlan) -> str | None:
@@ -179,6 +186,7 @@ def product_pairs(
     if any(isinstance(fused, Activation) for fused in chain):
         return
     for first, second in dict.fromkeys(pairwise(chain)):
-        sums = isinstance(first, ResidualLinear) and first.norm is None
-        if sums and isinstance(second, GateUp | NormLinear):
+        if not isinstance(first, ResidualLinear) or first.norm is not None:
+            continue
+        if isinstance(second, GateUp | NormLinear):
             yield first, second

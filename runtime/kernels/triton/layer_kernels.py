@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.activation import gated_activation
-from ..ops.layer_plan import BoundLayer, BoundModel, LinearTensors
+from ..ops.bound_model import BoundLayer, BoundModel, LinearTensors
 from .combine_output import product_combines
 from .fusion import Activation, Attention, Fused, GateUp, NormLinear, ResidualLinear
 from .linear import GpuLinear, Norm, Pending
@@ -106,7 +105,7 @@ class FewRows:
         elif isinstance(fused, Activation):
             assert self._value is not None
             with operation(fused.name):
-                self._value = gated_activation(fused.activate)(*self._value.chunk(2, dim=-1))
+                self._value = fused.run(self._value)
         else:
             self._normed_product(kernel, fused)
 
@@ -132,7 +131,9 @@ class FewRows:
         qkv_TN, step = self._value, self._step
         assert kernel.attention is not None
         assert qkv_TN is not None
-        output = None if kernel.after is None else kernel.after.linear
+        after = kernel.after
+        adds = after is not None and isinstance(after.fused, ResidualLinear)
+        output = after.linear if after is not None and adds else None
         weight = None if output is None else output.weight
         if (
             output is not None

@@ -74,11 +74,11 @@ def tuned_pairs(
     products, fused = dict(layer), [fused for fused, _ in layer]
     chosen: dict[str, LinearConfig | None] = {"output_gate_up": None, "down_qkv": None}
     for first, second in product_pairs([fused, fused]):
-        weights = products[first], products[second]
-        assert weights[0] is not None
-        assert weights[1] is not None
-        shape = PairShape.of(rows, *weights, gated=isinstance(second, GateUp))
-        chosen[shape.name] = _tuned(shape, dtype, weights[0].weight)
+        one, other = products[first], products[second]
+        assert one is not None
+        assert other is not None
+        shape = PairShape.of(rows, one, other, gated=isinstance(second, GateUp))
+        chosen[shape.name] = _tuned(shape, dtype, one.weight)
     pairs = LayerPairs(**chosen)
     return None if pairs == LayerPairs(None, None) else pairs
 

@@ -18,8 +18,10 @@ kernel that norms. Steps of more rows and prefill steps are bound by arithmetic 
 weights: they use the library's products with kernels of this package between them.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, K kinds of rotation, E half of head_dim, G
-layer groups, N features of queries, keys and values. The arithmetic is that of the modules in
-`models/decoder.py`, with results rounded to the model's dtype at the same places.
+layer groups, N features of queries, keys and values. Which kernels a layer is follows from its plan
+(`fusion.py`); attention and activations with traits that no kernel knows are plain torch. The
+arithmetic is that of `models/operations.py`, with results rounded to the model's dtype at the same
+places.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import torch
 from torch import Tensor
 
 from ....profiling.attribution import operation
-from ..ops.activation import gated_activation
 from ..ops.batch import RaggedBatch
-from ..ops.layer_plan import KNOWN_TO_LAYERS, Activate, Attend, BoundModel, unsupported
+from ..ops.bound_model import BoundModel
+from ..ops.layer_operations import KNOWN_TO_LAYERS, Attend, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
 from .layer_kernels import FewRows, Hidden, LayerKernel
@@ -151,7 +153,8 @@ class GpuStack:
                 value = step.attended(kernel.attention, value)
                 continue
             if isinstance(fused, Activation):
-                value = self._activated(value, fused.activate)
+                with operation(fused.name):
+                    value = fused.run(value)
                 continue
             assert kernel.linear is not None
             if isinstance(fused, ResidualLinear):
@@ -170,17 +173,10 @@ class GpuStack:
             with operation(fused.linear.name):
                 value = self._product(value, kernel.linear)
             if isinstance(fused, GateUp):
-                value = self._activated(value, fused.activate)
+                gate_up_TF, value = value, value.new_empty(value.shape[0], fused.features)
+                with operation(fused.activate.name):
+                    self.operations.activate_rows(gate_up_TF, value, gelu=fused.gelu)
         return hidden
-
-    def _activated(self, gate_up_TF: Tensor, activate: Activate) -> Tensor:
-        with operation(activate.name):
-            if unsupported(activate, KNOWN_TO_LAYERS) is not None:
-                return gated_activation(activate)(*gate_up_TF.chunk(2, dim=-1))
-            inner_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], activate.features)
-            gelu = activate.function == "gelu_tanh"
-            self.operations.activate_rows(gate_up_TF, inner_TF, gelu=gelu)
-            return inner_TF
 
     def _product(self, x_TK: Tensor, linear: GpuLinear) -> Tensor:
         """A product of the library, `[T, N]`."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from ....profiling.attribution import operation
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
-from ..ops.layer_plan import Attend, BoundLayer, BoundModel
+from ..ops.bound_model import BoundLayer, BoundModel
+from ..ops.layer_operations import Attend
 from .fusion import Attention
 from .launch import num_multiprocessors
 from .operations import Operations

@@ -1,8 +1,9 @@
 """The nsys session: its command line, and the window that a program opens in it.
 
-nsys (NVIDIA Nsight Systems) starts the program, and collects only while the program says so: an
-engine loads weights, warms up and captures its steps outside the window, and the profile holds
-nothing but steps. What is collected is read by `stepgraph report`.
+nsys (NVIDIA Nsight Systems) starts the program, and collects only inside the window: an engine
+loads weights, warms up and captures its steps before it, and the profile holds nothing but steps.
+`stepgraph report` reads the export: `export` queries it, `steps` assembles steps, `report` divides
+their time among operations and layers, `cli` is the command.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import ranges
+from .. import dictionary
 
 __all__ = [
     "CaptureWindowError",
@@ -38,8 +39,8 @@ _SESSION_VARIABLE: Final = "NSYS_PROFILING_SESSION_ID"
 """Set by nsys for the processes that it profiles."""
 
 _STARTED_VARIABLE: Final = "STEPGRAPH_STARTED_NSYS"
-"""Set by us for the nsys that we start: its program must not start another one, whatever nsys
-tells it while the window is not open yet."""
+"""Set for the nsys that we start: its program must not start another one, even where nsys sets no
+variable before the window opens."""
 
 
 class CaptureWindowError(RuntimeError):
@@ -80,8 +81,8 @@ def nsys_command(
         what = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
         what.append(f"--cuda-graph-trace={graph_trace}")
     elif device == "cpu":
-        what = ["-t", "nvtx", "-c", "nvtx", "-p", f"{ranges.WINDOW}@{ranges.DOMAIN}"]
-        what.append("--capture-range-end=stop")
+        window = f"{dictionary.WINDOW}@{dictionary.DOMAIN}"
+        what = ["-t", "nvtx", "-c", "nvtx", "-p", window, "--capture-range-end=stop"]
     else:
         raise ValueError(f"device is {device!r}; it must be 'cuda' or 'cpu'")
     quiet = ["--sample=none", "--cpuctxsw=none"]
@@ -108,12 +109,14 @@ def find_nsys() -> str | None:
 
 def inside_nsys() -> bool:
     """Return whether a tool profiles this process, so that it starts none itself."""
-    told = (os.environ.get(name) for name in (_SESSION_VARIABLE, _STARTED_VARIABLE))
-    return any(told) or ranges.attached
+    from .. import ranges  # loads nvtx, which reading a report does not need
+
+    variables = (_SESSION_VARIABLE, _STARTED_VARIABLE)
+    return any(map(os.environ.get, variables)) or ranges.attached
 
 
 def environment_of_nsys() -> dict[str, str]:
-    """Return the environment to start nsys in: a program in it knows that it is `inside_nsys`."""
+    """Return the environment to start nsys in: its program is `inside_nsys`."""
     return {**os.environ, _STARTED_VARIABLE: "1"}
 
 
@@ -123,7 +126,7 @@ _window: Final = threading.Lock()
 
 @contextlib.contextmanager
 def capture_window() -> Iterator[None]:
-    """Profile what runs inside, where nsys waits for it; without nsys it changes nothing.
+    """Profile what runs inside, under the nsys of `nsys_command`; without nsys it changes nothing.
 
     On CUDA the device is synchronised at both ends, so that the window holds the work that was
     started in it, all of it and no other. It ends on every way out. `nsys_command` collects the
@@ -133,11 +136,13 @@ def capture_window() -> Iterator[None]:
         CaptureWindowError: another window is open, in this thread or in another one. That one
             stays open.
     """
+    from .. import ranges
+
     if not _window.acquire(blocking=False):
         raise CaptureWindowError(
             "a capture window is already open in this process; a profile has one window at a time"
         )
-    with contextlib.ExitStack() as stack:  # what is put here last happens first on the way out
+    with contextlib.ExitStack() as stack:  # unwinds in reverse order
         stack.callback(_window.release)
         cuda = _cuda_in_use()
         if cuda is not None:
@@ -151,7 +156,7 @@ def capture_window() -> Iterator[None]:
 
 
 def _cuda_in_use() -> Any:
-    """`torch.cuda` if this process works with CUDA already, else None: nothing is started here."""
+    """`torch.cuda` if this process has initialised CUDA, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

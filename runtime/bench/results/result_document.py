@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import torch
 
+from ....profiling.atomic_write import write_file
 from ....profiling.device_state import DeviceMonitor
-from ....profiling.whole_files import write_file
 from ...engine.engine import Engine
 from ...kernels import resolve_threads
 from ..console import shown_command_line
-from .comparison import SCHEMA_VERSION
+from .result_comparison import SCHEMA_VERSION
 
 __all__ = [
     "describe_budget",

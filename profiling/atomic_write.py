@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, and a look beforehand whether they can.
+"""Files that are written atomically, and a check beforehand whether they can be written.
 
-A file is written beside its place under another name, which then becomes its own: whoever reads it
-meanwhile finds what was there before. A symbolic link stays one: the file that it leads to is
+The content goes to a temporary file in the same folder, which then replaces the target: a reader
+finds the old content or the new one. A symbolic link stays one: the file that it leads to is
 replaced, and keeps its permissions.
 """
 
@@ -29,76 +29,72 @@ class WriteError(OSError):
 
 
 def check_writable(path: Path) -> None:
-    """Find out whether a file can be written, and leave everything as it is.
+    """Check that a file can be written, without changing it.
 
     Raises:
-        WriteError: it cannot: says why.
+        WriteError: it cannot; says why.
     """
-    target = _target(path)
     try:
-        temporary = _temporary(target)
+        temporary = _temporary(_target(path))
         temporary.open("x").close()
         temporary.unlink()
+    except WriteError:
+        raise
     except OSError as error:
-        raise _error(path, error) from error
+        raise WriteError(path, error.strerror or str(error)) from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole; text as UTF-8, with the line ends that it has.
+    """Write a file; text as UTF-8, with the line ends that it has.
 
     Raises:
-        WriteError: it cannot be written; what was there before still is.
+        WriteError: it cannot be written; its old content stays.
     """
     write_files([(path, content)])
 
 
 def write_files(contents: Iterable[tuple[Path, str | bytes]]) -> None:
-    """Write several files whole: none takes its place before all are written.
+    """Write several files: none is replaced before all are written.
 
     Raises:
-        WriteError: one cannot be written; what was there before still is.
+        WriteError: one cannot be written.
     """
     moves: list[tuple[Path, Path, Path]] = []
+    path = Path()
     try:
         for path, content in contents:
             target = _target(path)
             temporary = _temporary(target)
-            try:
-                with temporary.open("xb") as file:
-                    moves.append((path, temporary, target))
-                    file.write(content.encode() if isinstance(content, str) else content)
-                if target.exists():
-                    shutil.copymode(target, temporary)
-            except OSError as error:
-                raise _error(path, error) from error
-        for path, temporary, target in moves:
-            try:
-                os.replace(temporary, target)
-            except OSError as error:
-                raise _error(path, error) from error
+            with temporary.open("xb") as file:
+                moves.append((path, temporary, target))
+                file.write(content.encode() if isinstance(content, str) else content)
+            if target.exists():
+                shutil.copymode(target, temporary)
+        for path, temporary, target in moves:  # noqa: B007  named in the error
+            os.replace(temporary, target)
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(path, error.strerror or str(error)) from error
     finally:  # after an interrupt as well
         for _, temporary, _ in moves:
             temporary.unlink(missing_ok=True)
 
 
 def _target(path: Path) -> Path:
-    """Return where the contents lie, behind all links."""
+    """Return the file that the path leads to, behind all links."""
     target = Path(os.path.realpath(path))
-    folder = target.parent
     reason = None
     try:
         mode = target.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        if not folder.is_dir():
+        if not target.parent.is_dir():
             leads = f"it leads to {target}, and " if path.is_symlink() else ""
-            shown = folder if leads else path.parent
-            reason = f"{leads}{shown} is not a directory"
-    except OSError as error:
-        raise _error(path, error) from error
+            reason = f"{leads}{target.parent if leads else path.parent} is not a directory"
     else:
         if stat.S_ISDIR(mode):
             reason = "it is a directory"
-        elif stat.S_ISLNK(mode):  # nothing is left to follow
+        elif stat.S_ISLNK(mode):  # a link that cannot be resolved
             reason = "its symbolic links lead in a circle"
         elif not stat.S_ISREG(mode):
             reason = "it is no regular file"
@@ -111,7 +107,3 @@ def _target(path: Path) -> Path:
 
 def _temporary(target: Path) -> Path:
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
-
-
-def _error(path: Path, error: OSError) -> WriteError:
-    return WriteError(path, error.strerror or str(error))

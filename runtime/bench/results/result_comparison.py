@@ -269,7 +269,7 @@ def _check_document(text: str, scenario: str | None) -> tuple[str, dict[str, Any
             " measure it again"
         )
     if not isinstance(document.get("environment"), dict):
-        raise ValueError("it does not say what it was measured on: it has no environment")
+        raise ValueError("it has no environment, so the machine is unknown")
     names = [name for name, value in document.items() if isinstance(value, list) and value]
     if not names:
         raise ValueError("it has no cases")
@@ -299,15 +299,8 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is no object")
     for key in compared.keys:
-        value = entry.get(key)
         if key in entry:
-            text, free = key in _ENGINE, key == "max_itl_ms"
-            least = int(key != "neighbours" and not free)
-            number = _is_number(value, whole=not free, least=least)
-            valid = isinstance(value, str) if text else number
-            if not (valid or (free and value is None)):
-                what = "text" if text else "time in milliseconds" if free else "count"
-                raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
+            _check_key(key, entry[key], name)
         elif key not in _OPTIONAL:
             raise ValueError(f"{name} has no {key}")
     for metric in dict.fromkeys(metric for metric, _ in compared.metrics):
@@ -327,6 +320,18 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
         ("samples.step_ms", samples.get("step_ms")),
     ):
         _check_times([] if listed is None else listed, f"{name}: {what}")
+
+
+def _check_key(key: str, value: object, name: str) -> None:
+    """Raise `ValueError` unless a key is text, a count, or for a budget a time or null."""
+    if key in _ENGINE:
+        valid, what = isinstance(value, str), "text"
+    elif key == "max_itl_ms":
+        valid, what = value is None or _is_number(value, whole=False), "time in milliseconds"
+    else:
+        valid, what = _is_number(value, whole=True, least=int(key != "neighbours")), "count"
+    if not valid:
+        raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
 
 
 def _is_number(value: object, *, whole: bool, least: int = 0) -> bool:

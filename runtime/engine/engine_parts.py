@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["CodeCache", "EngineParts"]
 
 _TERM_OF_PHASE = {"load": "weights", "cache": "cache", "static_buffers": "static_buffers"}
-"""The phases of a start that make what lives on the device as long as the engine."""
+"""The phases of a start that allocate permanent memory of the device, and its term."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeCache:
-    """Pieces of code that torch.compile found in its cache, and those that it had to make."""
+    """Hits and misses of the code cache of `torch.compile`."""
 
     hits: int
     misses: int
 
     @classmethod
     def now(cls) -> CodeCache:
-        """Read the counters of this process: other engines that start meanwhile count too."""
+        """Read the counters of this process, which include other engines that start meanwhile."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         counts = {} if dynamo is None else dynamo.counters["inductor"]
         return cls(counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0))
@@ -46,7 +46,7 @@ class CodeCache:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs over."""
+    """The parts of a started engine."""
 
     config: ResolvedConfig
     model: Decoder
@@ -56,26 +56,26 @@ class EngineParts:
     arena: Arena
     runner: Runner
     step_memory: StepMemory
-    """What steps hold while they run."""
+    """Memory of running steps."""
     phases: tuple[Phase, ...]
-    """What each phase of the start left behind: "kernels", "load", "cache", "host_cache" if there
+    """Memory and time of each phase of the start: "kernels", "load", "cache", "host_cache" if there
     is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
     start_seconds: float
-    """The phases and what lies between them; the calibration of a time budget comes on top."""
+    """All of the start but the calibration of a time budget."""
     code_cache: CodeCache
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
 
     @property
     def load_seconds(self) -> float:
-        """What reading (and packing) the weights took."""
+        """Seconds to read (and pack) the weights."""
         return sum(phase.seconds for phase in self.phases if phase.name == "load")
 
     def reconcile(self) -> Reconciliation:
-        """Set what is held now, and what steps held when they were measured, against the plan.
+        """Compare the plan with the memory held now and measured for steps.
 
-        On a CUDA device weights, cache and static buffers are what torch's allocator says that
-        their phases of the start took; on a CPU they are the sizes of the tensors.
+        On CUDA, weights, cache and static buffers are what torch's allocator counted in their
+        phases of the start; on a CPU they are the sizes of the tensors.
         """
         runner = self.runner
         held = {
@@ -94,16 +94,16 @@ class EngineParts:
             host_buffers = runner.host_nbytes
             held = grown
         else:
-            # No measure of one term: pages come with the first write, code with its first use.
+            # Growth is no measure of a term: pages and code are mapped at their first use.
             notes = {
-                term: "size of the tensors; meanwhile the resident set, code and all, grew by "
+                term: "size of the tensors; the resident set, code included, grew meanwhile by "
                 + format_bytes(size)
                 for term, size in grown.items()
             }
         measured = dict(self.step_memory.measured)
         activations = measured.get("activations")
         if self.model.stack is not None and activations is not None:
-            # Taken when the steps were prepared, so no step that was measured took it.
+            # Allocated when the steps were prepared, so it is in no measured step.
             workspace = self.model.stack.workspace_bytes(runner.sizes.tokens.largest)
             measured["activations"] = activations + workspace
         return self.plan.reconcile(
@@ -116,7 +116,7 @@ class EngineParts:
             },
             {
                 **notes,
-                "reserve": "not held: left for workspaces and fragmentation",
+                "reserve": "left free for workspaces and fragmentation",
                 **self.step_memory.notes,
             },
         )

@@ -1,0 +1,323 @@
+"""Assembles the steps of a profile from ranges, calls and activities. Standard library only.
+
+A turn of the engine is a range `step` with ranges inside; it ends when the host is done, and the
+device may work on the step long after that. The device's work for a step is therefore found
+through the CUDA calls of the same thread within the range: a call and its activities share a
+correlation id.
+"""
+
+import itertools
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .. import dictionary
+from .export import Activity, Call, Export, ExportError, Range, in_order, process_of
+
+__all__ = ["STEP_COLUMNS", "Step", "TracedLaunch", "covered_ns", "traced_steps"]
+
+_PHASES: Final = {dictionary.REPLAY: "decode", dictionary.PREFILL: "prefill"}
+_WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
+_GRAPH_LAUNCH: Final = re.compile(r"cu(da)?GraphLaunch")
+_LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLaunch:
+    """A range `replay` or `prefill`: its phase, its step numbers by name, its device activities."""
+
+    phase: str
+    numbers: Mapping[str, int]
+    activities: list[Activity]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step. Times are in µs, None where the profile does not tell.
+
+    docs/profiling.md, "Reading the report", describes `STEP_COLUMNS`; the other fields are
+
+    Attributes:
+        parts: what it launched: decoding, a chunk of prompts, or both in this order.
+        around: activities that belong to no launch: inputs, outputs, copies of blocks.
+        device_ns: begin of the first and end of the last activity, on the clock of the trace.
+    """
+
+    thread: int
+    step: int | None
+    phase: str
+    rows: int | None
+    bucket: int | None
+    tokens: int | None
+    padding: int | None
+    blocks_in_use: int | None
+    host_us: float
+    wait_us: float
+    plan_us: float
+    launch_us: float
+    commit_us: float
+    device_us: float | None
+    busy_us: float | None
+    gap_us: float | None
+    step_us: float | None
+    launches: int
+    parts: list[TracedLaunch]
+    around: list[Activity]
+    device_ns: tuple[int, int] | None
+
+    def activities(self) -> Iterator[Activity]:
+        """All work of the device for the step."""
+        return itertools.chain(self.around, *(launch.activities for launch in self.parts))
+
+
+STEP_COLUMNS: Final = tuple(Step.__dataclass_fields__)[:-3]
+"""The columns of `--csv`, in order."""
+
+
+def traced_steps(export: Export) -> tuple[list[Step], list[str]]:
+    """Assemble the complete steps of an export, thread after thread, and notes for the reader.
+
+    Raises:
+        ExportError: there is no complete step in it.
+    """
+    threads: dict[int, tuple[list[Range], list[Call]]] = defaultdict(lambda: ([], []))
+    for found in export.ranges:
+        threads[found.thread][0].append(found)
+    for call in export.calls:
+        if call.thread in threads:
+            threads[call.thread][1].append(call)
+    activities: dict[tuple[int | None, int], list[Activity]] = defaultdict(list)
+    for activity in export.activities:
+        activities[activity.process, activity.correlation].append(activity)
+
+    in_thread = not export.calls and not export.activities
+    skipped: Counter[str] = Counter()
+    steps: list[Step] = []
+    processes = set()
+    for thread in sorted(threads):
+        turns = _Turns(*threads[thread], activities, in_thread=in_thread)
+        index = len({step.thread for step in steps})
+        found_steps = list(turns.steps(index))
+        skipped += turns.skipped
+        _relate(found_steps)
+        steps += found_steps
+        if found_steps:
+            processes.add(process_of(thread))
+    notes = [
+        f"{_count(skipped[what], *words)}{text}"
+        for what, words, text in (
+            ("cut", ["step"], " left out: the profile ended before the step did"),
+            ("stray", ["launch", "launches"], " left out: outside of a complete step"),
+        )
+        if skipped[what]
+    ]
+    if not steps:
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise ExportError(
+            f"{export.path} has no step in it{why}: profile a window in which an engine steps"
+        )
+    if skipped["idle"]:
+        notes.append(f"{_count(skipped['idle'], 'turn')} that launched nothing left out")
+    if skipped["hidden"]:
+        notes.append(
+            f"{_count(skipped['hidden'], 'graph launch', 'graph launches')} of these steps left no"
+            " activity of the device in the export: their device times are too short, or missing"
+        )
+    notes += _notes(export, steps, len(processes), in_thread=in_thread)
+    return steps, notes
+
+
+def _notes(
+    export: Export, steps: Sequence[Step], processes: int, *, in_thread: bool
+) -> Iterator[str]:
+    """What a reader must know of the steps."""
+    threads = len({step.thread for step in steps})
+    if threads > 1:
+        yield (
+            f"steps of {_count(threads, 'thread')} in {_count(processes, 'process', 'processes')}:"
+            " gaps are between steps of one thread, the summary is of all"
+        )
+    timed = [activity.is_timed for step in steps for activity in step.activities()]
+    devices = sorted({a.device for step in steps for a in step.activities() if a.is_timed})
+    if len(devices) > 1:
+        yield f"activities on devices {', '.join(map(str, devices))}: the times of a step span them"
+    if in_thread:
+        yield (
+            "no CUDA in this profile: what the device did is what ran within the ranges"
+            f" {' and '.join(_PHASES)}, in the engine's own thread"
+        )
+    elif not export.activities:
+        yield "no activity of a device in this profile, though there are CUDA calls"
+    if not all(timed):
+        untimed = _count(timed.count(False), "activity", "activities")
+        yield f"{untimed} without a time: not in device times"
+    if not any(launch.numbers for step in steps for launch in step.parts):
+        yield (
+            "no structured payloads, so no rows, bucket and tokens:"
+            " export the report with nsys export --include-blobs=true"
+        )
+
+
+class _Turns:
+    """The turns of the engine on one thread, and how many of what is `skipped`."""
+
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        calls: Sequence[Call],
+        activities: Mapping[tuple[int | None, int], list[Activity]],
+        *,
+        in_thread: bool,
+    ) -> None:
+        steps = [found for found in ranges if found.name == dictionary.STEP]
+        self._steps = [(found, found.end_ns) for found in steps if found.end_ns is not None]
+        self._starts = [found.start_ns for found, _ in self._steps]
+        self._activities = activities
+        self._in_thread = in_thread
+        self._inside: list[list[tuple[Range, int]]] = [[] for _ in self._steps]
+        self._calls: list[list[Call]] = [[] for _ in self._steps]
+        self.skipped = Counter({"cut": len(steps) - len(self._steps)})
+        for found in ranges:
+            if found.name == dictionary.STEP or found.end_ns is None:
+                continue
+            index = self._enclosing(found.start_ns, found.end_ns)
+            if index is not None:
+                self._inside[index].append((found, found.end_ns))
+            elif found.name in _PHASES:
+                self.skipped["stray"] += 1
+        for call in calls:
+            index = self._enclosing(call.start_ns, call.end_ns)
+            if index is not None:
+                self._calls[index].append(call)
+
+    def _enclosing(self, start_ns: int, end_ns: int) -> int | None:
+        """The complete step around an event."""
+        index = bisect_right(self._starts, start_ns) - 1
+        return index if index >= 0 and end_ns <= self._steps[index][1] else None
+
+    def steps(self, thread: int) -> Iterator[Step]:
+        """The turns that launch something; `thread` counts the threads of the profile."""
+        for (turn, end), inside, calls in zip(self._steps, self._inside, self._calls, strict=True):
+            if any(found.name in _PHASES for found, _ in inside):
+                yield self._step(thread, turn, end, inside, calls)
+            else:
+                self.skipped["idle"] += 1
+
+    def _step(
+        self,
+        thread: int,
+        turn: Range,
+        ended_ns: int,
+        inside: Sequence[tuple[Range, int]],
+        calls: Sequence[Call],
+    ) -> Step:
+        launches = [
+            TracedLaunch(
+                _PHASES[found.name],
+                found.numbers,
+                in_order(self._of(call for call in calls if _within(call, found.start_ns, end))),
+            )
+            for found, end in inside
+            if found.name in _PHASES
+        ]
+        # The device's work for an earlier step's commit is no part of this one.
+        commits = [(r.start_ns, end) for r, end in inside if r.name == dictionary.COMMIT]
+        own = [call for call in calls if not any(_within(call, *commit) for commit in commits)]
+        taken = {id(activity) for launch in launches for activity in launch.activities}
+        around = in_order([a for a in self._of(own) if id(a) not in taken])
+        self.skipped["hidden"] += sum(
+            not self._of([call]) for call in _outermost(own, _GRAPH_LAUNCH)
+        )
+        totals: Counter[str] = Counter()
+        for found, end in inside:
+            totals[found.name] += end - found.start_ns
+        wait_ns = sum(call.end_ns - call.start_ns for call in _outermost(calls, _WAITS))
+        in_thread_ns = totals["replay"] + totals["prefill"] if self._in_thread else 0
+        device, busy_ns = None, None
+        if self._in_thread:
+            work = [(found.start_ns, end) for found, end in inside if found.name in _PHASES]
+            device, busy_ns = (work[0][0], work[-1][1]), in_thread_ns
+        else:
+            every = [*around, *(a for launch in launches for a in launch.activities)]
+            timed = in_order([activity for activity in every if activity.is_timed])
+            if timed:
+                device = timed[0].start_ns, max(activity.end_ns for activity in timed)
+                busy_ns = covered_ns(timed)
+
+        def values(name: str) -> list[int]:
+            return [launch.numbers[name] for launch in launches if name in launch.numbers]
+
+        def total(name: str) -> int | None:
+            return sum(values(name)) if values(name) else None
+
+        numbers = values("step")
+        return Step(
+            thread=thread,
+            step=turn.value if turn.value is not None else next(iter(numbers), None),
+            phase="+".join(launch.phase for launch in launches),
+            rows=total("rows"),
+            bucket=next(iter(values("bucket")), None),
+            tokens=total("tokens"),
+            padding=total("padding"),
+            blocks_in_use=next(iter(values("blocks_in_use")), None),
+            host_us=(ended_ns - turn.start_ns - wait_ns - in_thread_ns) / 1e3,
+            wait_us=wait_ns / 1e3,
+            plan_us=totals[dictionary.PLAN] / 1e3,
+            launch_us=(totals[dictionary.LAUNCH] - in_thread_ns) / 1e3,
+            commit_us=totals[dictionary.COMMIT] / 1e3,
+            device_us=None if device is None else (device[1] - device[0]) / 1e3,
+            busy_us=None if busy_ns is None else busy_ns / 1e3,
+            gap_us=None,
+            step_us=None,
+            launches=len(_outermost(own, _LAUNCHES)),
+            parts=launches,
+            around=around,
+            device_ns=device,
+        )
+
+    def _of(self, calls: Iterable[Call]) -> list[Activity]:
+        """The device's work for some calls."""
+        return [
+            activity
+            for call in calls
+            for process in (process_of(call.thread), None)
+            for activity in self._activities.get((process, call.correlation), ())
+        ]
+
+
+def _relate(steps: Sequence[Step]) -> None:
+    """Set gap and length, of the steps of one thread in order; not across a missing step."""
+    for before, step in itertools.pairwise(steps):
+        follows = before.step is None or step.step == before.step + 1
+        if follows and before.device_ns is not None and step.device_ns is not None:
+            step.gap_us = max(0, step.device_ns[0] - before.device_ns[1]) / 1e3
+            step.step_us = (step.device_ns[1] - before.device_ns[1]) / 1e3
+
+
+def covered_ns(activities: Iterable[Activity]) -> int:
+    """Return how long at least one of some activities ran, given in the order of their begin."""
+    total, until = 0, 0
+    for activity in activities:
+        total += max(0, activity.end_ns - max(activity.start_ns, until))
+        until = max(until, activity.end_ns)
+    return total
+
+
+def _within(call: Call, start_ns: int, end_ns: int) -> bool:
+    return start_ns <= call.start_ns and call.end_ns <= end_ns
+
+
+def _outermost(calls: Iterable[Call], names: re.Pattern[str]) -> list[Call]:
+    """The calls of these names, but for those within another one."""
+    found: list[Call] = []
+    for call in calls:
+        if names.match(call.name) and not (found and call.start_ns < found[-1].end_ns):
+            found.append(call)
+    return found
+
+
+def _count(number: int, what: str, several: str | None = None) -> str:
+    return f"{number:,} {what if number == 1 else several or what + 's'}"

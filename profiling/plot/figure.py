@@ -1,0 +1,381 @@
+"""The panels of a picture, drawn by matplotlib with its own defaults and a few settings."""
+
+import contextlib
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from matplotlib import style as styles
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from ..stats import Summary
+from ..timeline import StepRecord
+from .series import Gap, MarkKind, Series, phase_times, series_of
+
+__all__ = ["DPI", "HEIGHT", "WIDTH", "draw", "roofline_lines", "style"]
+
+WIDTH, HEIGHT, DPI = 1600, 1000, 100
+"""Of a picture in pixels, and pixels per inch."""
+
+_SETTINGS: Final = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
+    "text.parse_math": False,  # a dollar sign of a path is no formula
+}
+
+# The palette of Okabe and Ito, "Color Universal Design" (2008).
+_DECODE, _CHUNK, _COLLECTION = "#0072B2", "#E69F00", "#D55E00"
+_LANES: Final[Mapping[MarkKind, tuple[str, str]]] = {
+    "chunk": ("prefill chunk", _CHUNK),
+    "join": ("join", "#009E73"),
+    "bucket": ("bucket change", "#CC79A7"),
+    "collection": ("collection", _COLLECTION),
+}
+_INK: Final = "#222222"
+
+WIDE: Final = 4.0
+"""The axis of gaps is logarithmic where the longest is so many times the median."""
+
+LONG_TAIL: Final = 40
+"""Gaps in a bin from which on a bin of one gap cannot be seen on a linear axis."""
+
+MANY_POINTS: Final = 2400
+"""From so many on the points of an SVG or PDF are pixels."""
+
+MOST_BUCKETS: Final = 30
+"""Changes of the bucket that are labelled with the new one."""
+
+
+def style() -> contextlib.AbstractContextManager[None]:
+    """Return matplotlib's defaults with the settings of pictures, whatever the process has set."""
+    return styles.context(["default", _SETTINGS])
+
+
+def draw(
+    records: Sequence[StepRecord],
+    *,
+    title: str,
+    cases: Sequence[Mapping[str, Any]] | None,
+    max_itl_ms: float | None,
+    command: str | None,
+) -> Figure:
+    """Draw all panels; the arguments are those of `plot_steps`."""
+    series = series_of(records)
+    steps = sum(max(1, record.steps) for record in records)
+    launches = f" in {len(records):,} launches" if steps != len(records) else ""
+    lines = [line for part in title.splitlines() for line in _wrapped(part, 150, 1)][:2]
+    lines.append(
+        f"n = {len(series.gaps):,} (gaps between the tokens of one step and of the next);"
+        f" {steps:,} steps{launches} in {duration(1e3 * series.seconds)}"
+    )
+    with style():
+        figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", size=13)
+        if command is not None:
+            text = "\n".join(_wrapped(command, 190, 2))
+            figure.supxlabel(text, x=0.01, ha="left", size=9, color="#555555")
+        rows: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
+        gaps, lanes = rows[0].subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        _draw_gaps(gaps, series, max_itl_ms)
+        _draw_lanes(lanes, series)
+        left, right = rows[1].subfigures(1, 2)
+        _draw_histogram(left.subplots(), series)
+        if cases:
+            _draw_roofline(right.subplots(), cases)
+        else:
+            _draw_phases(right, records)
+    return figure
+
+
+def _kinds_of(gaps: Sequence[Gap]) -> list[tuple[str, str, list[Gap]]]:
+    """Return names, colours and gaps by what made them long: a collection before a chunk."""
+    kinds: dict[tuple[str, str], list[Gap]] = {
+        ("decode steps", _DECODE): [],
+        ("with a prefill chunk", _CHUNK): [],
+        ("held up by a collection", _COLLECTION): [],
+    }
+    decode, chunk, collection = kinds.values()
+    for gap in gaps:
+        kind = chunk if gap.record.prefill_tokens > 0 else decode
+        (collection if gap.collected else kind).append(gap)
+    return [(name, color, found) for (name, color), found in kinds.items() if found]
+
+
+def _limits(gaps: Sequence[Gap]) -> tuple[float, float, bool]:
+    """Return the shortest and the longest gap, and whether their axis is logarithmic."""
+    values = [gap.ms for gap in gaps if gap.ms > 0] or [1.0]
+    log = max(values) > WIDE * statistics.median(values)
+    return min(values), max(values), log
+
+
+def _draw_gaps(axes: Axes, series: Series, max_itl_ms: float | None) -> None:
+    """Draw a point for each gap, the percentiles, the budget and the reason of the longest gap."""
+    axes.set_title("ITL over time")
+    if not series.gaps:
+        _say(axes, "no gap between tokens was recorded")
+        return
+    low, high, log = _limits(series.gaps)
+    for name, color, gaps in _kinds_of(series.gaps):
+        axes.plot(
+            [gap.seconds for gap in gaps],
+            [max(gap.ms, low) if log else gap.ms for gap in gaps],
+            "o",
+            markersize=4,
+            markeredgewidth=0,
+            color=color,
+            label=f"{name} ({len(gaps):,})",
+            rasterized=len(gaps) > MANY_POINTS,
+        )
+    summary = Summary.of(gap.ms for gap in series.gaps)
+    axes.axhline(summary.p50, color=_INK, label=f"p50 {duration(summary.p50)}")
+    if summary.p99 is not None:
+        axes.axhline(summary.p99, color=_INK, ls="--", label=f"p99 {duration(summary.p99)}")
+    if max_itl_ms is not None:
+        text = f"budget {duration(max_itl_ms)}"
+        axes.axhline(max_itl_ms, color=_COLLECTION, ls="-.", label=text)
+        low, high = min(low, max_itl_ms), max(high, max_itl_ms)
+    if log:
+        axes.set_yscale("log")
+    axes.set_ylim(0.8 * low if log else 0, 1.15 * high if not log else high * (high / low) ** 0.15)
+    axes.set_ylabel("gap between tokens (ms)")
+    _plain_ticks(axes.yaxis, log=log)
+    _legend_outside(axes)
+    longest = max(series.gaps, key=lambda gap: gap.ms)
+    why = f"longest: {duration(longest.ms)}"
+    if longest.record.prefill_tokens > 0:
+        why += f", chunk of {longest.record.prefill_tokens:,} tokens"
+    if longest.collected:
+        why += ", collection of Python's garbage"
+    right = longest.seconds > 0.5 * series.seconds
+    at, offset = (longest.seconds, max(longest.ms, low)), (-12 if right else 12, 6)
+    axes.annotate(why, at, offset, textcoords="offset points", ha="right" if right else "left")
+
+
+def _draw_lanes(axes: Axes, series: Series) -> None:
+    """Draw a lane for each kind of event."""
+    labels = []
+    for y, (kind, (name, color)) in enumerate(_LANES.items()):
+        marks = series.marks[kind]
+        seconds = [mark.seconds for mark in marks]
+        axes.plot(seconds, [y] * len(marks), "|", markersize=11, color=color, label=name)
+        labels.append(f"{name}: {len(marks):,}")
+        if kind == "bucket" and len(marks) <= MOST_BUCKETS:
+            for mark in marks:
+                axes.annotate(
+                    f"{mark.amount:,}",
+                    (mark.seconds, y),
+                    (3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    size=9,
+                )
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    text = "seconds since the first step"
+    if series.pauses:
+        cut = duration(1e3 * sum(seconds for _, seconds in series.pauses))
+        times = "pause" if len(series.pauses) == 1 else "pauses"
+        text += f", without {len(series.pauses):,} {times} ({cut} in all, dotted)"
+    for at, _ in series.pauses:
+        axes.axvline(at, color=_INK, ls=":")
+    axes.set_xlabel(text)
+    axes.set_xlim(0, 1.01 * series.seconds or 1.0)
+
+
+def _draw_histogram(axes: Axes, series: Series) -> None:
+    """Draw the distribution of the gaps by kind, the rare kinds in front, and its percentiles."""
+    axes.set_title(f"ITL histogram, n = {len(series.gaps):,}")
+    if not series.gaps:
+        _say(axes, "no gap between tokens was recorded")
+        return
+    low, high, log = _limits(series.gaps)
+    if log:
+        edges = np.geomspace(low, high, 61)
+        axes.set_xscale("log")
+    else:  # gaps of almost one length are not spread over the whole axis
+        low = min(0.9 * high, min(gap.ms for gap in series.gaps))
+        edges = np.linspace(low, high, 61)
+    fullest = 0.0
+    for name, color, gaps in sorted(_kinds_of(series.gaps), key=lambda kind: -len(kind[2])):
+        values = np.clip([gap.ms for gap in gaps], low, high)
+        counts, _, _ = axes.hist(values, edges.tolist(), color=color, alpha=0.85, label=name)
+        fullest = max(fullest, float(np.max(counts)))
+    summary = Summary.of(gap.ms for gap in series.gaps)
+    for name, ls in (("p50", "-"), ("p90", "-."), ("p99", "--")):
+        value = getattr(summary, name)
+        if value is not None:
+            axes.axvline(value, color=_INK, ls=ls, label=f"{name} {duration(value)}")
+    tall = fullest >= LONG_TAIL
+    if tall:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.7)
+    axes.set_xlabel("gap between tokens (ms)")
+    axes.set_ylabel("gaps")
+    _plain_ticks(axes.xaxis, log=log)
+    if tall:
+        _plain_ticks(axes.yaxis, log=True)
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_outside(axes)
+
+
+def _draw_phases(figure: SubFigure, records: Sequence[StepRecord]) -> None:
+    """Draw where the time of a step goes: each phase begins where the one before it ends."""
+    every = [("decode step", _DECODE, False), ("with a chunk", _CHUNK, True)]
+    kinds = [(name, color, phase_times(records, prefill=chunk)) for name, color, chunk in every]
+    known = [(name, color, times) for name, color, times in kinds if times is not None]
+    figure.suptitle("Where the time of a step goes (medians)", x=0.01, ha="left", weight="bold")
+    if not known:
+        _say(figure.subplots(), "no step was recorded")
+        return
+    for axes, (name, color, times) in zip(
+        figure.subplots(1, len(known), squeeze=False)[0], known, strict=True
+    ):
+        total = sum(times.phases.values())
+        scale, unit = (1e3, "µs") if total < 1 else (1.0, "ms")
+        names, lengths = list(times.phases), [scale * ms for ms in times.phases.values()]
+        starts = [0.0, *np.cumsum(lengths)[:-1].tolist()]
+        texts = [
+            f"{duration(ms)}, {ms / total if total else 0.0:.1%}" for ms in times.phases.values()
+        ]
+        if times.device_ms is not None:  # another processor: no part of the sum
+            names.append("device")
+            lengths.append(scale * times.device_ms)
+            starts.append(0.0)
+            texts.append(duration(times.device_ms))
+        bars = axes.barh(names, lengths, left=starts, color=color, label=name)
+        axes.bar_label(bars, texts, padding=4)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.5 * max(map(sum, zip(starts, lengths, strict=True))) or 1.0)
+        axes.set_xlabel(unit)
+        axes.set_title(f"{name}: {duration(total)}, n = {times.n:,}", size=11, weight="normal")
+
+
+_NAMES: Final = {
+    "model": "{}",
+    "dtype": "{}",
+    "weight_dtype": "weights {}",
+    "kv_dtype": "KV {}",
+    "mode": "{}",
+    "input_len": "{} tokens",
+    "output_len": "+{}",
+    "prefill_chunk": "chunk {}",
+    "steps_per_launch": "{} a launch",
+}
+"""What may set two lines apart, and how a label says it."""
+
+
+def roofline_lines(
+    cases: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, list[tuple[int, float]]], str]:
+    """Return the lines (rows, percent of the roofline) by label, and what they have in common.
+
+    A label holds what sets its line apart. Cases whose fraction is not known (None) are left out;
+    of several with the same label and batch size the last one counts.
+
+    Raises:
+        ValueError: a case has no batch size or no fraction of its roofline.
+    """
+    known: list[tuple[dict[str, str], int, float]] = []
+    for index, case in enumerate(cases):
+        roofline = case.get("roofline", {})
+        if "batch_size" not in case or (roofline is not None and "fraction" not in roofline):
+            raise ValueError(f"case {index} has no batch_size or no roofline.fraction")
+        if roofline is not None and roofline["fraction"] is not None:
+            words = {
+                name: "" if case.get(name) is None else form.format(case[name])
+                for name, form in _NAMES.items()
+            }
+            known.append((words, int(case["batch_size"]), 100 * float(roofline["fraction"])))
+    varying = [name for name in _NAMES if len({words[name] for words, _, _ in known}) > 1]
+    points: dict[str, dict[int, float]] = {}
+    for words, rows, percent in known:
+        label = " ".join(words[name] for name in varying if words[name]) or words["mode"]
+        points.setdefault(_printable(label), {})[rows] = percent
+    common = ", ".join(
+        known[0][0][name]
+        for name in ("model", "mode", "input_len")
+        if known and name not in varying and known[0][0][name]
+    )
+    return {label: sorted(line.items()) for label, line in points.items()}, _printable(common)
+
+
+def _draw_roofline(axes: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the fraction of the roofline by batch size, a line for each mode and context."""
+    lines, common = roofline_lines(cases)
+    axes.set_title("Roofline by batch size")
+    if not lines:
+        _say(axes, "no case has a roofline")
+        return
+    for index, (label, line) in enumerate(lines.items()):
+        rows, percents = zip(*line, strict=True)
+        marker, ls = "osD^vP*X"[index % 8], ("-", "--", "-.", ":")[index // 10 % 4]
+        label = label if len(label) < 50 else f"{label[:24]}…{label[-24:]}"
+        text = f"{label}: {number(percents[-1])} %"
+        axes.plot(rows, percents, marker=marker, ls=ls, lw=2, label=text, clip_on=False)
+    rooflines = [case["roofline"] for case in cases if case["roofline"] is not None]
+    bandwidths = {roofline.get("bandwidth_gb_s") for roofline in rooflines} - {None}
+    limit = f"{number(bandwidths.pop())} GB/s" if len(bandwidths) == 1 else "limit by bandwidth"
+    axes.axhline(100, color=_INK, ls="--", label=f"100 %: {limit}")
+    sizes = sorted({rows for line in lines.values() for rows, _ in line})
+    highest = max(percent for line in lines.values() for _, percent in line)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.12 * max(100.0, highest))
+    text = "rows that decode (batch size)" + (f"; {common}" if common else "")
+    if highest > 100:
+        text += "\nabove 100 %: read from a cache, not from memory"
+    axes.set_xlabel(text)
+    axes.set_ylabel("fraction of the roofline (%)")
+    _legend_outside(axes)
+
+
+def _say(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center")
+
+
+def _legend_outside(axes: Axes) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
+def _plain_ticks(axis: Any, *, log: bool) -> None:
+    """Write plain numbers at the ticks: no powers of ten, no offset."""
+    if log:
+        low, high = sorted(axis.get_view_interval())
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 500 * low else (1.0,)))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(lambda value, _: number(value))
+
+
+def number(value: float) -> str:
+    """Return a number with three significant digits, without powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def duration(ms: float) -> str:
+    """Return milliseconds with the unit that reads best."""
+    if 0 < ms < 1:
+        return f"{number(1e3 * ms)} µs"
+    return f"{number(ms)} ms" if ms < 1000 else f"{number(ms / 1e3)} s"
+
+
+def _printable(text: str) -> str:
+    """Return a text on one line, of characters that can be drawn."""
+    drawable = text.encode("utf-8", "replace").decode()
+    return " ".join("".join(c if c.isprintable() else " " for c in drawable).split())
+
+
+def _wrapped(text: str, width: int, lines: int) -> list[str]:
+    return textwrap.wrap(_printable(text), width, max_lines=lines, placeholder=" …")
