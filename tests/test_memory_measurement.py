@@ -128,7 +128,7 @@ def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: 
         assert memory.measured == ({} if masks else {"attention_masks": 0})
         terms = {"activations", "logits", "attention_masks"} - memory.measured.keys()
         assert memory.notes.keys() == terms
-        assert all("does not tell" in note for note in memory.notes.values())
+        assert all("does not report" in note for note in memory.notes.values())
 
 
 def test_captures_are_measured_one_by_one_and_all_at_once(fake_device: FakeDevice) -> None:

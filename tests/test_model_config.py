@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, ConfigError
 from stepgraph.runtime.models.config import ModelConfig, Rope, RopeScaling
 from stepgraph.runtime.models.layout import fused_layout
+from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS, preset
 from stepgraph.runtime.models.rope import inverse_frequencies, rotate
 from transformers import (
@@ -140,7 +141,7 @@ class TestReading:
         config = ModelConfig.from_hf(old(**changes))
         assert config.rope_scaling.original_max_position_embeddings == 1024
         expected = LlamaRotaryEmbedding(LlamaConfig(**old(**changes))).inv_freq
-        actual = inverse_frequencies(config.rope(0), config.rope_dim)
+        actual = inverse_frequencies(config.rope(0), model_plan(config).rope_dim)
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
         new = LlamaConfig(**old(**changes)).to_dict()
         assert ModelConfig.from_hf(new) == config
@@ -259,7 +260,7 @@ class TestFrequencies:
         hf = LlamaConfig(**old(head_dim=head_dim, rope_scaling=rope, rope_theta=theta))
         embedding = LlamaRotaryEmbedding(hf)
         config = ModelConfig.from_hf(hf.to_dict())
-        actual = inverse_frequencies(config.rope(0), config.rope_dim)
+        actual = inverse_frequencies(config.rope(0), model_plan(config).rope_dim)
         assert actual.dtype == torch.float32
         assert actual.shape == (head_dim // 2,)
         torch.testing.assert_close(actual, embedding.inv_freq, rtol=1e-5, atol=1e-12)
@@ -271,7 +272,7 @@ class TestFrequencies:
         for layer in range(config.num_layers):
             theta, scaling = config.rope(layer)
             hf = LlamaConfig(
-                head_dim=config.rope_dim,
+                head_dim=model_plan(config).rope_dim,
                 rope_parameters={
                     "rope_theta": theta,
                     "rope_type": scaling.type,
@@ -282,7 +283,7 @@ class TestFrequencies:
                 },
             )
             expected = LlamaRotaryEmbedding(hf).inv_freq
-            actual = inverse_frequencies(config.rope(layer), config.rope_dim)
+            actual = inverse_frequencies(config.rope(layer), model_plan(config).rope_dim)
             torch.testing.assert_close(actual, expected, rtol=3e-7, atol=0.0)
 
     @pytest.mark.parametrize("interleaved", [False, True])
@@ -442,14 +443,17 @@ class TestFamilies:
         config = of_family("deepseek_v3", q_lora_rank=None, kv_lora_rank=48)
         assert config.latent is not None
         assert config.latent.q_lora_rank is None
-        assert (config.num_kv_heads, config.head_dim, config.value_dim) == (1, 112, 48)
-        assert config.rope_dim == 64
-        assert config.score_scale == pytest.approx((128 + 64) ** -0.5)
+        plan = model_plan(config)
+        attend = plan.layers[0].attend
+        assert (attend.kv_heads, attend.head_dim, attend.value_dim) == (1, 112, 48)
+        assert plan.rope_dim == 64
+        assert attend.scale == pytest.approx((128 + 64) ** -0.5)
         yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
         stretched = of_family("deepseek_v3", rope_scaling=yarn)
         assert stretched.rope(0).scaling.amplitude == 1.0
         more = (0.1 * math.log(40) + 1) ** 2
-        assert stretched.score_scale == pytest.approx(more * (128 + 64) ** -0.5)
+        attend = model_plan(stretched).layers[0].attend
+        assert attend.scale == pytest.approx(more * (128 + 64) ** -0.5)
 
     def test_experts_that_no_layer_uses(self) -> None:
         assert of_family("deepseek_v2", first_k_dense_replace=0, n_routed_experts=None)

@@ -47,7 +47,7 @@ def spinning(parent: int | None = None) -> list[psutil.Process]:
     return children("getppid", parent)
 
 
-def wait_until(condition: Any, seconds: float = 30.0) -> None:
+def wait_until(condition: Any, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

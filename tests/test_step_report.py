@@ -159,6 +159,6 @@ def test_command_line_without_a_card(
     (line,) = err.splitlines()
     assert out == ""
     assert line == (
-        "bench.py: error: the steps are those of a GPU, and the device is 'cpu': give the GPU's"
-        " --bandwidth-gb-s"
+        "bench.py: error: decode steps are predicted for a GPU, and the device is 'cpu':"
+        " give the GPU's --bandwidth-gb-s"
     )

@@ -34,17 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     memory = topics.add_parser("memory", help="the memory plan, term by term, and what fits")
     memory.description = "Print the bytes of each part of an engine, and the contexts that fit."
-    add_flags(memory, *MODEL_FLAGS, "kernels", "prefill-chunk", "device-memory")
+    add_flags(memory, *MODEL_FLAGS, "kernels", "prefill-chunk")
     add_flags(memory, "mode", help="execution mode of steps (default: the fastest of the device)")
-    rows = "rows that decode (default: %(default)s)"
-    add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows)
+    memory_size = "memory of a hypothetical device, as 80GB or 40GiB (default: this machine)"
+    add_flags(memory, "device-memory", help=memory_size)
+    rows = "rows that decode (default: {})"
+    add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
     step = topics.add_parser("step", help="the kernels of a decode step on a GPU")
     step.description = (
         "Print the bytes that each kernel of a decode step must move and the predicted time."
     )
-    add_flags(step, *MODEL_FLAGS, "bandwidth-gb-s")
-    add_flags(step, "batch-size", default=[1], metavar="ROWS", help=rows)
-    context = "context of each row (default: %(default)s)"
+    add_flags(step, *MODEL_FLAGS)
+    reads = "memory bandwidth of the target GPU (default: measured on the CUDA device)"
+    add_flags(step, "bandwidth-gb-s", help=reads)
+    add_flags(step, "batch-size", default=[1], metavar="ROWS", help=rows.format(1))
+    context = "context of each row (default: 1024)"
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
     options = parser.parse_args(arguments)
     run = run_explain_memory if options.topic == "memory" else run_explain_step

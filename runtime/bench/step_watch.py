@@ -13,6 +13,7 @@ from ...profiling.timeline import StepRecord
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..models.layout import weights_per_step
+from ..models.plan import model_plan
 from ..sampling_params import SamplingParams
 
 __all__ = [
@@ -140,7 +141,7 @@ def decode_roofline(
         sum(map(engine.positions_read, contexts)),
         config.num_heads,
         config.head_dim,
-        config.value_dim,
+        model_plan(config).layers[0].attend.value_dim,
     )
     return Roofline(
         engine.weight_bytes_per_step + round(kv_bytes / steps), round(flops / steps), bandwidth

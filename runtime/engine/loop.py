@@ -280,9 +280,10 @@ class StepLoop:
         self.num_steps += 1
         self._launched.append(launch)
         steps = plan.steps
-        for request, count in zip(plan.decode, plan.decode_counts, strict=False):
-            request.launched(count)
-        if not plan.decode_counts:
+        if plan.decode_counts:
+            for request, count in zip(plan.decode, plan.decode_counts, strict=True):
+                request.launched(count)
+        else:
             for request in plan.decode:
                 request.num_computed += steps
                 request.num_pending += steps

@@ -224,7 +224,7 @@ def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
     parts = []
     for lanes, output in launch.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if output.tokens.dim() == 1:
+        if launch.plan.steps == launch.plan.tokens_per_row == 1:
             parts.append(_of_lanes(lanes, tokens, details))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()

@@ -318,6 +318,7 @@ class Runner:
         if plan.decode is not self._decoding.requests:
             rows = [request.row for request in plan.decode if request.row is not None]
             assert len(rows) == len(plan.decode), "a request that decodes holds a row"
+            assert plan.tokens_per_row == 1, "verify steps need drafts and their acceptance"
             self._decoding = _Decoding(plan.decode)
         if not (updates or plan.prefill or rows != self._decode_rows):
             return

@@ -220,23 +220,6 @@ class ModelConfig:
         """Elements of the keys of one token in one layer (as many as of the values)."""
         return self.num_kv_heads * self.head_dim
 
-    @property
-    def value_dim(self) -> int:
-        """Elements of one head that attention returns."""
-        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
-
-    @property
-    def rope_dim(self) -> int:
-        """Elements of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
-
-    @property
-    def score_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
-        if self.latent is not None:
-            return float(self.latent.qk_head_dim**-0.5) * self.rope_scaling.latent_score_scale
-        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
-
     def window(self, layer: int) -> int | None:
         """Tokens that a token of the layer attends to, itself included; None: all before it."""
         return self.sliding_window if self._slides(layer) else None

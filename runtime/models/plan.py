@@ -60,7 +60,6 @@ def model_plan(config: ModelConfig) -> ModelPlan:
         head=Linear(name="head", weight=head),
         logit_softcap=config.final_logit_softcapping or 0.0,
         rope_kinds=len(ropes),
-        rope_dim=config.rope_dim,
     )
 
 
@@ -116,7 +115,8 @@ def _attention(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
             offset=family.offset_norms,
         )
     yield Rotate(name="rotate", kind=kind[1])
-    yield _attend(config, kind)
+    scale = float((config.query_pre_attn_scalar or config.head_dim) ** -0.5)
+    yield _attend(config, kind, scale=scale, value_dim=config.head_dim)
     output = {"self_attn.o_proj": config.hidden_size}
     yield _linear("attention.output", output, config.query_size, biased)
 
@@ -171,25 +171,33 @@ def _latent_attention(
     yield QueriesToLatent(name="queries_to_latent", kv_up=kv_up, keys=keys)
     latent_norm = _vector("attention.latent_norm", "self_attn.kv_a_layernorm", rank)
     yield LatentKeys(name="latent_norm", weight=latent_norm, eps=_LATENT_NORM_EPS)
-    yield _attend(config, kind)
+    scale = float(latent.qk_head_dim**-0.5) * config.rope_scaling.latent_score_scale
+    yield _attend(config, kind, scale=scale, value_dim=rank, shared_values=True)
     yield LatentToValues(name="latent_to_values", kv_up=kv_up, keys=keys)
     output = {"self_attn.o_proj": hidden}
     yield _linear("attention.output", output, heads * latent.v_head_dim, biased)
 
 
-def _attend(config: ModelConfig, kind: LayerKind) -> Attend:
+def _attend(
+    config: ModelConfig,
+    kind: LayerKind,
+    *,
+    scale: float,
+    value_dim: int,
+    shared_values: bool = False,
+) -> Attend:
     sinks = Parameter("attention.sinks.weight", ("self_attn.sinks",), ((config.num_heads,),))
     return Attend(
         name="attention",
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        value_dim=config.value_dim,
-        scale=config.score_scale,
+        value_dim=value_dim,
+        scale=scale,
         window=kind[0] or 0,
         softcap=config.attn_logit_softcapping or 0.0,
         sinks=sinks if config.family.attention_sinks else None,
-        shared_values=config.family.latent,
+        shared_values=shared_values,
     )
 
 

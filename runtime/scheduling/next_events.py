@@ -1,4 +1,4 @@
-"""Which step each decoding request needs blocks, publishes a block or ends at. No torch."""
+"""The earliest step at which each decoding request needs blocks, publishes or ends. No torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class StepPlan:
     row need not look at rows."""
     tokens_per_row: int = 1
     """Tokens of each row of `decode`: 1, or 1 + k of a verify step."""
-    decode_counts: list[int] = field(default_factory=list)
+    decode_counts: Sequence[int] = ()
     """Of a verify step: tokens of each row that count, 1 to `tokens_per_row`; the rest is
     padding."""
     steps: int = 1

@@ -7,9 +7,15 @@ sliding window those that the next chunk needs), so mostly decoding takes more; 
 the running request that would be served last loses its blocks and its row. They wait on the host,
 or it computes its sequence anew when there is room (see `preemption.py`).
 
-Most requests that decode ask for nothing: which step the next block, the next one to share, or the
-last token belongs to is known beforehand. So each of them has an appointment, and a step looks at
-those only who have theirs, at requests that are prefilled, and at the head of the queue.
+Most requests that decode need nothing of the scheduler: the earliest step at which the next block,
+the next one to share, or the last token can be due is known beforehand. So each of them has an
+appointment, and a step looks only at requests that have theirs, at requests that are prefilled, and
+at the head of the queue.
+
+With `tokens_per_row` = 1 + k every row verifies up to k drafts a step. How far it has come is known
+when the step is committed. Until then blocks are taken for the most that it may have computed, and
+given back or shared by the least. A request whose tokens may all be sampled is not planned; commit
+lets it go on if drafts were rejected (`fell_short`).
 
 With `steps_per_launch` a plan decodes so many tokens of each row at once, if nobody is prefilled,
 every row has as many to go, and the blocks for them are free. Else it decodes one, as always: the

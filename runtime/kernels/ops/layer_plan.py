@@ -48,8 +48,12 @@ class ModelPlan:
     """Logits l become softcap * tanh(l / softcap); 0: they stay."""
     rope_kinds: int
     """Kinds of rotation."""
-    rope_dim: int
-    """Elements of a head that are rotated."""
+
+    @cached_property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        parts = (op.rope for op in self.operations if isinstance(op, LatentRotate))
+        return next(parts, self.layers[0].attend.head_dim)
 
     @property
     def hidden_size(self) -> int:
