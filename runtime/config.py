@@ -43,7 +43,7 @@ class EngineConfig:
             the Triton kernels on CUDA; the start fails if one is missing or fails its check.
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
             `torch` for operations without a native kernel or whose kernel fails its check; `torch`
-            with `mode="eager"`. See docs/kernels.md.
+            with `mode="eager"`. See docs/getting-started.md.
         mode: `eager`: steps run without preparation. `compile`: steps are prepared at start, and
             those without native kernels are compiled whole by `torch.compile`. `graph`: the same,
             captured as CUDA graphs. `auto`: the fastest that the device has.
@@ -89,7 +89,7 @@ class EngineConfig:
             and tokens computed after the end of a row are discarded. See `Scheduler` for when it
             applies.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
-            engine is ready (`gc.freeze`), process-wide and permanently. See docs/benchmarking.md.
+            engine is ready (`gc.freeze`), process-wide and permanently. See docs/embedding.md.
         buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill

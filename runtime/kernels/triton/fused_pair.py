@@ -4,8 +4,8 @@
     down + norm_linear  x' = x + down(inner), then queries, keys and values of the next layer
 
 With both a layer has three kernels instead of five: two edges less, and two grid barriers more (see
-"Edges" in docs/kernels.md). For one to four rows, and models that do not norm the outputs of
-attention and the MLP.
+"Edges" in docs/gpu-predictions.md). For one to four rows, and models that do not norm the outputs
+of attention and the MLP.
 
 Shapes: T rows, K input features of the first product, D its output features (hidden_size), N output
 features of the second (of gate and up F each).

@@ -1,7 +1,7 @@
 """Default configurations of the products of a decode step, and the candidates for tuning.
 
 Sizes are chosen from shapes and the number of multiprocessors. With the default sizes no kernel of
-the presets spills registers (docs/kernels.md).
+the presets spills registers (docs/gpu-predictions.md).
 """
 
 from __future__ import annotations

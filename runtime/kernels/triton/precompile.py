@@ -2,9 +2,10 @@
 
 A step that runs compiles its kernels one after the other. Here each step is called once with its
 launches diverted: torch operations run, and Triton kernels are compiled in threads but not
-launched. Most of Triton's compiler runs without Python's lock (measured in docs/kernels.md). Later
-launches find the compiled kernels, because the call is the same but for `warmup=True`: Triton
-specialises on the same tensors and numbers and uses the same caches, in memory and on disk.
+launched. Most of Triton's compiler runs without Python's lock (measured in
+docs/gpu-predictions.md). Later launches find the compiled kernels, because the call is the same but
+for `warmup=True`: Triton specialises on the same tensors and numbers and uses the same caches, in
+memory and on disk.
 
 Memory that a kernel would have written is zero meanwhile, so that an index read from it is valid.
 The contract of warm-up holds (`graphs/steps.py`): what the steps write, they write for padding.
