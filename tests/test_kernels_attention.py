@@ -193,10 +193,11 @@ def test_chunks_that_go_to_threads_only_where_memory_allows(storage: str) -> Non
     case = Case(q, k, None, arena, batch, form, torch.empty(0), new, layer=0)
     with kernel_threads(1):  # never split
         out, written = case.run(kernels.paged_attention)
+    some = replace(case, arena=written).select(list(range(24)))
     with kernel_threads(8):  # fewer tiles than 32 are
-        assert torch.equal(case.run(kernels.paged_attention)[0], out)
-        some = replace(case, arena=written).select(list(range(24)))
-        assert torch.equal(some.run(kernels.paged_attention)[0], out[:24])
+        for _ in range(8):  # late threads of a call leave the results of later ones alone
+            assert torch.equal(case.run(kernels.paged_attention)[0], out)
+            assert torch.equal(some.run(kernels.paged_attention)[0], out[:24])
 
 
 DTYPES_AND_STORAGES = [

@@ -1,4 +1,4 @@
-"""The samplers as operators that a CPU runs in one call each; `cpu_sampling.cpp` computes them.
+"""The samplers as operators that a CPU runs in one call each; `sampling.cpp` computes them.
 
 `runtime/sampling/reference_sampler.py` is the reference of both, in plain torch.
 Shapes: B lanes, R rows of the state, V vocabulary.

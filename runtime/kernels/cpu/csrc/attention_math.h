@@ -1,4 +1,4 @@
-// The arithmetic of `cpu_attention.h` for one chunk of positions: scores, softmax, weighted values,
+// The arithmetic of `attention.h` for one chunk of positions: scores, softmax, weighted values,
 // and the merge of two chunks. Everything here sees rows; blocks and threads are not its concern.
 #pragma once
 

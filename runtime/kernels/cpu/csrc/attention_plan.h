@@ -1,5 +1,5 @@
 // How a step's attention is cut into work: made before the threads start, and used by every layer
-// whose step is the same. How and why it is cut is explained in `cpu_attention.h`.
+// whose step is the same. How and why it is cut is explained in `attention.h`.
 #pragma once
 
 #include <algorithm>

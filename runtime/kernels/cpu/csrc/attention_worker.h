@@ -1,5 +1,5 @@
-// Where `cpu_attention_math.h` gets its rows from: what a thread does with one tile of a plan. The
-// order of all sums is explained in `cpu_attention.h`.
+// Where `attention_math.h` gets its rows from: what a thread does with one tile of a plan. The
+// order of all sums is explained in `attention.h`.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,8 @@ class Worker {
     std::fill_n(key_rows_, 2 * kChunk, arena_);  // any address will do to prefetch
   }
 
-  // The whole of a tile, chunk after chunk; `next` is this thread's next one, or any.
+  // The whole of a tile, chunk after chunk, into memory of this thread: `write` publishes it. `next`
+  // is this thread's next tile, or any.
   void attend(const Tile& tile, const Tile& next) {
     const int64_t first = tile.first_chunk(), end = tile.end_chunk();
     begin({&tile, first});
@@ -53,7 +54,6 @@ class Worker {
       attend_chunk({&tile, chunk}, after, chunk == first ? running_ : chunk_);
       if (chunk > first) merge_chunk(tile, chunk, chunk_);
     }
-    write(tile, running_);
   }
 
   // Writes what the tile attended last gives.

@@ -1,4 +1,4 @@
-// Checks of tensors that several operations share; part of `cpu_ops.cpp`. Each raises RuntimeError,
+// Checks of tensors that several operations share; part of `ops.cpp`. Each raises RuntimeError,
 // or IndexError for an index out of range, in the name of the operation.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Rows of a packed weight, as `packed_embedding` in `linear.py`. Part of `cpu_ops.cpp`.
+// Rows of a packed weight, as `packed_embedding` in `linear.py`. Part of `ops.cpp`.
 #pragma once
 
 #include <algorithm>

@@ -98,7 +98,7 @@ class Int8Words {
 };
 #endif
 
-// As `dot_tile` in `cpu_vec.h`, over one packed int8 block: acc[m][.] = row m of x times 32
+// As `dot_tile` in `vec.h`, over one packed int8 block: acc[m][.] = row m of x times 32
 // columns, before their scales. A step is one word of x, two bf16.
 template <int M, int Lines>
 inline void dot_tile_int8(const uint32_t* x, ptrdiff_t x_stride, const int8_t* w, int64_t steps,

@@ -1,4 +1,4 @@
-// What the registration in `cpu_ops.cpp` asks of the kernels. Plain pointers and sizes: the kernels
+// What the registration in `ops.cpp` asks of the kernels. Plain pointers and sizes: the kernels
 // themselves know no tensors. Strides are in elements.
 #pragma once
 
@@ -42,7 +42,7 @@ void packed_linear(const LinearArgs<T>& args, std::shared_ptr<const void> keep);
 void sweep_linear_jobs();
 void sweep_attention_jobs();
 
-// How the arena stores vectors; see `cpu_storage.h`.
+// How the arena stores vectors; see `storage.h`.
 enum class Storage { kModel, kInt8, kFp8 };
 
 // What paged attention is over, the same for all layers of a step that share a block table and a
@@ -73,7 +73,7 @@ struct AttentionArgs {
   float scale, softcap;        // softcap 0: none
 };
 
-// How a step's attention is cut into work, and the work space for it (`cpu_attention_plan.h`). One
+// How a step's attention is cut into work, and the work space for it (`attention_plan.h`). One
 // plan serves all layers whose step is the same, one after another.
 class AttentionPlan;
 class Phases;

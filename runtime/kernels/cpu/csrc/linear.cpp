@@ -1,4 +1,4 @@
-// The tiles of `cpu_linear.h` for each kind of weight, and linear layers on their own.
+// The tiles of `linear.h` for each kind of weight, and linear layers on their own.
 #include "linear.h"
 
 #include <utility>

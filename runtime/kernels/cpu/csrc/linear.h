@@ -1,4 +1,4 @@
-// Linear layers over packed weights, as phases of a job (`cpu_phases.h`).
+// Linear layers over packed weights, as phases of a job (`phases.h`).
 //
 // A packed weight is a row of blocks of 32 columns. A unit is one block times a group of rows. It is
 // computed in tiles of up to 12 rows into a buffer of the thread; publishing it adds the residual,

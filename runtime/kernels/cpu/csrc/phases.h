@@ -9,7 +9,7 @@
 // Only a thread that loses its core while it publishes, a small part of a unit, is waited for.
 //
 // A late thread reads what later phases overwrite. Nothing of what it computes from that is used; all
-// that matters is that the memory is still there, see `Job` in `cpu_pool.h`.
+// that matters is that the memory is still there, see `Job` in `pool.h`.
 #pragma once
 
 #include <algorithm>

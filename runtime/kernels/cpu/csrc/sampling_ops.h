@@ -1,5 +1,5 @@
 // The sampler as implementations of `torch.ops.stepgraph.*`; `cpu_sampling.py` has the schemas.
-// Part of `cpu_ops.cpp`: torch's headers take longer to compile than the kernels.
+// Part of `ops.cpp`: torch's headers take longer to compile than the kernels.
 #pragma once
 
 #include <limits>

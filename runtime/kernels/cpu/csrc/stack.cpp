@@ -1,6 +1,6 @@
 // All layers of a decoder as one job.
 //
-// A layer is five phases (`cpu_phases.h`):
+// A layer is five phases (`phases.h`):
 //
 //     qkv | attention | output + residual | gate, up, activation | down + residual
 //

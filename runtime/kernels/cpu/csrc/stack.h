@@ -1,7 +1,7 @@
 // All layers of a decoder as one piece of work: what it is made of, and what a step gives it.
 //
-// Like `cpu_kernels.h` this knows no tensors. The arithmetic and every rounding are those of the
-// modules in `models/decoder.py`; how the work is shared out is explained in `cpu_stack.cpp`.
+// Like `kernels.h` this knows no tensors. The arithmetic and every rounding are those of the
+// modules in `models/operations.py`; how the work is shared out is explained in `stack.cpp`.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // `stepgraph::stack_create`, `stack_destroy`, `stack_workspace` and `decoder_stack`: what
-// `stack.py` declares, checked here and handed to `cpu_stack.h`. Part of `cpu_ops.cpp`.
+// `stack.py` declares, checked here and handed to `stack.h`. Part of `ops.cpp`.
 #pragma once
 
 #include <map>
