@@ -115,7 +115,8 @@ class SharedEngine(RuleBasedStateMachine):
         error=st.sampled_from([KeyboardInterrupt, MemoryError]),
     )
     def generate_with_a_fault(self, prompt: list[int], at: int, error: type[BaseException]) -> None:
-        with suppress(error, EngineFailedError), LineFault(at, error):
+        # A fault while the prompt is read refuses the prompt.
+        with suppress(error, EngineFailedError, RequestError), LineFault(at, error):
             self.engine.generate([prompt], params(1))
         self.failed = not self.engine.stats()["healthy"]
 
