@@ -74,7 +74,7 @@ class StepLoop:
         """
         self.scheduler = scheduler
         self.runner = runner
-        self.timeline = Timeline(TIMELINE_STEPS, beside_host=in_flight > 0)
+        self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
@@ -330,8 +330,8 @@ class StepLoop:
     def _commit(self, launch: Launch) -> int:
         """Take in the tokens of a launched step; return the nanoseconds waited for them."""
         with ranges.span(ranges.COMMIT, launch.number):
-            beside_host = launch.arrived is not None
-            started = time.perf_counter_ns() if beside_host else 0
+            is_async_device = launch.arrived is not None
+            started = time.perf_counter_ns() if is_async_device else 0
             sampled = self.runner.read(launch)
             arrived = time.perf_counter_ns()
             elapsed = launch.elapsed_ns()
@@ -367,7 +367,7 @@ class StepLoop:
                 if request.num_output >= request.max_tokens:
                     self._finish(request, "length")
             self.counts["output_tokens"] += taken
-        return arrived - started if beside_host else 0
+        return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:
         """Correct how far the rows of a verify step have come: each by as many as accepted."""
