@@ -37,7 +37,7 @@ class TimedOperands(Protocol):
     """Random tensors of a problem, with several copies of its weights, and what runs over them."""
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch everything once over copy `number` of the weights, modulo the copies there are."""
+        """Run everything once over copy `number` of the weights, modulo the copies there are."""
 
     def poison(self) -> None:
         """Fill the result with NaN."""
@@ -59,7 +59,7 @@ class Problem(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a launch reads, without scales."""
+        """Bytes of weights that one run reads, without scales."""
 
     def key(self, device: torch.device) -> TuningKey:
         """Return what a choice holds for."""
@@ -217,7 +217,7 @@ class Operands:
         )
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch it over copy `number` of the weight, modulo the copies there are."""
+        """Run it over copy `number` of the weight, modulo the copies there are."""
         linear = self.linears[number % len(self.linears)]
         match self.problem.kernel:
             case "norm_linear":

@@ -126,7 +126,7 @@ class PairOperands:
         self.barrier = new_barrier(device)
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch it over copy `number` of the weights, modulo the copies there are."""
+        """Run it over copy `number` of the weights, modulo the copies there are."""
         gated, gelu = self.problem.shape.gated, self.problem.gelu
         first, second = self.pairs[number % len(self.pairs)]
         if config is not None and config.kind == "pair":

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .fused_pair_kernel import linear_pair
 from .gate_up import reference_gate_up
+from .kernel_calls import call_kernel, num_multiprocessors, runs_in_turn
 from .kernel_weights import kernel_weight, may_prefetch
-from .launch import launch, num_multiprocessors, runs_in_turn
 from .linear import FEW_ROWS, STORAGES, GpuLinear, LinearConfig, Norm, row_class
 from .norm_linear import reference_norm_linear
 from .residual_linear import reference_residual_linear
@@ -206,7 +206,7 @@ def fused_pair(
     # A program would wait for those that run after it.
     phases = ("first", "second") if runs_in_turn() else ("both",)
     for phase in phases:
-        launch(
+        call_kernel(
             linear_pair,
             (programs,),
             a_TK,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import Norm, Pending, reference_norm
 from .linear_tiles import input_tile, row_statistics
 
@@ -59,7 +59,7 @@ def norm_rows(
     """
     rows, k = x_TD.shape
     post = None if pending is None else pending.norm
-    launch(
+    call_kernel(
         norm_kernel,
         (rows,),
         x_TD,

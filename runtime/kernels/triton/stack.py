@@ -8,7 +8,7 @@
 
 Up to four rows each operation is one kernel; where the tuner found it faster, a layer is three
 kernels (`paired_layers.py`). For 5 to 32 rows a kernel norms the inputs of a product first, and the
-product is the library's or `row_product.py` (`linear_launch.py`).
+product is the library's or `row_product.py` (`linear_dispatch.py`).
 
 The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
 combines the splits where they are small; otherwise the last program of attention does.
