@@ -20,7 +20,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import (
     record_kernel_calls,
     wait_for_inputs,
 )
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, Norm
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
 from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, early_reads
@@ -125,7 +125,7 @@ def barrier_order(capability: int) -> list[str]:
     with record_kernel_calls() as calls:
         fused_pair(
             empty(1, 512), GpuLinear(empty(256, 512)), empty(1, 256), empty(1, 256),
-            Norm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
+            GpuNorm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
             new_barrier(torch.device("meta")), gated=True,
         )  # fmt: skip
     assert calls[0].cooperative

@@ -21,7 +21,7 @@ from stepgraph.runtime.bench.instrumentation import (
 )
 from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
 from stepgraph.runtime.execution import outputs as launch
-from stepgraph.runtime.execution.outputs import HostOutputs, Launch
+from stepgraph.runtime.execution.outputs import HostOutputs, LaunchedStep
 
 from .fake_graphs import FakeGraphs, FakeStream, fake_events, make_fake_graphs  # noqa: F401
 from .listeners import Heard
@@ -77,7 +77,7 @@ def trace_of_an_engine(
         rig.loop.step()
     trace.watch(HostOutputs, "begin", lambda outputs, number: ("begin",))
     if is_async_device:
-        trace.watch(Launch, "elapsed_ns", lambda launch: ("elapsed",))
+        trace.watch(LaunchedStep, "elapsed_ns", lambda step: ("elapsed",))
     trace.begin()
     with ranges.listening(trace):
         for _ in range(STEPS):

@@ -12,7 +12,7 @@ from ..timeline import StepRecord
 
 __all__ = [
     "MARK_KINDS",
-    "Gap",
+    "TokenGap",
     "Mark",
     "MarkKind",
     "PhaseTimes",
@@ -36,7 +36,7 @@ MARK_KINDS: Final[tuple[MarkKind, ...]] = ("chunk", "join", "bucket", "collectio
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TokenGap:
     """The time between two tokens of the rows that decode.
 
     Attributes:
@@ -77,7 +77,7 @@ class Series:
         seconds: the end of the axis.
     """
 
-    gaps: list[Gap]
+    gaps: list[TokenGap]
     marks: dict[MarkKind, list[Mark]]
     pauses: list[tuple[float, float]]
     seconds: float
@@ -113,7 +113,7 @@ def series_of(records: Sequence[StepRecord]) -> Series:
         now += busy_ns[index]
         ends.append(now / _NS_PER_S)
     gaps = [
-        Gap(
+        TokenGap(
             ends[index],
             gap / _NS_PER_MS,
             records[index - is_async_device],

@@ -41,7 +41,7 @@ from .inputs import (
     write_prefill,
     write_table_updates,
 )
-from .outputs import HostOutputs, Launch, Sampled, sampled_tokens
+from .outputs import HostOutputs, LaunchedStep, Sampled, sampled_tokens
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -228,7 +228,7 @@ class Runner:
             with ranges.span(ranges.SWAP, len(pairs)):
                 self.host_arena.swap_in(pairs)
 
-    def launch(self, number: int, plan: StepPlan) -> Launch:
+    def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Start the step `number`; returns without waiting for it, unless the device is the host.
 
         Decoding goes first: nobody's next token waits for somebody's prompt.
@@ -252,7 +252,7 @@ class Runner:
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
                 launched = clock()
-                output = self.library.launch(key)
+                output = self.library.run(key)
                 worked = clock() - launched
                 parts.append((plan.decode, self._copy_outputs(number, key, output)))
             self.library.record_padding(tokens, lanes)
@@ -265,15 +265,15 @@ class Runner:
             ):
                 started = clock()
                 launched = launched or started
-                output = self.library.launch(key)
+                output = self.library.run(key)
                 worked += clock() - started
                 output = self._copy_outputs(number, key, output)
             self.library.record_padding(tokens, lanes)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
-            return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
+            return LaunchedStep(number, plan, bucket, launched, tuple(parts), None, worked)
         arrived = self._outputs.record_event(number, began)
-        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
+        return LaunchedStep(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
 
     @property
     def times_device(self) -> bool:
@@ -285,11 +285,11 @@ class Runner:
         if self._outputs is not None:
             self._outputs.timed = enabled
 
-    def read(self, launch: Launch) -> Iterable[Sampled]:
-        """Return the tokens of a launch; waits for them, and for nothing after them."""
-        if launch.arrived is not None:
-            launch.arrived.synchronize()
-        return sampled_tokens(launch)
+    def read(self, step: LaunchedStep) -> Iterable[Sampled]:
+        """Return the tokens of a step; waits for them, and for nothing after them."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        return sampled_tokens(step)
 
     def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Start the copy of an output to the host, before the next step can overwrite it."""

@@ -32,8 +32,7 @@ from ..kernels.triton.fusion import Attention, GateUp, NormLinear, ResidualLinea
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
 from ..kernels.triton.kernel_calls import num_multiprocessors
-from ..kernels.triton.linear import GpuLinear, Pending
-from ..kernels.triton.linear import Norm as GpuNorm
+from ..kernels.triton.linear import GpuLinear, GpuNorm, Pending
 from ..kernels.triton.matmul import library_linear
 from ..kernels.triton.norm import norm_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear

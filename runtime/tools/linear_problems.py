@@ -21,7 +21,7 @@ from ..kernels.triton.combine_output import combine_output, reference_combine_ou
 from ..kernels.triton.fusion import GateUp, NormLinear, ResidualLinear, fuse
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
-from ..kernels.triton.linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
+from ..kernels.triton.linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from ..kernels.triton.linear_configs import candidate_configs, weight_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
 from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
@@ -200,7 +200,7 @@ class Operands:
             for _ in range(copies - 1)
         ]
         self.x_TK = random(rows, k).to(dtype)
-        self.norm = Norm((1 + 0.1 * random(k)).to(dtype), 1e-5)
+        self.norm = GpuNorm((1 + 0.1 * random(k)).to(dtype), 1e-5)
         self.pending: Pending | None = None
         if problem.pending:
             self.pending = Pending(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
-from .linear import LIBRARY, ROW_CLASSES, GpuLinear, LinearConfig, Norm, Pending
+from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
 from .linear_dispatch import dispatch_linear
 from .linear_tiles import capped, largest_of
 from .matmul import library_linear
@@ -27,7 +27,7 @@ CHUNK = 1024
 
 def head(
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,
@@ -121,7 +121,7 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
 
 def reference_head(
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,

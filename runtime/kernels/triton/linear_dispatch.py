@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .activation import activate_rows
-from .linear import STORAGES, GpuLinear, LinearConfig, Norm, Pending, row_class
+from .linear import STORAGES, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from .linear_kernels import call_few_rows
 from .matmul import library_linear
 from .norm import norm_rows
@@ -31,7 +31,7 @@ def dispatch_linear(
     out_TN: Tensor,
     config: LinearConfig | None,
     *,
-    norm: Norm | None = None,
+    norm: GpuNorm | None = None,
     pending: Pending | None = None,
     splits: tuple[Tensor, Tensor] | None = None,
     residual_TN: Tensor | None = None,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .kernel_weights import kernel_weight, load_channels, may_prefetch, operation_name
-from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
+from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from .linear_tiles import (
     activate,
     appended,
@@ -220,7 +220,7 @@ def call_few_rows(
     out_TN: Tensor,
     config: LinearConfig,
     *,
-    norm: Norm | None = None,
+    norm: GpuNorm | None = None,
     pending: Pending | None = None,
     splits: tuple[Tensor, Tensor] | None = None,
     residual_TN: Tensor | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
+from .linear import GpuLinear, GpuNorm, LinearConfig, Pending, reference_linear
 from .linear_dispatch import dispatch_linear
 from .norm import reference_norm_rows
 
@@ -16,7 +16,7 @@ __all__ = ["norm_linear", "reference_norm_linear"]
 
 def norm_linear(
     x_TK: Tensor,
-    norm: Norm | None,
+    norm: GpuNorm | None,
     linear: GpuLinear,
     out_TN: Tensor,
     pending: Pending | None = None,
@@ -31,7 +31,7 @@ def norm_linear(
 
 
 def reference_norm_linear(
-    x_TK: Tensor, norm: Norm | None, linear: GpuLinear, pending: Pending | None = None
+    x_TK: Tensor, norm: GpuNorm | None, linear: GpuLinear, pending: Pending | None = None
 ) -> Tensor:
     """What `norm_linear` does, in plain torch."""
     return reference_linear(reference_norm_rows(x_TK, norm, pending), linear)

@@ -36,7 +36,7 @@ from ..ops.layer_operations import KNOWN_TO_LAYERS, Attend, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
 from .layer_kernels import FewRows, Hidden, LayerKernel
-from .linear import ROW_CLASSES, GpuLinear, Norm
+from .linear import ROW_CLASSES, GpuLinear, GpuNorm
 from .operations import Operations
 from .paired_layers import LayerPairs, tuned_pairs
 from .split_attention import new_counters
@@ -65,7 +65,7 @@ class GpuStack:
                 after = LayerKernel.bind(fused, layer, model, after)
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
-        self._norm = Norm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
+        self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
         # Kept, as graphs are replayed with their addresses. Each launch leaves zeros for the next.
         self._counters = new_counters(model.norm.device)
         self._barrier = new_barrier(model.norm.device)
@@ -184,7 +184,7 @@ class GpuStack:
         self.operations.linear(x_TK, linear, out_TN)
         return out_TN
 
-    def _normed(self, hidden: Hidden, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _normed(self, hidden: Hidden, norm: GpuNorm) -> tuple[Tensor, Tensor]:
         """The hidden states normed, and as they are."""
         pending = hidden.pending()
         normed_TD = torch.empty_like(hidden.x)
