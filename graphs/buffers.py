@@ -67,7 +67,7 @@ class StaticBuffers(Generic[T]):
         buffers.begin_write()           # the mirror is free to be overwritten
         arrays.token_ids[:n] = ...      # through `arrays(...)` or `host`
         buffers.copy_to_device()        # one transfer on the current stream, not waited for
-        step.launch()                   # on the same stream: reads what was written
+        step.run()                      # on the same stream: reads what was written
 
     Attributes:
         device: the dataclass with each field a view of the device allocation.

@@ -1,7 +1,7 @@
 """Key -> step: every step that a run needs, prepared before the first request.
 
 A key is a frozen dataclass that holds the size of the step and every other host scalar that a
-capture freezes (a read width, which sampler): two launches that differ in one of them are two keys.
+capture freezes (a read width, which sampler): two runs that differ in one of them are two keys.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class LibraryStats(Generic[K]):
         hits: lookups of a prepared step.
         misses: lookups that fell back to a slower step.
         missed_keys: the keys of those, in order of their first miss.
-        used_lanes: rows or tokens of requests that launches computed.
-        padded_lanes: rows or tokens of padding that launches computed.
+        used_lanes: rows or tokens of requests that steps computed.
+        padded_lanes: rows or tokens of padding that steps computed.
     """
 
     steps: int
@@ -73,7 +73,7 @@ class LibraryStats(Generic[K]):
 
     @property
     def padding_fraction(self) -> float:
-        """Padding as a fraction of all rows and tokens computed; 0.0 before the first launch."""
+        """Padding as a fraction of all rows and tokens computed; 0.0 before the first step."""
         lanes = self.used_lanes + self.padded_lanes
         return self.padded_lanes / lanes if lanes else 0.0
 
@@ -170,12 +170,12 @@ class StepLibrary(Generic[K, O]):
         self._hits += 1
         return step
 
-    def launch(self, key: K) -> O:
-        """Launch the step that serves `key` and return its output (see `Step.launch`)."""
-        return self.lookup(key).launch()
+    def run(self, key: K) -> O:
+        """Run the step that serves `key` and return its output (see `Step.run`)."""
+        return self.lookup(key).run()
 
     def record_padding(self, used: int, bucket: int) -> None:
-        """Count a launch of `bucket` rows or tokens, of which `used` belong to requests."""
+        """Count a step of `bucket` rows or tokens, of which `used` belong to requests."""
         assert 0 <= used <= bucket, f"{used} lanes used of a bucket of {bucket}"
         self._used_lanes += used
         self._padded_lanes += bucket - used

@@ -50,7 +50,7 @@ StepKind = Literal["eager", "compile", "graph"]
 
 
 class Step(ABC, Generic[O]):
-    """A callable over static buffers, prepared once and launched many times.
+    """A callable over static buffers, prepared once and run many times.
 
     Attributes:
         kind: how it runs.
@@ -77,7 +77,7 @@ class Step(ABC, Generic[O]):
         """Compile, load and allocate what the first run needs; see the contract of warm-up above.
 
         Raises:
-            StepPreparationError: any failure, with its cause. The step cannot be launched.
+            StepPreparationError: any failure, with its cause. The step cannot be run.
         """
         self._timed(self._warm_up)
 
@@ -94,7 +94,7 @@ class Step(ABC, Generic[O]):
         self.seconds += time.perf_counter() - started
 
     @abstractmethod
-    def launch(self) -> O:
+    def run(self) -> O:
         """Run the step over what the static buffers hold now. Does not wait for the device."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class EagerStep(Step[O]):
     def _warm_up(self) -> None:
         pass
 
-    def launch(self) -> O:
+    def run(self) -> O:
         """Call the callable; its outputs are new tensors."""
         return self._fn()
 
@@ -137,9 +137,9 @@ class CompiledStep(Step[O]):
         run_until_compiled(self._fn)
         self._prepared = True
 
-    def launch(self) -> O:
+    def run(self) -> O:
         """Call the compiled callable; its outputs are new tensors."""
-        assert self._prepared, f"step {self.name} is launched before it is prepared"
+        assert self._prepared, f"step {self.name} is run before it is prepared"
         return self._fn()
 
 
@@ -163,10 +163,10 @@ class GraphCapturer(Protocol):
 
 
 class CapturedStep(Step[O]):
-    """The callable recorded once by a capturer and replayed: the host pays for one launch.
+    """The callable recorded once by a capturer and replayed: the host pays for one graph launch.
 
-    `launch` returns the same tensors each time, with new contents. Captures of one capturer share
-    their memory, so an output is valid on the stream until the next launch of *any* of them. Copy
+    `run` returns the same tensors each time, with new contents. Captures of one capturer share
+    their memory, so an output is valid on the stream until the next run of *any* of them. Copy
     what must last longer on the same stream before that.
     """
 
@@ -197,10 +197,10 @@ class CapturedStep(Step[O]):
             self._capture = self._capturer.capture(self._fn)
         self.bytes = self._capture.bytes
 
-    def launch(self) -> O:
+    def run(self) -> O:
         """Replay the capture; its outputs are the static tensors that it was captured with."""
         capture = self._capture
-        assert capture is not None, f"step {self.name} is launched before it is prepared"
+        assert capture is not None, f"step {self.name} is run before it is prepared"
         capture.replay()
         return capture.output
 
@@ -241,7 +241,7 @@ class CudaGraphCapturer:
         current.wait_stream(self._stream)
 
     def capture(self, fn: Callable[[], O]) -> Capture[O]:
-        """Record one run of `fn` and replay it once, so that its first launch uploads nothing.
+        """Record one run of `fn` and replay it once, so that its first run uploads nothing.
 
         `bytes` is the free memory of the device before, less that after: the pool's growth and the
         graph's own nodes, whoever allocated them. Nothing is freed or waited for in between, so

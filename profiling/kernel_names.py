@@ -191,14 +191,14 @@ def load(path: str | Path) -> KernelNames:
             f"{source} is of schema_version {version!r}, this reads {SCHEMA_VERSION}: record the"
             " names again with this version"
         )
-    return _Reader(source).names(document)
+    return _NamesReader(source).names(document)
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
 
 
-class _Reader:
+class _NamesReader:
     """Checks every field of a document on the way."""
 
     def __init__(self, source: Path) -> None:

@@ -33,8 +33,8 @@ class StepRecord:
         blocks_in_use: blocks of the cache that requests held at the launch.
         collected_ns: time of Python's garbage collector between begin and end of the step, part of
             the phases that it interrupted.
-        beside_host: whether the device is asynchronous, so that `device_ns` is no part of the time
-            between begin and end.
+        is_async_device: whether the device is asynchronous, so that `device_ns` is no part of the
+            time between begin and end.
     """
 
     step: int
@@ -51,7 +51,7 @@ class StepRecord:
     joined: int = 0
     blocks_in_use: int = 0
     collected_ns: int = 0
-    beside_host: bool = False
+    is_async_device: bool = False
 
     @property
     def ended_ns(self) -> int:
@@ -59,7 +59,7 @@ class StepRecord:
 
         With a step in flight the commit is that of an earlier step.
         """
-        device_ns = 0 if self.beside_host or self.device_ns is None else self.device_ns
+        device_ns = 0 if self.is_async_device or self.device_ns is None else self.device_ns
         return self.started_ns + self.host_ns + self.wait_ns + device_ns
 
     @property
@@ -75,17 +75,17 @@ class Timeline:
 
     Args:
         capacity: number of steps that are kept (112 bytes each).
-        beside_host: whether the device that is timed is asynchronous.
+        is_async_device: whether the device that is timed is asynchronous.
 
     Raises:
         ValueError: if `capacity` is not positive.
     """
 
-    def __init__(self, capacity: int, *, beside_host: bool = False) -> None:
+    def __init__(self, capacity: int, *, is_async_device: bool = False) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; a timeline keeps at least one step")
         self._capacity = capacity
-        self._beside_host = beside_host
+        self._is_async_device = is_async_device
         self._buffer = bytearray(capacity * _LAYOUT.size)
         self._recorded = 0
 
@@ -171,7 +171,7 @@ class Timeline:
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
         timed = None if device_ns == _NOT_TIMED else device_ns
-        after = (steps, joined, blocks_in_use, collected_ns, self._beside_host)
+        after = (steps, joined, blocks_in_use, collected_ns, self._is_async_device)
         return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 
     def clear(self) -> None:

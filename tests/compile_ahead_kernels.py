@@ -14,16 +14,16 @@ import triton.language as tl
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.triton.decode_attention import decode_attention
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair, new_barrier
-from stepgraph.runtime.kernels.triton.launch import (
-    launch,
+from stepgraph.runtime.kernels.triton.kernel_calls import (
+    call_kernel,
     let_dependents_start,
-    record_launches,
+    record_kernel_calls,
     wait_for_inputs,
 )
-from stepgraph.runtime.kernels.triton.linear import GpuLinear, Norm
+from stepgraph.runtime.kernels.triton.linear import GpuLinear, GpuNorm
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.split_attention import new_counters, new_partials
-from stepgraph.runtime.tools.compile_ahead import compile_launches, early_reads
+from stepgraph.runtime.tools.compile_ahead import compile_kernel_calls, early_reads
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def memory_order(capability: int) -> list[str]:
     batch = RaggedBatch(
         empty(rows), empty(1, rows), empty(rows), empty(rows), tables, 32, 16, tokens_per_row=1
     )
-    with record_launches() as launches:
+    with record_kernel_calls() as calls:
         decode_attention(
             empty(rows, (heads + 2 * kv_heads) * size, dtype=model),
             empty(1, 2, 2, kv_heads, 16, size, dtype=model), LayerPlace(0, 0),
@@ -106,7 +106,7 @@ def memory_order(capability: int) -> list[str]:
             attended_TN=empty(rows, heads * size, dtype=model),
             counters=new_counters(torch.device("meta")),
         )  # fmt: skip
-    (kernel,) = compile_launches(launches, capability)
+    (kernel,) = compile_kernel_calls(calls, capability)
     assert not kernel.faults
     opcodes = re.findall(
         r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.global|st\.global)\S*)", kernel.ptx, re.M
@@ -122,14 +122,14 @@ def barrier_order(capability: int) -> list[str]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
-    with record_launches() as launches:
+    with record_kernel_calls() as calls:
         fused_pair(
             empty(1, 512), GpuLinear(empty(256, 512)), empty(1, 256), empty(1, 256),
-            Norm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
+            GpuNorm(empty(256), 1e-5), GpuLinear(empty(1024, 256)), empty(1, 512),
             new_barrier(torch.device("meta")), gated=True,
         )  # fmt: skip
-    assert launches[0].cooperative
-    (kernel,) = compile_launches(launches, capability)
+    assert calls[0].cooperative
+    (kernel,) = compile_kernel_calls(calls, capability)
     assert not kernel.faults
     opcodes = re.findall(
         r"^\s*(?:@!?%\w+ )?((?:bar|atom|ld\.acquire|ld\.global|st\.global)\S*)", kernel.ptx, re.M
@@ -147,18 +147,18 @@ def main() -> None:
     w_NK = torch.empty(64, 1024, dtype=torch.bfloat16, device="meta")
     x_K = torch.empty(2048, dtype=torch.bfloat16, device="meta")
     out_N = torch.empty(65536, device="meta")
-    with record_launches() as launches:
+    with record_kernel_calls() as calls:
         for kernel in KERNELS:
-            launch(kernel, (64,), w_NK, x_K, out_N, 1, 1024, BLOCK=1024)
-        launch(spills, (1,), w_NK, x_K, out_N, 1, 1024, num_warps=1, BLOCK=8192)
+            call_kernel(kernel, (64,), w_NK, x_K, out_N, 1, 1024, BLOCK=1024)
+        call_kernel(spills, (1,), w_NK, x_K, out_N, 1, 1024, num_warps=1, BLOCK=8192)
         # What a kernel writes is another's weight: loaded too early.
-        launch(right, (64,), out_N, x_K, out_N, 1, 1024, BLOCK=1024)
+        call_kernel(right, (64,), out_N, x_K, out_N, 1, 1024, BLOCK=1024)
     document = {}
     for capability in (90, 80):
-        kernels = list(compile_launches(launches, capability))
+        kernels = list(compile_kernel_calls(calls, capability))
         document[str(capability)] = {
             "kernels": [kernel.to_json() for kernel in kernels],
-            "early_reads": early_reads(launches, kernels),
+            "early_reads": early_reads(calls, kernels),
             "machine_code": all(kernel.cubin[:4] == b"\x7fELF" for kernel in kernels),
             "combining": memory_order(capability),
             "pair": barrier_order(capability),

@@ -149,7 +149,7 @@ class FakeDevice:
 
 
 @dataclass(frozen=True)
-class FakeLaunch:
+class FakeLaunchedStep:
     number: int
     plan: StepPlan
     bucket: int
@@ -182,7 +182,7 @@ class FakeRunner:
         block_size = scheduler.cache.block_size
         self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens)
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
-        self.unread: deque[FakeLaunch] = deque()
+        self.unread: deque[FakeLaunchedStep] = deque()
         self.plans: list[StepPlan] = []
         self.sampling: list[bool] = []  # for each chunk of the last plan
         self.launched = 0
@@ -252,7 +252,7 @@ class FakeRunner:
         tables = [t for t in self.scheduler.cache._allocators if t.live_columns(request.id).start]
         self.seen["prefix behind a window"] += source == "prefix" and bool(tables)
 
-    def launch(self, number: int, plan: StepPlan) -> FakeLaunch:
+    def launch(self, number: int, plan: StepPlan) -> FakeLaunchedStep:
         assert number == self.launched
         assert self._stages == ["swap_out", "copy_in"]
         assert len(self.unread) <= self.in_flight
@@ -290,7 +290,7 @@ class FakeRunner:
                 self._write(chunk.row, position, token)
             if chunk.samples:
                 sampled.append((chunk.request, device.sample(chunk.row, stop - 1), None))
-        launch = FakeLaunch(
+        launch = FakeLaunchedStep(
             number, plan, len(plan.decode), time.perf_counter_ns(), object(), 0, sampled, advanced
         )
         self.unread.append(launch)
@@ -334,7 +334,7 @@ class FakeRunner:
             for group, column, block in cache.table_of(request.id):
                 assert self.device.tables[group][row][column] == block
 
-    def read(self, launch: FakeLaunch) -> list[Sampled]:
+    def read(self, launch: FakeLaunchedStep) -> list[Sampled]:
         assert launch is self.unread.popleft(), "launches are read in their order, once"
         return launch.sampled
 

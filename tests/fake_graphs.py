@@ -29,8 +29,7 @@ from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.execution import outputs as launch
-from stepgraph.runtime.execution import runner
+from stepgraph.runtime.execution import outputs, runner
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
@@ -418,13 +417,13 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(Arena, "copy_blocks")
     queued(HostArena, "swap_out")
     queued(HostArena, "swap_in")
-    waiting(EagerStep, "launch")
+    waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))
     monkeypatch.setattr(startup, "select_kernels", chosen_kernels)
     monkeypatch.setattr(StaticBuffers, "allocate", classmethod(mirrored))
     monkeypatch.setattr(HostOutputs, "copy_async", logged_copy)
     monkeypatch.setattr(HostOutputs, "__init__", with_events)
-    monkeypatch.setattr(launch, "current_stream", lambda device: graphs.stream)
+    monkeypatch.setattr(outputs, "current_stream", lambda device: graphs.stream)
     monkeypatch.setattr(Runner, "read", logged_read)
     return graphs

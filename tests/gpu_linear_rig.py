@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Norm
+from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, GpuNorm, LinearConfig
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,8 +34,8 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
 
 
-def random_norm(features: int, dtype: torch.dtype, *, offset: bool = False) -> Norm:
-    return Norm(rows(1, features, dtype)[0], 1e-5, offset)
+def random_norm(features: int, dtype: torch.dtype, *, offset: bool = False) -> GpuNorm:
+    return GpuNorm(rows(1, features, dtype)[0], 1e-5, offset)
 
 
 def random_linear(

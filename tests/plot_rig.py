@@ -65,7 +65,7 @@ def run_of(
 def any_records(draw: st.DrawFn, *, max_size: int = 12) -> list[StepRecord]:
     """Any records: of a run, or of numbers that mean nothing."""
     amounts = st.integers(0, 5) | st.integers(0, 10**9) | st.integers(0, 2**63 - 1)
-    beside_host = draw(st.booleans())
+    is_async_device = draw(st.booleans())
     as_a_run = draw(st.booleans())
     records: list[StepRecord] = []
     now = 0
@@ -87,7 +87,7 @@ def any_records(draw: st.DrawFn, *, max_size: int = 12) -> list[StepRecord]:
                 joined=draw(st.just(0) | amounts),
                 blocks_in_use=draw(amounts),
                 collected_ns=draw(st.just(0) | amounts),
-                beside_host=beside_host,
+                is_async_device=is_async_device,
             )
         )
     return records

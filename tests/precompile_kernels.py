@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.filled_memory import FilledMemory
-from stepgraph.runtime.kernels.triton.launch import launch, wait_for_inputs
+from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel, wait_for_inputs
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.kernels.triton.precompile import compile_kernels
 from stepgraph.runtime.memory.measurement import StepMemory
@@ -96,7 +96,7 @@ def steps() -> dict[str, Any]:
 
     def scaled(tensor: torch.Tensor, n: int, block: int = 128) -> torch.Tensor:
         out = torch.empty_like(tensor)
-        launch(scale, (1,), tensor, out, n, BLOCK=block)
+        call_kernel(scale, (1,), tensor, out, n, BLOCK=block)
         return out
 
     def first() -> None:
@@ -109,7 +109,7 @@ def steps() -> dict[str, Any]:
     def second() -> None:
         scaled(x[1:], 64)  # a pointer that 16 does not divide
         scaled(x, 64, block=256)
-        launch(add, (1,), x, x, torch.empty_like(x), 64, BLOCK=64, num_warps=2)
+        call_kernel(add, (1,), x, x, torch.empty_like(x), 64, BLOCK=64, num_warps=2)
         first()
 
     return {"first": first, "second": second}
@@ -117,7 +117,7 @@ def steps() -> dict[str, Any]:
 
 def wide() -> None:
     x = torch.zeros(256)
-    launch(too_wide, (1,), x, torch.empty_like(x), BLOCK=128)
+    call_kernel(too_wide, (1,), x, torch.empty_like(x), BLOCK=128)
 
 
 def lost() -> None:
@@ -175,7 +175,7 @@ def engine_kernels() -> dict[str, Any]:
     ahead = [*compiled]
     with FilledMemory(torch.Tensor.zero_):
         for report_of_step in runner.library.reports():
-            runner.library.launch(report_of_step.key)
+            runner.library.run(report_of_step.key)
     return {
         "kernels": report.kernels,
         "failures": report.failures,
@@ -189,7 +189,7 @@ def main() -> None:
     """Print the JSON of the part that is asked for."""
     triton.runtime.driver.set_active(MadeUpDriver())
     triton.knobs.compilation.listener = count
-    launching.can_launch_dependently = lambda: True
+    kernel_calls.supports_dependent_launch = lambda: True
     parts = {"small": small_kernels, "engine": engine_kernels}
     print(json.dumps(parts[sys.argv[1]]()))
 

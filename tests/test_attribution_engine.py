@@ -117,19 +117,19 @@ def test_eager_engines_record_nothing(open_engine: Callable[..., Engine]) -> Non
     assert names == KernelNames()
 
 
-class LaunchNodes:
-    """A `NodeSource`: every launch of a kernel of ours is a node."""
+class KernelCallNodes:
+    """A `NodeSource`: every call of a Triton kernel is a node."""
 
     reason = None
 
-    def __init__(self, launches: list[Any]) -> None:
-        self._launches = launches
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
         self._seen = 0
 
     def take(self) -> list[CapturedNode]:
-        new = self._launches[self._seen :]
-        self._seen = len(self._launches)
-        return [CapturedNode("kernel", launch.name) for launch in new]
+        new = self._calls[self._seen :]
+        self._seen = len(self._calls)
+        return [CapturedNode("kernel", call.name) for call in new]
 
     def tools_ids(self, graph: object) -> None:
         """They are not known."""
@@ -139,17 +139,17 @@ class LaunchNodes:
 def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
     """Record the names of the steps that a GPU would run, on tensors without memory."""
     pytest.importorskip("triton")
-    record_launches = recorded_steps.record_launches
+    record_kernel_calls = recorded_steps.record_kernel_calls
 
     @contextlib.contextmanager
     def attributed(capability: int) -> Iterator[list[Any]]:
         identity = StepKey("decode", 1, 1, full_sampler=False)
         with (
-            record_launches(capability) as launches,
+            record_kernel_calls(capability) as calls,
             attribution.step(identity),
-            attribution.capturing(lambda: LaunchNodes(launches)) as tape,
+            attribution.capturing(lambda: KernelCallNodes(calls)) as tape,
         ):
-            yield launches
+            yield calls
         if tape is not None:
             tape.finish(None)
 
@@ -158,7 +158,7 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelNames]:
             recorded_steps.record_steps(*args, **kwargs)
         return names
 
-    monkeypatch.setattr(recorded_steps, "record_launches", attributed)
+    monkeypatch.setattr(recorded_steps, "record_kernel_calls", attributed)
     return make
 
 
@@ -229,7 +229,7 @@ def test_scopes_are_nothing_to_compiled_code() -> None:
                 x = x + 1
         return x
 
-    class Untouchable(LaunchNodes):
+    class Untouchable(KernelCallNodes):
         def take(self) -> list[CapturedNode]:
             assert not torch.compiler.is_compiling()
             return []

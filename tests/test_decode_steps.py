@@ -9,7 +9,7 @@ import torch
 from stepgraph.profiling.timeline import StepRecord
 from stepgraph.runtime import Engine
 from stepgraph.runtime.bench.step_watch import (
-    DecodeStep,
+    MeasuredStep,
     StepWatch,
     decode_roofline,
     decode_whole_batch,
@@ -75,9 +75,9 @@ def test_a_step_that_the_timeline_forgot_is_left_out(open_engine: Callable[..., 
 def test_the_fraction_is_that_of_all_floors(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine("micro")
 
-    def step(ms: float, *contexts: int) -> DecodeStep:
+    def step(ms: float, *contexts: int) -> MeasuredStep:
         record = StepRecord(0, len(contexts), 4, 0, 0, 0, 0, 0, 0, None)
-        return DecodeStep(record, ms, contexts)
+        return MeasuredStep(record, ms, contexts)
 
     steps = [step(1.0, 10), step(2.0, 11, 30), step(6.0, 12)]
     floors = [decode_roofline(engine, s.contexts, 1e9).floor_seconds for s in steps]

@@ -63,7 +63,7 @@ def rig(untimed: Rig) -> Iterator[Rig]:
 
 
 def replace_timeline(engine: Engine, capacity: int) -> Timeline:
-    engine._loop.timeline = Timeline(capacity, beside_host=True)
+    engine._loop.timeline = Timeline(capacity, is_async_device=True)
     return engine._loop.timeline
 
 
@@ -128,7 +128,7 @@ def test_the_device_s_time_is_no_part_of_the_host_s(rig: Rig) -> None:
     rig.drain()
     records = rig.engine.timeline().records()
     for before, after in pairwise(records):
-        assert before.beside_host
+        assert before.is_async_device
         assert before.ended_ns == before.started_ns + before.host_ns + before.wait_ns
         assert before.started_ns < before.ended_ns < after.started_ns
 
@@ -139,7 +139,7 @@ def test_on_the_host_s_own_device_it_is(open_engine: Callable[..., Engine]) -> N
     records = engine.timeline().records()
     for before, after in pairwise(records):
         assert before.device_ns
-        assert not before.beside_host
+        assert not before.is_async_device
         ended = before.started_ns + before.host_ns + before.wait_ns + before.device_ns
         assert before.ended_ns == ended
         assert before.started_ns < ended < after.started_ns

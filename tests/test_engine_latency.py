@@ -61,13 +61,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def serve(engine: Engine, model: TinyModel, clock: Clock) -> tuple[list[list[int]], list[float]]:
     """Three rows decode, and a long prompt comes; return all tokens and the times of steps, ms."""
     library = engine._loop.runner.library
-    launch = library.launch
+    run = library.run
 
     def timed(key: StepKey) -> Any:
         clock.ran(key)
-        return launch(key)
+        return run(key)
 
-    library.launch = timed  # type: ignore[method-assign]
+    library.run = timed  # type: ignore[method-assign]
     prompts = model.prompts(9, 5, 7, 90, seed=5)
     ids = [engine.add_request(prompt, greedy(40)) for prompt in prompts[:3]]
     took: list[float] = []
@@ -81,7 +81,7 @@ def serve(engine: Engine, model: TinyModel, clock: Clock) -> tuple[list[list[int
         took.append((clock.now_ns - began) / 1e6)
         if len(took) == 8:
             ids.append(engine.add_request(prompts[3], greedy(4)))
-    del library.launch
+    del library.run
     return [final[i] for i in ids], took
 
 

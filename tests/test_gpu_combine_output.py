@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.combine_output import (
     combine_output,
     product_combines,
@@ -72,7 +72,7 @@ def test_sizes_that_are_not_given() -> None:
 def test_few_splits_are_left_to_the_product(
     monkeypatch: pytest.MonkeyPatch, count: int, splits: int, combines: bool
 ) -> None:
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 132)
     meta = torch.device("meta")
     acc_THSE = torch.empty(count, 32, splits, 64, device=meta)
     linear = GpuLinear(torch.empty(2048, 2048, dtype=torch.bfloat16, device=meta))

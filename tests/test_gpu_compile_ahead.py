@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.ptx import PtxSummary, summarize_ptx
 from stepgraph.runtime.tools.compile_ahead import (
     SHARED_MEMORY_LIMIT,
     CompileAheadError,
-    compile_launches,
+    compile_kernel_calls,
     main,
 )
 
@@ -50,7 +50,7 @@ def examples(triton_cache: Path) -> dict[str, Any]:
 
 
 def kernels(examples: dict[str, Any], capability: str, name: str) -> list[dict[str, Any]]:
-    """Return the launches of a kernel, in order."""
+    """Return the calls of a kernel, in order."""
     return [k for k in examples[capability]["kernels"] if k["name"] == name]
 
 
@@ -122,7 +122,7 @@ def test_inputs_loaded_before_the_wait_are_found(examples: dict[str, Any]) -> No
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this process")
 def test_an_interpreting_process_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompileAheadError, match="TRITON_INTERPRET=1"):
-        list(compile_launches([], 90))
+        list(compile_kernel_calls([], 90))
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,9 @@ from stepgraph.runtime.kernels import (
 )
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.triton import decode_attention as da
-from stepgraph.runtime.kernels.triton import launch as launching
-from stepgraph.runtime.kernels.triton import rotated_heads
+from stepgraph.runtime.kernels.triton import kernel_calls, rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.ready_attention import decode_ready_attention
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.splits import MOST_SPLITS, choose_splits
@@ -427,7 +426,7 @@ def test_there_are_counters_for_all_that_is_split(
     rows: int, kv_heads: int, processors: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launching, "MULTIPROCESSORS", processors)
+        patch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
         counters = sa.new_counters(torch.device("meta"))
     assert counters.dtype == torch.int32
     splits = choose_splits(rows, kv_heads, 1 << 17, processors)

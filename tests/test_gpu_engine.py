@@ -17,11 +17,10 @@ from stepgraph.runtime.kernels import Kernels
 
 pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton import launch as launching
-from stepgraph.runtime.kernels.triton import layer_kernels, operations, tuning
+from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, operations, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 from stepgraph.runtime.loading.loader import resolve_source
@@ -175,7 +174,7 @@ def test_a_chunk_of_as_many_tokens_as_rows_is_prefilled() -> None:
     config = EngineConfig(max_num_seqs=4, prefill_chunk=4)
     steps = record_steps("demo", config, rows=[1], tokens=[4])
     step = next(step for step in steps if step.name.startswith("prefill"))
-    names = {launch.name for launch in step.launches}
+    names = {call.name for call in step.kernel_calls}
     assert "_attention_kernel" in names
     assert "_decode_attention" not in names
 
@@ -201,7 +200,7 @@ def test_splits_of_attention(
     product: bool,
 ) -> None:
     """Behind 64 positions, a tile, there are two runs, which attention or the product combines."""
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 8)
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)
     asked = []
 
     def product_combines(acc_THSE: torch.Tensor, *_: object) -> bool:
@@ -259,10 +258,10 @@ def test_few_rows_take_few_kernels_a_layer(
     monkeypatch: pytest.MonkeyPatch, pairs: bool, most: int
 ) -> None:
     """Launch edges are most of a small step: sixteen layers, and five kernels around them."""
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 132)
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 132)
     config = EngineConfig(max_num_seqs=4)
     steps = record_steps("preset:llama-3.2-1b", config, rows=[1, 4], tokens=[], pairs=pairs)
     greedy = [step for step in steps if "greedy" in step.name]
     assert len(greedy) >= 2
     for step in greedy:
-        assert len(step.launches) <= most * 16 + 5, step.name
+        assert len(step.kernel_calls) <= most * 16 + 5, step.name

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 from stepgraph.runtime.kernels import WeightStorage
-from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.fused_pair import (
     PairShape,
     PairTiles,
@@ -40,7 +40,7 @@ SMALL = PairTiles(4, 32, 8, 16)
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 3)
 
 
 def check(

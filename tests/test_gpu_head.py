@@ -8,7 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton.head import head, reference_head
-from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Norm, Pending
+from stepgraph.runtime.kernels.triton.linear import (
+    LIBRARY,
+    GpuLinear,
+    GpuNorm,
+    LinearConfig,
+    Pending,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, kind="rows", stages=2)
@@ -36,7 +42,7 @@ def test_logits_and_the_best_of_each_chunk(
     hidden, vocab = 37, 131 if chunk < 1024 else 1100
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
     weight = torch.randn(vocab, hidden, device=DEVICE, dtype=dtype)
-    norm = Norm(torch.randn(hidden, device=DEVICE, dtype=dtype), 1e-5)
+    norm = GpuNorm(torch.randn(hidden, device=DEVICE, dtype=dtype), 1e-5)
     linear = GpuLinear(weight)
     logits, maxima, ids = head(x, norm, linear, softcap, None, config)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -50,7 +56,7 @@ def test_logits_and_the_best_of_each_chunk(
 def test_equal_logits_and_what_is_no_number() -> None:
     weight = torch.ones(40, 16, device=DEVICE)
     weight[33] = float("nan")
-    norm = Norm(torch.ones(16, device=DEVICE), 1e-5)
+    norm = GpuNorm(torch.ones(16, device=DEVICE), 1e-5)
     x = torch.rand(2, 16, device=DEVICE)
     x[1] = float("nan")  # a row of its own
     logits, maxima, ids = head(x, norm, GpuLinear(weight), config=FEW)
@@ -64,7 +70,7 @@ def test_equal_logits_and_what_is_no_number() -> None:
 
 def test_pending_rows_are_added_first() -> None:
     x, delta = torch.randn(2, 2, 24, device=DEVICE).unbind(0)
-    norm, post = (Norm(torch.randn(24, device=DEVICE), 1e-6, offset=True) for _ in range(2))
+    norm, post = (GpuNorm(torch.randn(24, device=DEVICE), 1e-6, offset=True) for _ in range(2))
     linear = GpuLinear(torch.randn(50, 24, device=DEVICE))
     summed, expected_sum = torch.full_like(x, float("nan")), torch.empty_like(x)
     logits, _, _ = head(x, norm, linear, 0.0, Pending(delta, post, summed), FEW)
@@ -74,7 +80,7 @@ def test_pending_rows_are_added_first() -> None:
 
 
 def test_the_head_is_not_cut_into_parts() -> None:
-    x, norm = torch.randn(5, 24, device=DEVICE), Norm(torch.ones(24, device=DEVICE), 1e-6)
+    x, norm = torch.randn(5, 24, device=DEVICE), GpuNorm(torch.ones(24, device=DEVICE), 1e-6)
     linear = GpuLinear(torch.randn(50, 24, device=DEVICE))
     config = LinearConfig(16, 16, kind="rows", splits=2)
     with pytest.raises(ValueError, match="head: the best results of 2 parts"):

@@ -8,7 +8,7 @@ import torch
 tl = pytest.importorskip("triton.language")
 triton = pytest.importorskip("triton")
 
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED, launch  # noqa: E402
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED, call_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a device")
 
@@ -36,7 +36,7 @@ def _multiply(a_ptr, b_ptr, out_ptr, K, N: tl.constexpr, BLOCK_K: tl.constexpr):
 def test_rounding_is_to_the_nearest_even_number() -> None:
     x = torch.randn(4096) * torch.logspace(-6, 2, 4096)
     bf16, fp8 = torch.empty(4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.uint8)
-    launch(_round, (1,), x, bf16, fp8, N=4096)
+    call_kernel(_round, (1,), x, bf16, fp8, N=4096)
     assert torch.equal(bf16, x.bfloat16())
     assert torch.equal(fp8, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -45,5 +45,5 @@ def test_rounding_is_to_the_nearest_even_number() -> None:
 def test_products_are_those_of_the_numbers(dtype: torch.dtype) -> None:
     a, b = torch.randn(16, 50, dtype=dtype), torch.randn(16, 50, dtype=dtype)
     out = torch.full((16, 16), float("nan"))
-    launch(_multiply, (1,), a, b, out, 50, N=16, BLOCK_K=32)
+    call_kernel(_multiply, (1,), a, b, out, 50, N=16, BLOCK_K=32)
     torch.testing.assert_close(out, a.float() @ b.float().T)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import itertools
 
 import torch
-from stepgraph.runtime.kernels.triton.launch import record_launches
+from stepgraph.runtime.kernels.triton.kernel_calls import record_kernel_calls
 from stepgraph.runtime.kernels.triton.linear import (
     FEW_ROWS,
     LIBRARY,
@@ -84,13 +84,13 @@ def test_what_cannot_run(config: LinearConfig, kernel: str, rows: int, error: st
 def test_sizes_are_chosen_for_the_device_that_launches_are_recorded_for() -> None:
     assert not is_tight(pending=False) or torch.cuda.is_available()
     for capability, tight in ((80, True), (89, True), (90, False)):
-        with record_launches(capability):
+        with record_kernel_calls(capability):
             assert is_tight(pending=False) == tight
             assert is_tight(pending=True)
     meta = torch.device("meta")
     shape = ("gate_up", 4, 8192, 2048, torch.bfloat16, torch.bfloat16, meta)
-    with record_launches(80):
+    with record_kernel_calls(80):
         older = best_config(*shape)
-    with record_launches(90):
+    with record_kernel_calls(90):
         assert best_config(*shape, pending=True) == older
         assert best_config(*shape) != older

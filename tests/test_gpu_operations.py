@@ -15,9 +15,9 @@ from stepgraph.runtime.kernels import Kernels, reference_paged_attention
 pytest.importorskip("triton")
 
 from stepgraph.runtime.execution.step_functions import StepKey
-from stepgraph.runtime.kernels.triton import launch as launching
+from stepgraph.runtime.kernels.triton import kernel_calls
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED, record_launches
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED, record_kernel_calls
 from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 
@@ -60,9 +60,9 @@ def test_plain_operations_give_the_tokens_of_transformers_without_a_kernel(
 ) -> None:
     prompts = tiny(variant).prompts(13, 1, 6, 3)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    with record_launches() as launches, open_with(Operations.reference(), variant) as engine:
+    with record_kernel_calls() as calls, open_with(Operations.reference(), variant) as engine:
         outputs = engine.generate(prompts, params)
-    assert not launches
+    assert not calls
     assert [o.token_ids for o in outputs] == tiny(variant).greedy(prompts, 3)
 
 
@@ -75,7 +75,7 @@ def test_a_plain_operation_fits_between_kernels(
     name: str,
     variant: str,
 ) -> None:
-    monkeypatch.setattr(launching, "MULTIPROCESSORS", 8)  # so that positions are split
+    monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)  # so that positions are split
     prompts = tiny(variant).prompts(21, 6)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     operations = Operations.native().with_reference([name])

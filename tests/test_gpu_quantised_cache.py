@@ -16,7 +16,7 @@ from stepgraph.runtime.kernels.ops.kv_storage import (  # noqa: E402
     write_blocks,
 )
 from stepgraph.runtime.kernels.triton import quantised_cache as qc  # noqa: E402
-from stepgraph.runtime.kernels.triton.launch import launch  # noqa: E402
+from stepgraph.runtime.kernels.triton.kernel_calls import call_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ["model", "int8", "fp8"]
@@ -86,7 +86,7 @@ def _write_both(storage: str, x: torch.Tensor, slots: torch.Tensor, block_size: 
     expected = kv.clone()
     write_blocks(expected[0], slots, x, block_size, storage)
     views = qc.cache_views(kv, width, block_size, storage)
-    launch(
+    call_kernel(
         _write, (heads,), views.keys, views.key_scales, x, slots, tokens, G=heads, D=width,
         BLOCK_SIZE=block_size, STORAGE=storage, BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_D=triton.next_power_of_2(width),
@@ -112,7 +112,7 @@ def test_writes_and_reads_are_those_of_the_reference(
     assert torch.equal(kv.view(torch.uint8), expected.view(torch.uint8))
 
     out = torch.full_like(x, math.nan)
-    launch(
+    call_kernel(
         _read, (heads,), views.keys, views.key_scales, out, slots, tokens, G=heads, D=width,
         BLOCK_SIZE=block_size, STORAGE=storage, NATIVE_FP8=NATIVE, BLOCK_T=8,
         BLOCK_D=triton.next_power_of_2(width),
@@ -157,7 +157,7 @@ def test_halves_are_rounded_to_even() -> None:
 def test_every_byte_of_fp8_is_decoded(native: bool) -> None:
     byte = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     out = torch.full((256,), 7.0, device=DEVICE)
-    launch(_decode, (1,), byte, out, NATIVE_FP8=native)
+    call_kernel(_decode, (1,), byte, out, NATIVE_FP8=native)
     expected = byte.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -171,7 +171,7 @@ def test_fp8_is_encoded_to_the_nearest_even_number() -> None:
     x = torch.cat((x, -x, torch.tensor([1e-30, -1e-45])))
     x = torch.nn.functional.pad(x, (0, 1024 - len(x))).to(DEVICE)
     out = torch.full((1024,), 0x7F, dtype=torch.uint8, device=DEVICE)
-    launch(_encode, (1,), x, out, N=1024)
+    call_kernel(_encode, (1,), x, out, N=1024)
     assert torch.equal(out, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 

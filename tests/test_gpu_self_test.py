@@ -26,7 +26,7 @@ from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels.triton import operation_check as checks
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
 from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabled
-from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.operations import Operations
 
 from .fake_graphs import FakeCapturer, FakeGraphs

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import WeightStorage
 from stepgraph.runtime.kernels.triton import tuning
-from stepgraph.runtime.kernels.triton.launch import num_multiprocessors
+from stepgraph.runtime.kernels.triton.kernel_calls import num_multiprocessors
 from stepgraph.runtime.kernels.triton.linear import LIBRARY, LinearConfig
 from stepgraph.runtime.kernels.triton.linear_configs import candidate_configs, default_config
 from stepgraph.runtime.kernels.triton.tuning import Tuned, TuningKey
@@ -170,7 +170,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
         return "@triton.jit" in (GPU_FOLDER / name).read_text()
 
     found: set[str] = set()
-    queue = ["head.py", "linear_launch.py", "fused_pair.py"]
+    queue = ["head.py", "linear_dispatch.py", "fused_pair.py"]
     for name in queue:
         for node in ast.walk(ast.parse((GPU_FOLDER / name).read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -178,7 +178,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
                 if imported not in found and has_kernels(imported):
                     found.add(imported)
                     queue.append(imported)
-    assert (found | {"head.py"}) - {"launch.py"} == set(tuning.SOURCES)
+    assert (found | {"head.py"}) - {"kernel_calls.py"} == set(tuning.SOURCES)
 
 
 def test_the_best_is_what_was_tuned_or_the_default() -> None:
@@ -302,7 +302,7 @@ def test_without_a_device_there_is_one_clear_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (
-        "launch",
+        "kernel_calls",
         "linear",
         "linear_problems",
         "linear_timing",

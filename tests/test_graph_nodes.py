@@ -226,7 +226,7 @@ def test_a_real_capture() -> None:
     step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"), StepKey("decode", 1, 1, False))
     with attribution.recording() as names:
         step.prepare()
-    assert torch.equal(step.launch(), fn())
+    assert torch.equal(step.run(), fn())
     (captured,) = names.steps
     assert list(dict.fromkeys(node.label for node in captured.nodes)) == [
         *("0/down", "0/residual", "other", "norm"),

@@ -176,7 +176,7 @@ def test_triton_runs_the_rest_of_the_layer(
 ) -> None:
     pytest.importorskip("triton")
     from stepgraph.runtime.kernels.triton.backend import gpu_kernels
-    from stepgraph.runtime.kernels.triton.launch import INTERPRETED
+    from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
     from stepgraph.runtime.kernels.triton.operations import Operations
 
     if not INTERPRETED:

@@ -121,9 +121,9 @@ def test_a_miss_is_served_counted_and_logged_once(caplog):
     library.prepare()
     with caplog.at_level(logging.WARNING, "stepgraph.graphs"):
         for _ in range(5):
-            assert library.launch(Key(3)).tolist() == [4003.0] * 3
-        library.launch(Key(16, 9))
-        library.launch(Key(16, 2))
+            assert library.run(Key(3)).tolist() == [4003.0] * 3
+        library.run(Key(16, 9))
+        library.run(Key(16, 2))
     stats = library.stats()
     assert (stats.hits, stats.misses) == (1, 6)
     assert stats.missed_keys == (Key(3), Key(16, 9))
@@ -150,7 +150,7 @@ def test_failure_at_start_is_an_error_with_its_reason(caplog):
     assert library.reports() == []  # what was prepared before is let go
     assert not caplog.records
     with pytest.raises(AssertionError, match="not prepared"):
-        library.launch(Key(16, 4))
+        library.run(Key(16, 4))
 
 
 def test_a_step_that_cannot_be_made_is_named_too():
@@ -164,7 +164,7 @@ def test_a_step_that_cannot_be_made_is_named_too():
 def test_close_lets_go_of_every_step():
     library = Runner().library(KEYS)
     library.prepare()
-    library.launch(Key(5))
+    library.run(Key(5))
     alive = [weakref.ref(library.lookup(key)) for key in (*KEYS, Key(5))]
     library.close()
     library.close()
@@ -172,7 +172,7 @@ def test_close_lets_go_of_every_step():
     assert [step() for step in alive] == [None] * 7
     assert library.stats().missed_keys == (Key(5),)
     library.prepare()
-    assert library.launch(Key(2)).tolist() == [4002.0] * 2
+    assert library.run(Key(2)).tolist() == [4002.0] * 2
 
 
 class LibraryAgainstATally(RuleBasedStateMachine):
@@ -183,14 +183,14 @@ class LibraryAgainstATally(RuleBasedStateMachine):
         self.runner = Runner()
         self.library = self.runner.library(KEYS)
         self.library.prepare()
-        self.launched = Tally()
+        self.runs = Tally()
         self.lanes = [0, 0]
 
     @rule(rows=st.integers(1, 17), read_blocks=st.sampled_from([2, 4]))
-    def launch(self, rows, read_blocks):
-        output = self.library.launch(Key(rows, read_blocks))
+    def run_step(self, rows, read_blocks):
+        output = self.library.run(Key(rows, read_blocks))
         assert output.tolist() == [1000.0 * read_blocks + rows] * rows
-        self.launched[Key(rows, read_blocks)] += 1
+        self.runs[Key(rows, read_blocks)] += 1
 
     @rule(used=st.integers(0, 16), padding=st.integers(0, 16))
     def pad(self, used, padding):
@@ -201,9 +201,9 @@ class LibraryAgainstATally(RuleBasedStateMachine):
     @invariant()
     def adds_up(self):
         stats = self.library.stats()
-        assert stats.hits == sum(n for key, n in self.launched.items() if key in KEYS)
-        assert stats.misses == sum(n for key, n in self.launched.items() if key not in KEYS)
-        assert set(stats.missed_keys) == self.launched.keys() - set(KEYS)
+        assert stats.hits == sum(n for key, n in self.runs.items() if key in KEYS)
+        assert stats.misses == sum(n for key, n in self.runs.items() if key not in KEYS)
+        assert set(stats.missed_keys) == self.runs.keys() - set(KEYS)
         assert self.runner.fallbacks == list(stats.missed_keys)
         assert [stats.used_lanes, stats.padded_lanes] == self.lanes
 

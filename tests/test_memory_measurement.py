@@ -39,20 +39,20 @@ class Machine:
     def __init__(self, seconds: float, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
         self.now = 0.0
         self.seconds = seconds  # of the largest step
-        self.launched: list[StepKey] = []
+        self.ran: list[StepKey] = []
         self.device = torch.device("cpu")
         self.sizes = StepSizes(
             Buckets([1, 2, 4, 8, ROWS]), Buckets([16, 32, 64, 128, 256, TOKENS]), Buckets(widths)
         )
-        self.library = SimpleNamespace(launch=self.launch, reports=list)
+        self.library = SimpleNamespace(run=self.run, reports=list)
 
-    def launch(self, key: StepKey) -> None:
-        self.launched.append(key)
+    def run(self, key: StepKey) -> None:
+        self.ran.append(key)
         self.now += self.seconds * key.size * key.read_blocks / (TOKENS * WIDE)
 
     def peak_bytes(self, work: Callable[[], object], device: torch.device) -> int:
         work()
-        return peak_of(self.launched[-1])
+        return peak_of(self.ran[-1])
 
     def measure(self, monkeypatch: pytest.MonkeyPatch, masks: int, *, have_run: bool = True) -> Any:
         monkeypatch.setattr(memory_measurement, "peak_bytes", self.peak_bytes)
@@ -82,9 +82,9 @@ def test_what_the_first_run_of_a_shape_leaves_behind_is_not_of_the_step(
     machine, kept = Machine(0.6), 3 << 20
 
     def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-        before = list(machine.launched)
+        before = list(machine.ran)
         work()
-        key = machine.launched[-1]
+        key = machine.ran[-1]
         return peak_of(key) + kept * (key not in before)
 
     monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
@@ -108,8 +108,8 @@ def test_steps_that_take_too_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -
 def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: int) -> None:
     readable = Machine(0.01)
     readable.measure(monkeypatch, masks)
-    # The first two launches are not watched.
-    for failing in range(len(readable.launched) - 2):
+    # The first two steps are not watched.
+    for failing in range(len(readable.ran) - 2):
         machine = Machine(0.01)
         watched = iter(range(failing))
 
@@ -124,7 +124,7 @@ def test_a_peak_that_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, masks: 
 
         monkeypatch.setattr(machine, "peak_bytes", peak_bytes)
         memory = machine.measure(monkeypatch, masks)
-        assert len(machine.launched) == failing + 3
+        assert len(machine.ran) == failing + 3
         assert memory.measured == ({} if masks else {"attention_masks": 0})
         terms = {"activations", "logits", "attention_masks"} - memory.measured.keys()
         assert memory.notes.keys() == terms

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.nsys import cli
 from stepgraph.profiling.nsys.report import Report, compare, read_report
-from stepgraph.profiling.nsys.steps import STEP_COLUMNS, Step
+from stepgraph.profiling.nsys.steps import STEP_COLUMNS, TracedStep
 from stepgraph.profiling.stats import Summary
 
 from .nsys_rig import NEW, OLD, Kernel, Launch, Profile, Truth, Variant
@@ -70,7 +70,7 @@ def names_file(path: Path, **changes) -> KernelNames:
     return names
 
 
-def assert_rows_are(rows: list[Step], truth: list[Truth], variant: Variant) -> None:
+def assert_rows_are(rows: list[TracedStep], truth: list[Truth], variant: Variant) -> None:
     assert len(rows) == len(truth)
     numbers = variant.payload is not None
     for row, true in zip(rows, truth, strict=True):

@@ -21,7 +21,7 @@ from stepgraph.runtime.bench.instrumentation import (
 )
 from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
 from stepgraph.runtime.execution import outputs as launch
-from stepgraph.runtime.execution.outputs import HostOutputs, Launch
+from stepgraph.runtime.execution.outputs import HostOutputs, LaunchedStep
 
 from .fake_graphs import FakeGraphs, FakeStream, fake_events, make_fake_graphs  # noqa: F401
 from .listeners import Heard
@@ -57,10 +57,14 @@ class Trace(Heard):
         return [event[:2] if event[0] == "push" else event for event in self.events]
 
 
-def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, timed: bool) -> Trace:
-    rig = HostRig(5, 3, num_blocks=200, num_steps=40, block_size=1024, in_flight=int(beside_host))
+def trace_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool, timed: bool
+) -> Trace:
+    rig = HostRig(
+        5, 3, num_blocks=200, num_steps=40, block_size=1024, in_flight=int(is_async_device)
+    )
     trace = Trace(monkeypatch)
-    if beside_host:
+    if is_async_device:
         outputs, stream = (
             HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu")),
             FakeStream(),
@@ -72,8 +76,8 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, ti
     for _ in range(WARM):
         rig.loop.step()
     trace.watch(HostOutputs, "begin", lambda outputs, number: ("begin",))
-    if beside_host:
-        trace.watch(Launch, "elapsed_ns", lambda launch: ("elapsed",))
+    if is_async_device:
+        trace.watch(LaunchedStep, "elapsed_ns", lambda step: ("elapsed",))
     trace.begin()
     with ranges.listening(trace):
         for _ in range(STEPS):
@@ -83,12 +87,12 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, ti
 
 
 def trace_of_what_is_measured(
-    monkeypatch: pytest.MonkeyPatch, *, beside_host: bool, timed: bool
+    monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool, timed: bool
 ) -> Trace:
     trace = Trace(monkeypatch)
     trace.begin()
     device: dict[str, Any] = {}
-    if beside_host:
+    if is_async_device:
         device["begin"] = lambda: trace._note("begin")
         device["elapsed_ns"] = lambda: trace._note("elapsed") or (5 if timed else None)
     watch = CollectorWatch()
@@ -107,12 +111,14 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize(("beside_host", "timed"), [(False, False), (True, False), (True, True)])
-def test_what_is_measured_is_what_a_steady_step_does(beside_host: bool, timed: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_async_device", "timed"), [(False, False), (True, False), (True, True)]
+)
+def test_what_is_measured_is_what_a_steady_step_does(is_async_device: bool, timed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = trace_of_an_engine(patch, beside_host=beside_host, timed=timed)
+        engine = trace_of_an_engine(patch, is_async_device=is_async_device, timed=timed)
     with pytest.MonkeyPatch.context() as patch:
-        measured = trace_of_what_is_measured(patch, beside_host=beside_host, timed=timed)
+        measured = trace_of_what_is_measured(patch, is_async_device=is_async_device, timed=timed)
     assert measured.shape() == engine.shape()
     assert measured.names("push") == ["step", "plan", "launch", "replay", "commit"] * STEPS
     records = [event for event in measured.shape() if event[0] == "record"]

@@ -45,10 +45,10 @@ def test_a_clock_that_starts_again_has_no_gap() -> None:
 def test_beside_the_host_tokens_come_with_the_next_call() -> None:
     """A device works on step N while step N + 1 is launched; its chunk makes that call wait."""
     records = [
-        step(0, 0, rows=0, prefill_tokens=64, beside_host=True),  # took nothing in
-        step(1, 1, rows=4, wait_ms=10, beside_host=True, prefill_tokens=32),
-        step(2, 12, rows=4, wait_ms=30, beside_host=True),
-        step(3, 43, rows=4, wait_ms=5, beside_host=True),
+        step(0, 0, rows=0, prefill_tokens=64, is_async_device=True),  # took nothing in
+        step(1, 1, rows=4, wait_ms=10, is_async_device=True, prefill_tokens=32),
+        step(2, 12, rows=4, wait_ms=30, is_async_device=True),
+        step(3, 43, rows=4, wait_ms=5, is_async_device=True),
     ]
     series = series_of(records)
     # The call that launched step 1 took in step 0, which nobody waited for.
@@ -60,8 +60,8 @@ def test_beside_the_host_tokens_come_with_the_next_call() -> None:
 
 
 def test_beside_the_host_a_call_that_takes_nothing_in_ends_no_gap() -> None:
-    last = step(5, 0, beside_host=True, wait_ms=1)
-    much_later = step(6, 60_000, rows=0, prefill_tokens=8, beside_host=True)
+    last = step(5, 0, is_async_device=True, wait_ms=1)
+    much_later = step(6, 60_000, rows=0, prefill_tokens=8, is_async_device=True)
     assert series_of([last, much_later]).gaps == []
 
 
@@ -147,9 +147,9 @@ def test_phases_of_a_launch_of_several_steps_are_those_of_one() -> None:
 
 def test_beside_the_host_a_step_is_waited_for_in_the_next_call() -> None:
     records = [
-        step(0, 0, prefill_tokens=64, wait_ms=0, device_ms=40, beside_host=True),
-        step(1, 1, wait_ms=39, device_ms=8, beside_host=True),
-        step(2, 41, wait_ms=7, device_ms=None, beside_host=True),
+        step(0, 0, prefill_tokens=64, wait_ms=0, device_ms=40, is_async_device=True),
+        step(1, 1, wait_ms=39, device_ms=8, is_async_device=True),
+        step(2, 41, wait_ms=7, device_ms=None, is_async_device=True),
     ]
     chunk, decode = (phase_times(records, prefill=prefill) for prefill in (True, False))
     assert chunk is not None

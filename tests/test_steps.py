@@ -91,8 +91,8 @@ def test_one_face(kind):
     for _ in range(3):
         fn.x.copy_(torch.randn(6, 5))
         before = fn.state.clone()
-        output = step.launch()
-        assert torch.equal(fn.state, before + 1)  # a launch runs it once
+        output = step.run()
+        assert torch.equal(fn.state, before + 1)  # a step runs it once
         assert torch.equal(output, fn.reference())
 
 
@@ -150,7 +150,7 @@ def test_steps_that_share_a_compiled_part(kind):
             x = torch.randn(n, 4)
             step = make(kind, lambda x=x: part(x))
             step.prepare()
-            assert torch.equal(step.launch(), (x * 3).relu().sum(-1))
+            assert torch.equal(step.run(), (x * 3).relu().sum(-1))
 
 
 @pytest.mark.parametrize("kind", ["compile", "graph"])
@@ -179,7 +179,7 @@ def test_a_part_that_torch_cannot_compile_is_no_secret():
 
 @pytest.mark.parametrize("kind", ["compile", "graph"])
 def test_a_part_that_compiles_on_every_run_is_refused(kind):
-    """A host scalar that changes from launch to launch would compile in the middle of traffic."""
+    """A host scalar that changes from run to run would compile in the middle of traffic."""
 
     def scaled(x, position):
         return x * position
@@ -246,11 +246,11 @@ class TestCudaGraphs:
         step = CapturedStep(fn, "demo", CudaGraphCapturer("cuda"))
         step.prepare()
         assert step.bytes >= 0
-        address = step.launch().data_ptr()
+        address = step.run().data_ptr()
         for _ in range(50):
             fn.x.copy_(torch.randn(6, 5))
             before = fn.state.clone()
-            output = step.launch()
+            output = step.run()
             assert output.data_ptr() == address
             assert torch.equal(fn.state, before + 1)
             torch.testing.assert_close(output, fn.reference())
@@ -267,7 +267,7 @@ class TestCudaGraphs:
         sizes = [step.bytes for _, step in steps.values()]
         assert sum(sizes) <= 1.5 * sizes[0]
         for x, step in steps.values():
-            torch.testing.assert_close(step.launch(), (x.sin() * 2).sum(-1))
+            torch.testing.assert_close(step.run(), (x.sin() * 2).sum(-1))
 
     def test_a_compiled_part_is_captured(self):
         part = torch.compile(lambda x: (x * 3).relu().sum(-1), dynamic=False)
@@ -275,7 +275,7 @@ class TestCudaGraphs:
         step = CapturedStep(lambda: part(x), "demo", CudaGraphCapturer("cuda"))
         step.prepare()
         x.copy_(torch.randn(4, 300))
-        torch.testing.assert_close(step.launch(), (x * 3).relu().sum(-1))
+        torch.testing.assert_close(step.run(), (x * 3).relu().sum(-1))
 
     def test_a_failed_capture_says_why_and_leaves_the_thread_as_it_was(self):
         capturer = CudaGraphCapturer("cuda")
@@ -287,7 +287,7 @@ class TestCudaGraphs:
         assert gc.isenabled()
         step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
         step.prepare()
-        torch.testing.assert_close(step.launch(), x * 2)
+        torch.testing.assert_close(step.run(), x * 2)
 
     def test_another_thread_may_use_the_device_meanwhile(self):
         stop = threading.Event()
@@ -303,7 +303,7 @@ class TestCudaGraphs:
             for _ in range(10):
                 step = CapturedStep(lambda: x * 2, "demo", CudaGraphCapturer("cuda"))
                 step.prepare()
-                torch.testing.assert_close(step.launch(), x * 2)
+                torch.testing.assert_close(step.run(), x * 2)
         finally:
             stop.set()
             thread.join()

@@ -31,7 +31,7 @@ records = st.builds(
 
 
 def put(timeline: Timeline, record: StepRecord) -> None:
-    fields = set(StepRecord.__slots__) - {"beside_host"}
+    fields = set(StepRecord.__slots__) - {"is_async_device"}
     timeline.record(**{name: getattr(record, name) for name in fields})
 
 
@@ -116,15 +116,15 @@ def test_recording_holds_no_object_and_no_memory() -> None:
 def test_a_record_ends_after_all_that_happened_within_it() -> None:
     timed = StepRecord(0, 3, 4, 0, 1000, 1, 20, 300, 4000, 50_000)
     assert timed.ended_ns == 55_321
-    assert replace(timed, beside_host=True).ended_ns == 5_321
+    assert replace(timed, is_async_device=True).ended_ns == 5_321
     assert replace(timed, device_ns=None).ended_ns == 5_321
 
 
 def test_all_records_of_a_timeline_are_of_one_device() -> None:
-    for beside_host in (False, True):
-        timeline = Timeline(2, beside_host=beside_host)
+    for is_async_device in (False, True):
+        timeline = Timeline(2, is_async_device=is_async_device)
         put(timeline, some_record(1))
-        assert timeline.records()[0].beside_host is beside_host
+        assert timeline.records()[0].is_async_device is is_async_device
 
 
 def test_values_that_are_no_integers_are_refused() -> None:

@@ -151,7 +151,7 @@ def read_export(path: str | Path) -> Export:
         uri = path.absolute().as_uri() + "?mode=ro&immutable=1"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             connection.text_factory = lambda text: text.decode("utf-8", "replace")
-            reader = _Reader(connection, path)
+            reader = _ExportReader(connection, path)
             ranges, calls, activities = reader.ranges(), reader.calls(), reader.activities()
             return Export(path, reader.graph_trace(calls, activities), ranges, calls, activities)
     # A damaged schema may be quoted in the message of an error, which then is no UTF-8.
@@ -159,7 +159,7 @@ def read_export(path: str | Path) -> Export:
         raise ExportError(f"{path} is damaged, or no SQLite file: {error}") from error
 
 
-class _Reader:
+class _ExportReader:
     """Runs the queries."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:

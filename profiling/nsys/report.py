@@ -15,7 +15,7 @@ from ..roofline import floor_seconds
 from ..stats import Summary
 from . import GraphTrace
 from .export import read_export
-from .steps import STEP_COLUMNS, Step, TracedLaunch, covered_ns, traced_steps
+from .steps import STEP_COLUMNS, TracedPart, TracedStep, covered_ns, traced_steps
 
 __all__ = ["Case", "Change", "Part", "Report", "compare", "read_report"]
 
@@ -100,7 +100,7 @@ class Report:
     graph_trace: GraphTrace | None
     names: Path | None
     known: KernelNames
-    steps: list[Step]
+    steps: list[TracedStep]
     cases: list[Case]
     totals: dict[str, float]
     operations: list[Part]
@@ -179,8 +179,8 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
     )
 
 
-def _cases(steps: Iterable[Step]) -> Iterator[Case]:
-    groups: dict[tuple[str, int], list[Step]] = defaultdict(list)
+def _cases(steps: Iterable[TracedStep]) -> Iterator[Case]:
+    groups: dict[tuple[str, int], list[TracedStep]] = defaultdict(list)
     for step in steps:
         groups[step.phase, -1 if step.bucket is None else step.bucket].append(step)
     for (phase, _), group in sorted(groups.items()):
@@ -218,16 +218,16 @@ class _Tally:
         """The layers that have an operation."""
         self.matched = self.activities = self.whole_graphs = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: TracedStep) -> None:
         """Add the launches of a step, and what belongs to none of them."""
-        for launch in step.parts:
-            timed = [activity for activity in launch.activities if activity.is_timed]
+        for part in step.parts:
+            timed = [activity for activity in part.activities if activity.is_timed]
             if any(activity.kind == "graph" for activity in timed):
                 self.whole_graphs += 1
             elif timed:
-                self._device_ns[launch.phase] += max(a.end_ns for a in timed) - timed[0].start_ns
-                self._busy_ns[launch.phase] += covered_ns(timed)
-                self._add_launch(launch)
+                self._device_ns[part.phase] += max(a.end_ns for a in timed) - timed[0].start_ns
+                self._busy_ns[part.phase] += covered_ns(timed)
+                self._add_part(part)
         if step.device_ns is not None and step.around:
             self._device_ns[AROUND] += step.device_ns[1] - step.device_ns[0]
             times: Counter[_Key] = Counter()
@@ -235,19 +235,19 @@ class _Tally:
                 self._add_time(times, (AROUND, None, activity.name, False), activity)
             self._end(AROUND, times, 1)
 
-    def _add_launch(self, launch: TracedLaunch) -> None:
-        nodes, steps = self._nodes(launch)
+    def _add_part(self, part: TracedPart) -> None:
+        nodes, steps = self._nodes(part)
         times: Counter[_Key] = Counter()
-        for activity, node in zip(launch.activities, nodes, strict=True):
+        for activity, node in zip(part.activities, nodes, strict=True):
             self.activities += 1
             named = node is not None and node.operation != OTHER
             self.matched += named
             name = node.operation if node is not None and named else activity.name
-            self._add_time(times, (launch.phase, None, name, named), activity)
+            self._add_time(times, (part.phase, None, name, named), activity)
             if node is not None and node.layer is not None:
-                self._add_time(times, (launch.phase, node.layer, "", True), activity)
+                self._add_time(times, (part.phase, node.layer, "", True), activity)
                 self._layers_of[node.operation].add(node.layer)
-        self._end(launch.phase, times, steps)
+        self._end(part.phase, times, steps)
 
     def _add_time(self, times: Counter[_Key], key: _Key, activity: Any) -> None:
         times[key] += max(0, activity.end_ns - activity.start_ns)
@@ -259,16 +259,16 @@ class _Tally:
         for key, ns in times.items():
             self._samples[key].append(ns)
 
-    def _nodes(self, launch: TracedLaunch) -> tuple[Sequence[Node | None], int]:
-        """The node of each activity, and how many decode steps the launch runs."""
-        nodes: list[Node | None] = [None] * len(launch.activities)
-        kernels = [i for i, a in enumerate(launch.activities) if a.kind == "kernel"]
+    def _nodes(self, part: TracedPart) -> tuple[Sequence[Node | None], int]:
+        """The node of each activity, and how many decode steps the part runs."""
+        nodes: list[Node | None] = [None] * len(part.activities)
+        kernels = [i for i, a in enumerate(part.activities) if a.kind == "kernel"]
         found = find_step(
             self._names,
-            launch.phase,
-            launch.numbers.get("bucket"),
-            [launch.activities[i].name for i in kernels],
-            [launch.activities[i].node_id for i in kernels],
+            part.phase,
+            part.numbers.get("bucket"),
+            [part.activities[i].name for i in kernels],
+            [part.activities[i].node_id for i in kernels],
         )
         if found is None:
             return nodes, 1
@@ -276,7 +276,7 @@ class _Tally:
         for index, node in zip(kernels, matched, strict=True):
             nodes[index] = node
         by_id = {node.tools_id: node for node in step.nodes if node.tools_id is not None}
-        for index, activity in enumerate(launch.activities):
+        for index, activity in enumerate(part.activities):
             if activity.kind != "kernel" and activity.node_id is not None:
                 nodes[index] = by_id.get(activity.node_id)
         return nodes, step.steps

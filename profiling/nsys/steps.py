@@ -17,7 +17,7 @@ from typing import Final
 from .. import dictionary
 from .export import Activity, Call, Export, ExportError, Range, in_order, process_of
 
-__all__ = ["STEP_COLUMNS", "Step", "TracedLaunch", "covered_ns", "traced_steps"]
+__all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "covered_ns", "traced_steps"]
 
 _PHASES: Final = {dictionary.REPLAY: "decode", dictionary.PREFILL: "prefill"}
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
@@ -26,7 +26,7 @@ _LAUNCHES: Final = re.compile(r"cu(da)?(GraphLaunch|Launch(Cooperative)?Kernel)"
 
 
 @dataclass(frozen=True, slots=True)
-class TracedLaunch:
+class TracedPart:
     """A range `replay` or `prefill`: its phase, its step numbers by name, its device activities."""
 
     phase: str
@@ -35,14 +35,14 @@ class TracedLaunch:
 
 
 @dataclass(slots=True)
-class Step:
+class TracedStep:
     """One step. Times are in µs, None where the profile does not tell.
 
     docs/profiling.md, "Reading the report", describes `STEP_COLUMNS`; the other fields are
 
     Attributes:
         parts: what it launched: decoding, a chunk of prompts, or both in this order.
-        around: activities that belong to no launch: inputs, outputs, copies of blocks.
+        around: activities that belong to neither: inputs, outputs, copies of blocks.
         device_ns: begin of the first and end of the last activity, on the clock of the trace.
     """
 
@@ -64,20 +64,20 @@ class Step:
     gap_us: float | None
     step_us: float | None
     launches: int
-    parts: list[TracedLaunch]
+    parts: list[TracedPart]
     around: list[Activity]
     device_ns: tuple[int, int] | None
 
     def activities(self) -> Iterator[Activity]:
         """All work of the device for the step."""
-        return itertools.chain(self.around, *(launch.activities for launch in self.parts))
+        return itertools.chain(self.around, *(part.activities for part in self.parts))
 
 
-STEP_COLUMNS: Final = tuple(Step.__dataclass_fields__)[:-3]
+STEP_COLUMNS: Final = tuple(TracedStep.__dataclass_fields__)[:-3]
 """The columns of `--csv`, in order."""
 
 
-def traced_steps(export: Export) -> tuple[list[Step], list[str]]:
+def traced_steps(export: Export) -> tuple[list[TracedStep], list[str]]:
     """Assemble the complete steps of an export, thread after thread, and notes for the reader.
 
     Raises:
@@ -95,7 +95,7 @@ def traced_steps(export: Export) -> tuple[list[Step], list[str]]:
 
     in_thread = not export.calls and not export.activities
     skipped: Counter[str] = Counter()
-    steps: list[Step] = []
+    steps: list[TracedStep] = []
     processes = set()
     for thread in sorted(threads):
         turns = _Turns(*threads[thread], activities, in_thread=in_thread)
@@ -131,7 +131,7 @@ def traced_steps(export: Export) -> tuple[list[Step], list[str]]:
 
 
 def _notes(
-    export: Export, steps: Sequence[Step], processes: int, *, in_thread: bool
+    export: Export, steps: Sequence[TracedStep], processes: int, *, in_thread: bool
 ) -> Iterator[str]:
     """What a reader must know of the steps."""
     threads = len({step.thread for step in steps})
@@ -154,7 +154,7 @@ def _notes(
     if not all(timed):
         untimed = _count(timed.count(False), "activity", "activities")
         yield f"{untimed} without a time: not in device times"
-    if not any(launch.numbers for step in steps for launch in step.parts):
+    if not any(part.numbers for step in steps for part in step.parts):
         yield (
             "no structured payloads, so no rows, bucket and tokens:"
             " export the report with nsys export --include-blobs=true"
@@ -198,7 +198,7 @@ class _Turns:
         index = bisect_right(self._starts, start_ns) - 1
         return index if index >= 0 and end_ns <= self._steps[index][1] else None
 
-    def steps(self, thread: int) -> Iterator[Step]:
+    def steps(self, thread: int) -> Iterator[TracedStep]:
         """The turns that launch something; `thread` counts the threads of the profile."""
         for (turn, end), inside, calls in zip(self._steps, self._inside, self._calls, strict=True):
             if any(found.name in _PHASES for found, _ in inside):
@@ -213,9 +213,9 @@ class _Turns:
         ended_ns: int,
         inside: Sequence[tuple[Range, int]],
         calls: Sequence[Call],
-    ) -> Step:
-        launches = [
-            TracedLaunch(
+    ) -> TracedStep:
+        parts = [
+            TracedPart(
                 _PHASES[found.name],
                 found.numbers,
                 in_order(self._of(call for call in calls if _within(call, found.start_ns, end))),
@@ -226,7 +226,7 @@ class _Turns:
         # The device's work for an earlier step's commit is no part of this one.
         commits = [(r.start_ns, end) for r, end in inside if r.name == dictionary.COMMIT]
         own = [call for call in calls if not any(_within(call, *commit) for commit in commits)]
-        taken = {id(activity) for launch in launches for activity in launch.activities}
+        taken = {id(activity) for part in parts for activity in part.activities}
         around = in_order([a for a in self._of(own) if id(a) not in taken])
         self.skipped["hidden"] += sum(
             not self._of([call]) for call in _outermost(own, _GRAPH_LAUNCH)
@@ -241,23 +241,23 @@ class _Turns:
             work = [(found.start_ns, end) for found, end in inside if found.name in _PHASES]
             device, busy_ns = (work[0][0], work[-1][1]), in_thread_ns
         else:
-            every = [*around, *(a for launch in launches for a in launch.activities)]
+            every = [*around, *(a for part in parts for a in part.activities)]
             timed = in_order([activity for activity in every if activity.is_timed])
             if timed:
                 device = timed[0].start_ns, max(activity.end_ns for activity in timed)
                 busy_ns = covered_ns(timed)
 
         def values(name: str) -> list[int]:
-            return [launch.numbers[name] for launch in launches if name in launch.numbers]
+            return [part.numbers[name] for part in parts if name in part.numbers]
 
         def total(name: str) -> int | None:
             return sum(values(name)) if values(name) else None
 
         numbers = values("step")
-        return Step(
+        return TracedStep(
             thread=thread,
             step=turn.value if turn.value is not None else next(iter(numbers), None),
-            phase="+".join(launch.phase for launch in launches),
+            phase="+".join(part.phase for part in parts),
             rows=total("rows"),
             bucket=next(iter(values("bucket")), None),
             tokens=total("tokens"),
@@ -273,7 +273,7 @@ class _Turns:
             gap_us=None,
             step_us=None,
             launches=len(_outermost(own, _LAUNCHES)),
-            parts=launches,
+            parts=parts,
             around=around,
             device_ns=device,
         )
@@ -288,7 +288,7 @@ class _Turns:
         ]
 
 
-def _relate(steps: Sequence[Step]) -> None:
+def _relate(steps: Sequence[TracedStep]) -> None:
     """Set gap and length, of the steps of one thread in order; not across a missing step."""
     for before, step in itertools.pairwise(steps):
         follows = before.step is None or step.step == before.step + 1

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..stats import Summary
 from ..timeline import StepRecord
-from .series import Gap, MarkKind, Series, phase_times, series_of
+from .series import MarkKind, Series, TokenGap, phase_times, series_of
 
 __all__ = ["DPI", "HEIGHT", "WIDTH", "draw", "roofline_lines", "style"]
 
@@ -98,9 +98,9 @@ def draw(
     return figure
 
 
-def _kinds_of(gaps: Sequence[Gap]) -> list[tuple[str, str, list[Gap]]]:
+def _kinds_of(gaps: Sequence[TokenGap]) -> list[tuple[str, str, list[TokenGap]]]:
     """Return names, colours and gaps by what made them long: a collection before a chunk."""
-    kinds: dict[tuple[str, str], list[Gap]] = {
+    kinds: dict[tuple[str, str], list[TokenGap]] = {
         ("decode steps", _DECODE): [],
         ("with a prefill chunk", _CHUNK): [],
         ("held up by a collection", _COLLECTION): [],
@@ -112,7 +112,7 @@ def _kinds_of(gaps: Sequence[Gap]) -> list[tuple[str, str, list[Gap]]]:
     return [(name, color, found) for (name, color), found in kinds.items() if found]
 
 
-def _limits(gaps: Sequence[Gap]) -> tuple[float, float, bool]:
+def _limits(gaps: Sequence[TokenGap]) -> tuple[float, float, bool]:
     """Return the shortest and the longest gap, and whether their axis is logarithmic."""
     values = [gap.ms for gap in gaps if gap.ms > 0] or [1.0]
     log = max(values) > WIDE * statistics.median(values)

@@ -12,7 +12,7 @@ from ..timeline import StepRecord
 
 __all__ = [
     "MARK_KINDS",
-    "Gap",
+    "TokenGap",
     "Mark",
     "MarkKind",
     "PhaseTimes",
@@ -36,7 +36,7 @@ MARK_KINDS: Final[tuple[MarkKind, ...]] = ("chunk", "join", "bucket", "collectio
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TokenGap:
     """The time between two tokens of the rows that decode.
 
     Attributes:
@@ -77,7 +77,7 @@ class Series:
         seconds: the end of the axis.
     """
 
-    gaps: list[Gap]
+    gaps: list[TokenGap]
     marks: dict[MarkKind, list[Mark]]
     pauses: list[tuple[float, float]]
     seconds: float
@@ -93,8 +93,8 @@ def series_of(records: Sequence[StepRecord]) -> Series:
     On an asynchronous device the tokens of a step arrive at the end of the call that launches the
     next one.
     """
-    beside_host = _beside_host(records)
-    gap_ns = [_gap_ns(records, index, beside_host) for index in range(len(records))]
+    is_async_device = _is_async_device(records)
+    gap_ns = [_gap_ns(records, index, is_async_device) for index in range(len(records))]
     busy_ns = [
         max(0, record.ended_ns - record.started_ns) if gap is None else gap
         for record, gap in zip(records, gap_ns, strict=True)
@@ -113,34 +113,34 @@ def series_of(records: Sequence[StepRecord]) -> Series:
         now += busy_ns[index]
         ends.append(now / _NS_PER_S)
     gaps = [
-        Gap(
+        TokenGap(
             ends[index],
             gap / _NS_PER_MS,
-            records[index - beside_host],
+            records[index - is_async_device],
             records[index].collected_ns > _COLLECTION_SHARE * gap,
         )
         for index, gap in enumerate(gap_ns)
         if gap is not None
     ]
-    arrivals = ends[1:] + ends[-1:] if beside_host else ends
+    arrivals = ends[1:] + ends[-1:] if is_async_device else ends
     return Series(gaps, _marks(records, arrivals, ends), pauses, now / _NS_PER_S)
 
 
-def _beside_host(records: Iterable[StepRecord]) -> bool:
+def _is_async_device(records: Iterable[StepRecord]) -> bool:
     """Whether the device is another processor, and one step in flight."""
-    return any(record.beside_host for record in records)
+    return any(record.is_async_device for record in records)
 
 
-def _gap_ns(records: Sequence[StepRecord], index: int, beside_host: bool) -> int | None:
+def _gap_ns(records: Sequence[StepRecord], index: int, is_async_device: bool) -> int | None:
     """The gap that ends with the tokens that a call took in; None where no row waited for them."""
     if index == 0:
         return None
     call, before = records[index], records[index - 1]
     if call.step != before.step + 1 or call.ended_ns < before.ended_ns:
         return None
-    step = before if beside_host else call
+    step = before if is_async_device else call
     # A call that waits for nothing takes nothing in: no step was in flight.
-    if step.rows <= 0 or (beside_host and call.wait_ns <= 0):
+    if step.rows <= 0 or (is_async_device and call.wait_ns <= 0):
         return None
     return call.ended_ns - before.ended_ns
 
@@ -185,7 +185,7 @@ def phase_times(records: Sequence[StepRecord], *, prefill: bool) -> PhaseTimes |
 
     None if there is no step of that kind.
     """
-    beside_host = _beside_host(records)
+    is_async_device = _is_async_device(records)
     samples: dict[str, list[float]] = {
         name: [] for name in ("plan", "launch", "device", "commit", "wait", "caller")
     }
@@ -200,16 +200,16 @@ def phase_times(records: Sequence[StepRecord], *, prefill: bool) -> PhaseTimes |
         if record.device_ns is not None:
             samples["device"].append(record.device_ns * per_step)
         # On an asynchronous device the next call waits for the step and takes it in.
-        taken = index + beside_host
+        taken = index + is_async_device
         if taken < len(records):
             samples["commit"].append(records[taken].commit_ns * per_step)
-            if beside_host:
+            if is_async_device:
                 samples["wait"].append(records[taken].wait_ns * per_step)
-        if index and _gap_ns(records, index, beside_host) is not None:
+        if index and _gap_ns(records, index, is_async_device) is not None:
             idle = record.started_ns - records[index - 1].ended_ns
             samples["caller"].append(max(0, idle) * per_step)
     if not n:
         return None
     medians = {name: statistics.median(values) for name, values in samples.items() if values}
-    device_ms = medians.pop("device", None) if beside_host else None
+    device_ms = medians.pop("device", None) if is_async_device else None
     return PhaseTimes(n, medians, device_ms)

@@ -17,7 +17,7 @@ from ..models.plan import model_plan
 from ..sampling_params import SamplingParams
 
 __all__ = [
-    "DecodeStep",
+    "MeasuredStep",
     "StepWatch",
     "decode_roofline",
     "decode_whole_batch",
@@ -32,7 +32,7 @@ def steps_in_flight(engine: Engine) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
+class MeasuredStep:
     """A step without prefill whose tokens are on the host."""
 
     record: StepRecord
@@ -99,7 +99,7 @@ class StepWatch:
         self._in_flight = deque([None] * len(self._in_flight))
         self._seen.clear()
 
-    def decode_steps(self, rows: int | None = None) -> list[DecodeStep]:
+    def decode_steps(self, rows: int | None = None) -> list[MeasuredStep]:
         """Return the steps since `clear` that only decoded, with exactly `rows` rows if given.
 
         Steps that have left the timeline are omitted.
@@ -107,7 +107,7 @@ class StepWatch:
         records = self._timeline.records()
         forgotten = self._launched - len(records)
         steps = [
-            DecodeStep(records[number - forgotten], ms, contexts)
+            MeasuredStep(records[number - forgotten], ms, contexts)
             for number, ms, contexts in self._seen
             if number >= forgotten
         ]
@@ -149,7 +149,7 @@ def decode_roofline(
 
 
 def mean_roofline(
-    engine: Engine, steps: Sequence[DecodeStep], bandwidth: float, *, ms: float | None = None
+    engine: Engine, steps: Sequence[MeasuredStep], bandwidth: float, *, ms: float | None = None
 ) -> dict[str, float | int] | None:
     """Return the `roofline` of steps with different contexts for the JSON; None without steps.
 

@@ -55,7 +55,7 @@ def preemption_policy(
     key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)
 
     def prefill() -> None:
-        runner.library.launch(key)
+        runner.library.run(key)
 
     return PreemptionPolicy(
         "auto",
@@ -120,7 +120,7 @@ class _NullSteps:
             positions = torch.arange(context, context + size, device=runner.device)
             self._inputs.positions[:size] = positions.clamp(max=last)
         step = runner.library.lookup(key)
-        return _seconds(step.launch, runner.device)
+        return _seconds(step.run, runner.device)
 
     def clean(self) -> None:
         """Reset the inputs."""

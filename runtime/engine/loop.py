@@ -33,7 +33,7 @@ from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
 from ..errors import NonFiniteLogitsError
-from ..execution.outputs import Launch
+from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..kernels.ops.feedback import NON_FINITE
 from ..request import FinishReason, Request, RequestGroup, RequestStatus
@@ -74,7 +74,7 @@ class StepLoop:
         """
         self.scheduler = scheduler
         self.runner = runner
-        self.timeline = Timeline(TIMELINE_STEPS, beside_host=in_flight > 0)
+        self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
         self.groups: dict[str, RequestGroup] = {}
         self.num_steps = 0
@@ -99,7 +99,7 @@ class StepLoop:
         self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
-        self._launched: deque[Launch] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._group_of: dict[Request, RequestGroup] = {}
         self._changed: dict[RequestGroup, None] = {}  # since the last outputs, in order
 
@@ -184,26 +184,26 @@ class StepLoop:
             with ranges.span(ranges.PLAN, number):
                 plan = self.scheduler.plan()
             planned = time.perf_counter_ns()
-            launch = self._launch(plan)
+            step = self._launch(plan)
             launched = time.perf_counter_ns()
-            # Without a launch, what is in flight is all that can move things on.
-            most = 0 if launch is None else self._in_flight
+            # Without a new step, what is in flight is all that can move things on.
+            most = 0 if step is None else self._in_flight
             waited = 0
             while len(self._launched) > most:
                 waited += self._commit(self._launched.popleft())
             self._collect()
-            if launch is not None:
+            if step is not None:
                 self.timeline.record(
                     number,
                     len(plan.decode),
-                    launch.bucket,
+                    step.bucket,
                     plan.prefill_tokens,
                     started,
                     planned - started,
-                    launched - planned - launch.device_ns,
+                    launched - planned - step.device_ns,
                     time.perf_counter_ns() - launched - waited,
                     waited,
-                    launch.device_ns or None,
+                    step.device_ns or None,
                     plan.steps,
                     len(plan.admitted),
                     plan.blocks_in_use,
@@ -220,9 +220,9 @@ class StepLoop:
         posted has to wait, or it would not be alone.
         """
         self.intact = False
-        launch = self._launch(self.scheduler.plan(single=True))
-        assert launch is not None, "a lone request always has something to do"
-        ((lanes, output),) = launch.parts
+        step = self._launch(self.scheduler.plan(single=True))
+        assert step is not None, "a lone request always has something to do"
+        ((lanes, output),) = step.parts
         if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
             # A copy: the next launch may overwrite what this one leaves.
             logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
@@ -252,7 +252,7 @@ class StepLoop:
         if not self.groups:
             assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
 
-    def _launch(self, plan: StepPlan) -> Launch | None:
+    def _launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Start a step, unless there is nothing to start."""
         for preemption in plan.preempted:
             request = preemption.request
@@ -276,9 +276,9 @@ class StepLoop:
             return None
         plan.blocks_in_use = self.scheduler.cache.num_held_blocks
         with ranges.span(ranges.LAUNCH, len(plan.decode) or plan.prefill_tokens):
-            launch = self.runner.launch(self.num_steps, plan)
+            step = self.runner.launch(self.num_steps, plan)
         self.num_steps += 1
-        self._launched.append(launch)
+        self._launched.append(step)
         steps = plan.steps
         if plan.decode_counts:
             for request, count in zip(plan.decode, plan.decode_counts, strict=True):
@@ -293,7 +293,7 @@ class StepLoop:
                 chunk.request.num_pending += 1
                 chunk.request.decoding = True
             chunk.request.num_computed += chunk.count
-        return launch
+        return step
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Make the copies that a plan takes. If they fail, those who need them compute instead."""
@@ -327,20 +327,20 @@ class StepLoop:
             exc_info=error,
         )
 
-    def _commit(self, launch: Launch) -> int:
+    def _commit(self, step: LaunchedStep) -> int:
         """Take in the tokens of a launched step; return the nanoseconds waited for them."""
-        with ranges.span(ranges.COMMIT, launch.number):
-            beside_host = launch.arrived is not None
-            started = time.perf_counter_ns() if beside_host else 0
-            sampled = self.runner.read(launch)
+        with ranges.span(ranges.COMMIT, step.number):
+            is_async_device = step.arrived is not None
+            started = time.perf_counter_ns() if is_async_device else 0
+            sampled = self.runner.read(step)
             arrived = time.perf_counter_ns()
-            elapsed = launch.elapsed_ns()
+            elapsed = step.elapsed_ns()
             if elapsed is not None:  # written down already: this step was recorded when launched
-                self.timeline.set_device_ns(launch.number, elapsed)
+                self.timeline.set_device_ns(step.number, elapsed)
             if self._step_budget is not None:
-                self._step_budget.observe(launch.plan, launch.launched_ns, arrived)
-            if launch.advanced is not None:
-                self._take_back(launch.plan, launch.advanced)
+                self._step_budget.observe(step.plan, step.launched_ns, arrived)
+            if step.advanced is not None:
+                self._take_back(step.plan, step.advanced)
             taken = 0
             for request, token_id, logprobs in sampled:
                 if request is None or request.status is _FINISHED:
@@ -367,7 +367,7 @@ class StepLoop:
                 if request.num_output >= request.max_tokens:
                     self._finish(request, "length")
             self.counts["output_tokens"] += taken
-        return arrived - started if beside_host else 0
+        return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:
         """Correct how far the rows of a verify step have come: each by as many as accepted."""

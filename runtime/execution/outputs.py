@@ -18,7 +18,7 @@ from .step_functions import StepOutput
 
 __all__ = [
     "HostOutputs",
-    "Launch",
+    "LaunchedStep",
     "OutputEvents",
     "Sampled",
     "current_stream",
@@ -39,8 +39,8 @@ each row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A step under way: who gets a token, and where the tokens will be."""
+class LaunchedStep:
+    """A step under way: the requests that get a token, and where the tokens will be."""
 
     number: int
     plan: StepPlan
@@ -219,19 +219,19 @@ class _HostViews(NamedTuple):
         return cls(details.tokens, details)
 
 
-def sampled_tokens(launch: Launch) -> Iterable[Sampled]:
-    """Return the tokens of a launch whose outputs have arrived, step by step, lane by lane."""
+def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
+    """Return the tokens of a step whose outputs have arrived, step by step, lane by lane."""
     parts = []
-    for lanes, output in launch.parts:
+    for lanes, output in launched.parts:
         tokens, details = output.tokens.tolist(), output.details
-        if launch.plan.steps == launch.plan.tokens_per_row == 1:
+        if launched.plan.steps == launched.plan.tokens_per_row == 1:
             parts.append(_of_lanes(lanes, tokens, details))
             continue
         each = repeat(None, len(tokens)) if details is None else details.unbind()
         for index, step in enumerate(zip(tokens, each, strict=True)):
             kept = lanes
-            if launch.advanced is not None:  # the tokens after a rejected draft mean nothing
-                row_counts = zip(lanes, launch.advanced, strict=True)
+            if launched.advanced is not None:  # the tokens after a rejected draft mean nothing
+                row_counts = zip(lanes, launched.advanced, strict=True)
                 kept = [request if index < count else None for request, count in row_counts]
             parts.append(_of_lanes(kept, *step))
     return chain.from_iterable(parts)

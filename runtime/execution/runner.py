@@ -41,7 +41,7 @@ from .inputs import (
     write_prefill,
     write_table_updates,
 )
-from .outputs import HostOutputs, Launch, Sampled, sampled_tokens
+from .outputs import HostOutputs, LaunchedStep, Sampled, sampled_tokens
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -228,7 +228,7 @@ class Runner:
             with ranges.span(ranges.SWAP, len(pairs)):
                 self.host_arena.swap_in(pairs)
 
-    def launch(self, number: int, plan: StepPlan) -> Launch:
+    def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Start the step `number`; returns without waiting for it, unless the device is the host.
 
         Decoding goes first: nobody's next token waits for somebody's prompt.
@@ -240,7 +240,7 @@ class Runner:
                 for admission in plan.admitted:
                     self._take_row(admission.request, admission.row)
         prefill_key = self._prefill_key(plan) if plan.prefill else None
-        self._bring_inputs(plan, prefill_key)
+        self._write_inputs(plan, prefill_key)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self._outputs is None else self._outputs.begin(number)
@@ -252,9 +252,9 @@ class Runner:
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
                 launched = clock()
-                output = self.library.launch(key)
+                output = self.library.run(key)
                 worked = clock() - launched
-                parts.append((plan.decode, self._outward(number, key, output)))
+                parts.append((plan.decode, self._copy_outputs(number, key, output)))
             self.library.record_padding(tokens, lanes)
         if prefill_key is not None:
             key = prefill_key
@@ -265,15 +265,15 @@ class Runner:
             ):
                 started = clock()
                 launched = launched or started
-                output = self.library.launch(key)
+                output = self.library.run(key)
                 worked += clock() - started
-                output = self._outward(number, key, output)
+                output = self._copy_outputs(number, key, output)
             self.library.record_padding(tokens, lanes)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
-            return Launch(number, plan, bucket, launched, tuple(parts), None, worked)
+            return LaunchedStep(number, plan, bucket, launched, tuple(parts), None, worked)
         arrived = self._outputs.record_event(number, began)
-        return Launch(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
+        return LaunchedStep(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
 
     @property
     def times_device(self) -> bool:
@@ -285,14 +285,14 @@ class Runner:
         if self._outputs is not None:
             self._outputs.timed = enabled
 
-    def read(self, launch: Launch) -> Iterable[Sampled]:
-        """Return the tokens of a launch; waits for them, and for nothing after them."""
-        if launch.arrived is not None:
-            launch.arrived.synchronize()
-        return sampled_tokens(launch)
+    def read(self, step: LaunchedStep) -> Iterable[Sampled]:
+        """Return the tokens of a step; waits for them, and for nothing after them."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        return sampled_tokens(step)
 
-    def _outward(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
-        """Send an output on its way to the host, before another launch can overwrite it."""
+    def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
+        """Start the copy of an output to the host, before the next step can overwrite it."""
         return (
             output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
         )
@@ -312,7 +312,7 @@ class Runner:
             stop_token_ids=sorted(request.stop_token_ids),
         )
 
-    def _bring_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
+    def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write what changed into the mirror and copy it over, or do nothing if nothing changed."""
         rows, updates = self._decode_rows, plan.table_updates
         if plan.decode is not self._decoding.requests:
@@ -333,13 +333,13 @@ class Runner:
                 self._decode_rows = rows
             if prefill_key is not None:
                 write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
-                self._bring_embeds(plan)
+                self._write_embeds(plan)
         if updates:
             self._copy_updates(updates)
         else:
             self._copy()
 
-    def _bring_embeds(self, plan: StepPlan) -> None:
+    def _write_embeds(self, plan: StepPlan) -> None:
         """Copy over the embeddings that chunks show, or that none does after some did."""
         if self.embeds is None:
             return

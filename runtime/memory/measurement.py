@@ -175,11 +175,11 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
     sizes = runner.sizes
     peaks: dict[StepKey, int] = {}
 
-    def launch(key: StepKey) -> None:
-        runner.library.launch(key)
+    def run(key: StepKey) -> None:
+        runner.library.run(key)
 
     def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
-        measured = _measure_series(keys, launch, runner.device, seconds, have_run)
+        measured = _measure_series(keys, run, runner.device, seconds, have_run)
         peaks.update({key: peak for key, (peak, _) in measured.items()})
         return {key: took for key, (_, took) in measured.items()}
 
@@ -188,7 +188,7 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
         sizes.prefill_key(1, narrow, full_sampler=False),
         sizes.decode_key(1, narrow, full_sampler=True),
     ):
-        launch(smallest)  # one-time memory of a first launch, of unprepared steps above all
+        run(smallest)  # one-time memory of a first run, of unprepared steps above all
     preparation = sum(report.seconds for report in runner.library.reports())
     least = _SECONDS_WITH_MASKS if kernels.masks else _SECONDS_PER_SERIES
     seconds = max(least, _SHARE_OF_PREPARATION * preparation)
@@ -224,7 +224,7 @@ def _with_graphs(memory: StepMemory, runner: Runner, captured: CapturePeaks) -> 
 
 def _measure_series(
     keys: Sequence[StepKey],
-    launch: Callable[[StepKey], None],
+    run: Callable[[StepKey], None],
     device: torch.device,
     left: float,
     have_run: bool,
@@ -239,9 +239,9 @@ def _measure_series(
     while True:
         key = keys[index]
         if not have_run:
-            launch(key)
+            run(key)
         began = time.thread_time()  # of this thread: other processes do not count
-        peak = peak_bytes(lambda key=key: launch(key), device)  # type: ignore[misc]
+        peak = peak_bytes(lambda key=key: run(key), device)  # type: ignore[misc]
         seconds = time.thread_time() - began
         if peak is None:
             raise _UnreadablePeakError

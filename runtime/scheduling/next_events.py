@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from ..request import Request
 
-__all__ = ["Appointments"]
+__all__ = ["NextEvents"]
 
 
-class Appointments:
-    """At most one step a request, looked up by either."""
+class NextEvents:
+    """The step of each request's next event, at most one a request; looked up by either."""
 
     def __init__(self) -> None:
         self._due: dict[int, dict[Request, None]] = {}  # by number of the step
         self._steps: dict[Request, int] = {}
 
-    def make(self, request: Request, step: int) -> None:
-        """Note that a request without an appointment is due at a step."""
-        assert request not in self._steps, f"request {request.id} has an appointment already"
+    def schedule(self, request: Request, step: int) -> None:
+        """Note that a request without a scheduled event has one at a step."""
+        assert request not in self._steps, f"request {request.id} has a scheduled event already"
         self._steps[request] = step
         self._due.setdefault(step, {})[request] = None
 
     def cancel(self, request: Request) -> None:
-        """Forget the appointment of a request, if it has one."""
+        """Remove the event of a request, if it has one."""
         step = self._steps.pop(request, None)
         if step is not None:
             due = self._due[step]
@@ -29,8 +29,8 @@ class Appointments:
             if not due:
                 del self._due[step]
 
-    def take(self, step: int) -> dict[Request, None] | None:
-        """Return the requests that are due at a step, without their appointments, or None."""
+    def pop_due(self, step: int) -> dict[Request, None] | None:
+        """Remove the events of a step and return their requests; None if there are none."""
         due = self._due.pop(step, None)
         if due is not None:
             for request in due:

@@ -1,6 +1,6 @@
 """Which requests run in the next step: admission, chunked prefill, priorities, preemption.
 
-A plan is made of two launches. Every request whose prompt is in the cache decodes one token; what
+A plan has two parts. Every request whose prompt is in the cache decodes one token; what
 is left of the step's token budget goes to chunks of prompts. Requests are served by `(priority,
 arrival)`. Blocks for all known tokens are taken when a request is admitted (in layers with a
 sliding window those that the next chunk needs), so mostly decoding takes more; when none are left,
@@ -8,9 +8,9 @@ the running request that would be served last loses its blocks and its row. They
 or it computes its sequence anew when there is room (see `preemption.py`).
 
 Most requests that decode need nothing of the scheduler: the earliest step at which the next block,
-the next one to share, or the last token can be due is known beforehand. So each of them has an
-appointment, and a step looks only at requests that have theirs, at requests that are prefilled, and
-at the head of the queue.
+the next one to share, or the last token can be due is known beforehand. That step is the next event
+of the request (`next_events.py`). A step looks only at requests whose event is due, at requests
+that are prefilled, and at the head of the queue.
 
 With `tokens_per_row` = 1 + k every row verifies up to k drafts a step. How far it has come is known
 when the step is committed. Until then blocks are taken for the most that it may have computed, and
@@ -36,7 +36,7 @@ from operator import attrgetter
 from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
 from .headroom import Headroom
-from .next_events import Appointments
+from .next_events import NextEvents
 from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
 from .preemption import PreemptionPolicy
 from .publishing import Publishing
@@ -93,7 +93,7 @@ class Scheduler:
         self._ending: set[Request] = set()
         self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
         self._num_steps = 0  # that plans have decided, so many of a plan as it has decode steps
-        self._appointments = Appointments()
+        self._next_events = NextEvents()
         self._headroom = Headroom(cache)
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
@@ -137,7 +137,7 @@ class Scheduler:
         """
         plan = StepPlan()
         self._num_steps += 1
-        due = self._appointments.take(self._num_steps)
+        due = self._next_events.pop_due(self._num_steps)
         if due is not None or self._prefilling:
             self._look_at(plan, due or {})
         plan.decode = self._those_that_decode()
@@ -154,12 +154,12 @@ class Scheduler:
     def fell_short(self, request: Request) -> None:
         """Note that a committed step advanced a running request by less than was launched.
 
-        Its appointment is early now, which does no harm. If all of its tokens seemed to be sampled
+        Its next event is early now, which does no harm. If all of its tokens seemed to be sampled
         it decodes again, beginning with the next plan.
         """
         if request in self._ending and not request.reached_max_tokens:
-            self._appointments.cancel(request)
-            self._appointments.make(request, self._num_steps + 1)
+            self._next_events.cancel(request)
+            self._next_events.schedule(request, self._num_steps + 1)
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
         """Take back an admission of the plan just made, whose copies failed; it waits again.
@@ -211,17 +211,17 @@ class Scheduler:
                     self._ending.discard(request)
                     insort(self._decoding, request, key=_order)
                     self._decode = None
-                self._appoint(request)
+                self._schedule_next_event(request)
 
     def _plan_several_steps(self, plan: StepPlan) -> None:
         """Let every row decode `steps_per_launch` tokens, if that is possible; see above.
 
-        Who has no appointment before the end of those steps has as many tokens to go, and room.
+        A request without an event before the end of those steps has as many tokens to go, and room.
         """
         steps = self.steps_per_launch
         if not plan.decode or plan.prefill or self._prefilling:
             return
-        soon = self._appointments.between(self._num_steps + 1, self._num_steps + steps)
+        soon = self._next_events.between(self._num_steps + 1, self._num_steps + steps)
         lacking = 0
         for request in soon:
             if request.num_unsampled < steps:
@@ -230,16 +230,16 @@ class Scheduler:
         if lacking > self.cache.num_free_blocks:
             return
         for request in soon:
-            self._appointments.cancel(request)
+            self._next_events.cancel(request)
             grown = self.cache.grow(request.id, request.num_computed + steps)
             assert grown is not None, "there were enough blocks"
             self._update_tables(plan, request, grown)
             self._headroom.update(request)
-            self._appoint(request, steps)
+            self._schedule_next_event(request, steps)
         plan.steps = steps
         self._num_steps += steps - 1
 
-    def _appoint(self, request: Request, least: int = 1) -> None:
+    def _schedule_next_event(self, request: Request, least: int = 1) -> None:
         """Note at which step a request that decodes from this one on needs something again.
 
         For the first `least` steps it has all that it needs. The step is the earliest that it can
@@ -247,7 +247,7 @@ class Scheduler:
         """
         tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
         steps = tokens // self.tokens_per_row
-        self._appointments.make(request, self._num_steps + max(least, steps))
+        self._next_events.schedule(request, self._num_steps + max(least, steps))
 
     def _next_count(self, request: Request) -> int:
         """Return the tokens of a request's next span, if it decodes."""
@@ -443,7 +443,7 @@ class Scheduler:
             self._ending.remove(request)
         elif request in self._decoding:
             self._stop_decoding(request)
-        self._appointments.cancel(request)
+        self._next_events.cancel(request)
         self._headroom.forget(request)
         heapq.heappush(self._free_rows, self._rows.pop(request))
         self._publishing.leave(request)
@@ -470,13 +470,13 @@ class Scheduler:
         assert [r for r in self._running if r in decoding] == self._decoding
         assert self._ending == set(self._running) - prefilling - decoding
         assert self._decode is None or self._decode == self._decoding
-        self._appointments.check_integrity()
-        appointments = self._appointments.all()
+        self._next_events.check_integrity()
+        events = self._next_events.all()
         for request in self._ending:
             assert request.decoding
-            assert request.reached_max_tokens == (request not in appointments)
-        assert appointments.keys() - self._ending == decoding
-        for request, number in appointments.items():
+            assert request.reached_max_tokens == (request not in events)
+        assert events.keys() - self._ending == decoding
+        for request, number in events.items():
             tokens = (number - self._num_steps - 1) * self.tokens_per_row  # decoded before
             assert 0 <= tokens <= request.num_unsampled
             last = request.num_computed + tokens - 1

@@ -1,13 +1,13 @@
-"""Compiles recorded launches for a GPU that need not be there, and says what the kernels take.
+"""Compiles recorded kernel calls for a GPU that need not be there, and says what the kernels take.
 
-`record_launches` writes down what a step would launch; here each launch becomes machine code for a
-compute capability, specialised as Triton's own launcher would: an integer of 1 is a constant, and
-integers and addresses that 16 divides are known to be so. Triton brings the assembler and the
-program that reads registers and memory out of the result, so no CUDA is needed.
+`record_kernel_calls` writes down the kernels that a step would call; here each call becomes machine
+code for a compute capability, specialised as Triton's own launcher would: an integer of 1 is a
+constant, and integers and addresses that 16 divides are known to be so. Triton brings the assembler
+and the program that reads registers and memory out of the result, so no CUDA is needed.
 
     python -m stepgraph.runtime.tools.compile_ahead --model preset:llama-3.2-1b --rows 1 8 32
 
-compiles what the decode and prefill steps of a model launch, and prints a table.
+compiles the kernels of the decode and prefill steps of a model, and prints a table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ..kernels.triton.launch import INTERPRETED, KernelLaunch
+from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
 from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from ..kernels.triton.ptx import PtxSummary, summarize_ptx
 
@@ -42,7 +42,7 @@ __all__ = [
     "CompileAheadError",
     "CompiledKernel",
     "SHARED_MEMORY_LIMIT",
-    "compile_launches",
+    "compile_kernel_calls",
     "early_reads",
 ]
 
@@ -100,7 +100,7 @@ class CompiledKernel:
 
     @property
     def title(self) -> str:
-        """Its name, or that of the operation that it is launched as."""
+        """Its name, or that of the operation that it is called as."""
         return str(self.constants.get("NAME", self.name.strip("_")))
 
     @property
@@ -135,11 +135,11 @@ class CompiledKernel:
         return found
 
 
-def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Iterator[CompiledKernel]:
-    """Compile each of the launches, equal ones once; yield a kernel for each launch, in order.
+def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterator[CompiledKernel]:
+    """Compile each of the calls, equal ones once; yield a kernel for each call, in order.
 
     Args:
-        launches: as `record_launches` returns them; tensors may be on any device, "meta" too.
+        calls: as `record_kernel_calls` returns them; tensors may be on any device, "meta" too.
         capability: compute capability times ten, one of `SHARED_MEMORY_LIMIT`.
 
     Raises:
@@ -150,11 +150,11 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     compiled: dict[str, CompiledKernel] = {}
-    for launch in launches:
-        constants = dict(launch.constants)
-        options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        # What a launch asks the device for.
-        if launch.cooperative:
+    for call in calls:
+        constants = dict(call.constants)
+        options: dict[str, Any] = {"num_warps": call.num_warps, "num_stages": call.num_stages}
+        # What a call needs of the device.
+        if call.cooperative:
             options["launch_cooperative_grid"] = True
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
@@ -162,14 +162,12 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
         if "NATIVE_FP8" in constants:
             constants["NATIVE_FP8"] = capability >= 89
         # These two are what Triton's launcher does between a call and its cache of kernels.
-        bind = create_function_from_signature(
-            launch.kernel.signature, launch.kernel.params, backend
-        )
-        bound, specialization, _ = bind(*launch.args, **constants, **options)
-        parsed, signature, values, attributes = launch.kernel._pack_args(
+        bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
+        bound, specialization, _ = bind(*call.args, **constants, **options)
+        parsed, signature, values, attributes = call.kernel._pack_args(
             backend, {**constants, **options}, bound, specialization, options
         )
-        source = ASTSource(launch.kernel, signature, values, attributes)
+        source = ASTSource(call.kernel, signature, values, attributes)
         key = f"{source.hash()} {options}"
         if key not in compiled:
             started = time.perf_counter()
@@ -180,11 +178,11 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
             cubin: bytes = made.asm["cubin"]
             registers, stack_bytes, static_bytes, local_bytes = _resources(cubin)
             compiled[key] = CompiledKernel(
-                name=launch.name,
+                name=call.name,
                 capability=capability,
                 constants={names[path[0]]: value for path, value in values.items()},
-                num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
+                num_warps=call.num_warps,
+                num_stages=call.num_stages,
                 registers=registers,
                 shared_bytes=max(made.metadata.shared, static_bytes),
                 stack_bytes=stack_bytes,
@@ -198,22 +196,22 @@ def compile_launches(launches: Iterable[KernelLaunch], capability: int) -> Itera
         yield compiled[key]
 
 
-def early_reads(launches: Sequence[KernelLaunch], kernels: Sequence[CompiledKernel]) -> list[str]:
+def early_reads(calls: Sequence[KernelCall], kernels: Sequence[CompiledKernel]) -> list[str]:
     """Say which kernels load before their wait what some kernel of the same step writes.
 
     Args:
-        launches: of a whole step.
+        calls: of a whole step.
         kernels: what they were compiled to, one each.
     """
     written: dict[int, str] = {}
-    for launch, kernel in zip(launches, kernels, strict=True):
+    for call, kernel in zip(calls, kernels, strict=True):
         for index in kernel.order.stores:
-            written[_storage(launch, kernel.parameters[index])] = launch.name
+            written[_storage(call, kernel.parameters[index])] = call.name
     found = [
-        f"{launch.name} loads {kernel.parameters[index]}, which {writer} writes, before it waits"
-        for launch, kernel in zip(launches, kernels, strict=True)
+        f"{call.name} loads {kernel.parameters[index]}, which {writer} writes, before it waits"
+        for call, kernel in zip(calls, kernels, strict=True)
         for index in sorted(kernel.order.early_loads)
-        if (writer := written.get(_storage(launch, kernel.parameters[index]))) is not None
+        if (writer := written.get(_storage(call, kernel.parameters[index]))) is not None
     ]
     return list(dict.fromkeys(found))
 
@@ -233,9 +231,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _storage(launch: KernelLaunch, parameter: str) -> int:
+def _storage(call: KernelCall, parameter: str) -> int:
     """Return the identity of the memory behind an argument."""
-    tensor = launch.args[launch.kernel.arg_names.index(parameter)]
+    tensor = call.args[call.kernel.arg_names.index(parameter)]
     assert isinstance(tensor, torch.Tensor), parameter
     identity: int = tensor.untyped_storage()._cdata
     return identity
@@ -258,7 +256,7 @@ def _resources(cubin: bytes) -> tuple[int, int, int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile what a model launches and print a table; return 1 where a kernel has faults."""
+    """Compile the kernels of a model and print a table; return 1 where a kernel has faults."""
     options = _parse(arguments)
     # Only the command needs models, which are made of kernels.
     from ..config import EngineConfig
@@ -304,16 +302,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not document["steps"]:  # of any device there are as many
                 for step in steps:
-                    counts = Counter(launch.name for launch in step.launches)
+                    counts = Counter(call.name for call in step.kernel_calls)
                     document["steps"].append({"name": step.name, "launches": dict(counts)})
                     print(f"{step.name}: {counts.total()} launches", file=sys.stderr)
-            launches = itertools.chain.from_iterable(step.launches for step in steps)
-            compiled = compile_launches(launches, capability)
+            calls = itertools.chain.from_iterable(step.kernel_calls for step in steps)
+            compiled = compile_kernel_calls(calls, capability)
             for step in steps:
-                made = list(itertools.islice(compiled, len(step.launches)))
+                made = list(itertools.islice(compiled, len(step.kernel_calls)))
                 for kernel in made:
                     kernels.setdefault(kernel, []).append(step.name)
-                faults += [f"{step.name}: {text}" for text in early_reads(step.launches, made)]
+                faults += [f"{step.name}: {text}" for text in early_reads(step.kernel_calls, made)]
     except (CompileAheadError, StepgraphError) as error:
         print(f"compile_ahead: error: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,7 @@
 
 For compiling them ahead of time, where the tensors have no memory (device "meta"), for checking
 them against their references (`tools/verify_kernels.py`), and for timing them: then there are
-several copies of weights and cache, so that each launch reads what no cache holds any more. The
+several copies of weights and cache, so that each call reads what no cache holds any more. The
 tensors are shared as a step shares them: what one kernel writes the next reads. Needs triton.
 """
 
@@ -31,9 +31,8 @@ from ..kernels.triton.decode_attention import decode_attention, reference_decode
 from ..kernels.triton.fusion import Attention, GateUp, NormLinear, ResidualLinear, fuse
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
-from ..kernels.triton.launch import num_multiprocessors
-from ..kernels.triton.linear import GpuLinear, Pending
-from ..kernels.triton.linear import Norm as GpuNorm
+from ..kernels.triton.kernel_calls import num_multiprocessors
+from ..kernels.triton.linear import GpuLinear, GpuNorm, Pending
 from ..kernels.triton.matmul import library_linear
 from ..kernels.triton.norm import norm_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
@@ -52,7 +51,7 @@ from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["KernelCase", "decode_cases", "launch_prefill"]
+__all__ = ["KernelCase", "decode_cases", "run_prefill_layers"]
 
 _STANDARD_DEVIATION = 0.02
 """Of weights; what they multiply has one of about 1."""
@@ -65,11 +64,11 @@ class KernelCase:
     name: str
     """As in `step_costs.py`."""
     run: Callable[[int], None]
-    """Launches it over copy number `i` (modulo their number) of what it reads."""
+    """Runs it over copy number `i` (modulo their number) of what it reads."""
     outputs: Callable[[], Sequence[Tensor]]
-    """Tensors that the last launch wrote and does not read: workspace and results."""
+    """Tensors that the last call wrote and does not read: workspace and results."""
     results: Callable[[], Sequence[Tensor]]
-    """Results of the last launch over copy 0, as `reference` returns them."""
+    """Results of the last call over copy 0, as `reference` returns them."""
     reference: Callable[[], Sequence[Tensor]]
     """The same in plain torch, from the current inputs, which it does not change."""
     updates: tuple[Tensor, ...] = ()
@@ -252,10 +251,10 @@ def decode_cases(
     ]
 
 
-def launch_prefill(
+def run_prefill_layers(
     model: ModelConfig, config: ResolvedConfig, device: torch.device, *, tokens: int
 ) -> None:
-    """Launch the kernels of a layer that prefills a chunk of one row, and of one that decodes it.
+    """Run the kernels of a layer that prefills a chunk of one row, and of one that decodes it.
 
     Those around the library's matrix products; with weights of 8 bits these products too.
     """

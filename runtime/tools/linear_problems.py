@@ -21,7 +21,7 @@ from ..kernels.triton.combine_output import combine_output, reference_combine_ou
 from ..kernels.triton.fusion import GateUp, NormLinear, ResidualLinear, fuse
 from ..kernels.triton.gate_up import gate_up, reference_gate_up
 from ..kernels.triton.head import head, reference_head
-from ..kernels.triton.linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
+from ..kernels.triton.linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from ..kernels.triton.linear_configs import candidate_configs, weight_rows
 from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
 from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
@@ -37,7 +37,7 @@ class TimedOperands(Protocol):
     """Random tensors of a problem, with several copies of its weights, and what runs over them."""
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch everything once over copy `number` of the weights, modulo the copies there are."""
+        """Run everything once over copy `number` of the weights, modulo the copies there are."""
 
     def poison(self) -> None:
         """Fill the result with NaN."""
@@ -59,7 +59,7 @@ class Problem(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a launch reads, without scales."""
+        """Bytes of weights that one run reads, without scales."""
 
     def key(self, device: torch.device) -> TuningKey:
         """Return what a choice holds for."""
@@ -200,7 +200,7 @@ class Operands:
             for _ in range(copies - 1)
         ]
         self.x_TK = random(rows, k).to(dtype)
-        self.norm = Norm((1 + 0.1 * random(k)).to(dtype), 1e-5)
+        self.norm = GpuNorm((1 + 0.1 * random(k)).to(dtype), 1e-5)
         self.pending: Pending | None = None
         if problem.pending:
             self.pending = Pending(
@@ -217,7 +217,7 @@ class Operands:
         )
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch it over copy `number` of the weight, modulo the copies there are."""
+        """Run it over copy `number` of the weight, modulo the copies there are."""
         linear = self.linears[number % len(self.linears)]
         match self.problem.kernel:
             case "norm_linear":

@@ -24,7 +24,7 @@ from ..kernels.triton.fused_pair import (
 )
 from ..kernels.triton.fusion import GateUp, fuse, product_pairs
 from ..kernels.triton.gate_up import gate_up
-from ..kernels.triton.linear import FEW_ROWS, SEPARATE, GpuLinear, LinearConfig, Norm, row_class
+from ..kernels.triton.linear import FEW_ROWS, SEPARATE, GpuLinear, GpuNorm, LinearConfig, row_class
 from ..kernels.triton.norm_linear import norm_linear
 from ..kernels.triton.residual_linear import residual_linear
 from ..kernels.triton.tuning import TuningKey, tuning_key
@@ -120,13 +120,13 @@ class PairOperands:
         ]
         self.a_TK = random(shape.rows, shape.k).to(dtype)
         self.residual_TD = random(shape.rows, shape.hidden).to(dtype)
-        self.norm = Norm((1 + 0.1 * random(shape.hidden)).to(dtype), 1e-5)
+        self.norm = GpuNorm((1 + 0.1 * random(shape.hidden)).to(dtype), 1e-5)
         self.x_TD = torch.full_like(self.residual_TD, torch.nan)
         self.out_TN = self.x_TD.new_full((shape.rows, shape.n), torch.nan)
         self.barrier = new_barrier(device)
 
     def run(self, number: int, config: LinearConfig | None) -> None:
-        """Launch it over copy `number` of the weights, modulo the copies there are."""
+        """Run it over copy `number` of the weights, modulo the copies there are."""
         gated, gelu = self.problem.shape.gated, self.problem.gelu
         first, second = self.pairs[number % len(self.pairs)]
         if config is not None and config.kind == "pair":

@@ -1,7 +1,7 @@
-"""What the steps of a model would launch on a GPU, without a GPU and without weights.
+"""The kernels that the steps of a model would call on a GPU, without a GPU and without weights.
 
 The model, its cache and its buffers are made of tensors that have a shape and no memory (device
-"meta"), and the steps run in `record_launches`: what is launched is written down, and everything
+"meta"), and the steps run in `record_kernel_calls`: kernel calls are written down, and everything
 else computes nothing. Needs triton.
 """
 
@@ -21,14 +21,14 @@ from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions, StepKey
 from ..kernels import kernels_for, select_kernels
-from ..kernels.triton.launch import CAPABILITY, KernelLaunch, record_launches
+from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paired_layers import every_pair
 from ..kernels.triton.tuning import without_library
 from ..loading.loader import resolve_source
 from ..models.decoder import Decoder
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
-from .kernel_cases import launch_prefill
+from .kernel_cases import run_prefill_layers
 from .memory_report import resolve_absent
 
 __all__ = ["RecordedStep", "record_layers", "record_steps"]
@@ -40,11 +40,11 @@ _BLOCKS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step and what it launches, in order."""
+    """One step and its kernel calls, in order."""
 
     name: str
     """Its phase, size and sampler, as `decode 8 greedy`."""
-    launches: list[KernelLaunch]
+    kernel_calls: list[KernelCall]
 
 
 def record_steps(
@@ -65,7 +65,7 @@ def record_steps(
         rows: sizes of decode steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
-        library: False: products that would be the library's, which launches nothing here, are
+        library: False: products that would be the library's, which calls no Triton kernel, are
             those of this package's kernels; the names of steps say so.
         pairs: every two products that can be one kernel are one (`kernels/triton/fused_pair.py`);
             the names of steps say so.
@@ -117,11 +117,11 @@ def record_steps(
     for key in keys:
         products = contextlib.nullcontext() if library else without_library()
         paired = every_pair() if pairs else contextlib.nullcontext()
-        with products, paired, record_launches(capability) as launches:
+        with products, paired, record_kernel_calls(capability) as calls:
             functions.bind(key)()
         sampler = "sampled" if key.full_sampler else "greedy"
         kind = ("" if library else " without library") + (" in pairs" if pairs else "")
-        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{kind}", launches))
+        steps.append(RecordedStep(f"{key.phase} {key.size} {sampler}{kind}", calls))
     return steps
 
 
@@ -132,9 +132,9 @@ def record_layers(
     tokens: Sequence[int],
     capability: int = CAPABILITY,
 ) -> list[RecordedStep]:
-    """Record a layer that runs operation by operation, as `kernel_cases.py` launches it.
+    """Record a layer that runs operation by operation, as `kernel_cases.py` runs it.
 
-    In steps that are recorded these operations are torch's own, which launch nothing on "meta".
+    In steps that are recorded these operations are torch's own, which call no Triton kernel.
 
     Args:
         source: as for `record_steps`.
@@ -148,7 +148,7 @@ def record_layers(
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
     steps: list[RecordedStep] = []
     for size in tokens:
-        with record_launches(capability) as launches:
-            launch_prefill(model, resolved, _META, tokens=size)
-        steps.append(RecordedStep(f"layer of {size} tokens", launches))
+        with record_kernel_calls(capability) as calls:
+            run_prefill_layers(model, resolved, _META, tokens=size)
+        steps.append(RecordedStep(f"layer of {size} tokens", calls))
     return steps

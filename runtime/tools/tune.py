@@ -55,7 +55,7 @@ def main(
         device = torch.device("cuda", torch.cuda.current_device())
     assert device is not None
     # After the checks: where there is no device there need not be a Triton.
-    from ..kernels.triton.launch import num_multiprocessors
+    from ..kernels.triton.kernel_calls import num_multiprocessors
     from ..kernels.triton.linear import ROW_CLASSES
     from ..kernels.triton.tuning import reload, store, tuning_file
     from .linear_problems import problems_of

@@ -30,7 +30,7 @@ from ..errors import StepgraphError
 from ..kernels.result_check import relative_error
 from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.fusion import kernel_obstacle
-from ..kernels.triton.launch import INTERPRETED
+from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig

@@ -21,7 +21,7 @@ from ...engine.request_output import RequestOutput
 from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..results.result_document import describe_budget, describe_engine
-from ..step_watch import DecodeStep, StepWatch, mean_roofline
+from ..step_watch import MeasuredStep, StepWatch, mean_roofline
 from ..workload import abort_all, greedy, random_prompts
 
 __all__ = ["ChurnCase", "measure_churn", "run_churn"]
@@ -67,7 +67,7 @@ class Churn:
     """Before their end."""
     num_preemptions: int
     records: list[StepRecord]
-    decode_steps: list[DecodeStep]
+    decode_steps: list[MeasuredStep]
     """Those without prefill."""
 
     @property

@@ -21,7 +21,7 @@ from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..results.result_document import describe_budget, describe_engine
-from ..step_watch import DecodeStep, StepWatch, mean_roofline, steps_in_flight
+from ..step_watch import MeasuredStep, StepWatch, mean_roofline, steps_in_flight
 from ..workload import abort_all, greedy, random_prompts
 
 __all__ = ["InterferenceCase", "measure_interference", "run_interference"]
@@ -104,7 +104,7 @@ class Interference:
     """The longest gap of the steady rows in each step."""
     decode_step_ms: list[float]
     """Steps of the steady rows alone."""
-    decode_steps: list[DecodeStep]
+    decode_steps: list[MeasuredStep]
     """The same steps, with their contexts."""
     chunks: list[Chunks]
     ttft_ms: list[float]

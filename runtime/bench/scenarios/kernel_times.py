@@ -71,7 +71,7 @@ def measure_kernels(
             f"batch sizes above {ROW_CLASSES[-1]} use cuBLAS, which is not timed here: {rows}"
         )
     # These need triton, which CPU builds of torch lack.
-    from ...kernels.triton.launch import num_multiprocessors
+    from ...kernels.triton.kernel_calls import num_multiprocessors
     from ...kernels.triton.split_attention import choose_tile
     from ...kernels.triton.splits import choose_splits
     from ...tools.kernel_cases import decode_cases

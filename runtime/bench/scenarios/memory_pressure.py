@@ -29,7 +29,7 @@ from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
-from ..step_watch import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
+from ..step_watch import MeasuredStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
 from .steady import BenchmarkCase, longest_sequence
 
@@ -110,7 +110,7 @@ class FullCache:
     """Steps of the whole batch after prompts of one length."""
 
     input_len: int
-    steps: list[DecodeStep]
+    steps: list[MeasuredStep]
     blocks_in_use: int
     """After the last of them."""
 
@@ -146,7 +146,7 @@ class Scarcity:
     seconds: list[float] = field(default_factory=list)
     """Of each repetition, from the first arrival to the last token."""
     itl_ms: list[float] = field(default_factory=list)
-    decode_steps: list[DecodeStep] = field(default_factory=list)
+    decode_steps: list[MeasuredStep] = field(default_factory=list)
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("preemptions", "swapped_out", "swapped_in", "recomputed_tokens"), 0

@@ -25,7 +25,7 @@ from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
-from ..step_watch import DecodeStep, StepWatch, decode_whole_batch, mean_roofline
+from ..step_watch import MeasuredStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
 from .steady import BenchmarkCase, longest_sequence
 
@@ -78,7 +78,7 @@ class PrefixRun:
     """From the arrival of a wave to the last first token."""
     itl_ms: list[float] = field(default_factory=list)
     """Gaps between tokens of the steps that decoded the whole wave."""
-    decode_steps: list[DecodeStep] = field(default_factory=list)
+    decode_steps: list[MeasuredStep] = field(default_factory=list)
     """Those steps."""
     repetition_ms: list[float] = field(default_factory=list)
     """The median of those of each repetition."""

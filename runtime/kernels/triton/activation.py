@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear_tiles import activate
 
 __all__ = ["activate_rows", "reference_activate_rows"]
@@ -40,7 +40,7 @@ def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> None:
     """
     rows, features = out_TF.shape
     grid = (rows, -(-features // _BLOCK))
-    launch(activation_kernel, grid, gate_up_TF, out_TF, features, BLOCK=_BLOCK, GELU=gelu)
+    call_kernel(activation_kernel, grid, gate_up_TF, out_TF, features, BLOCK=_BLOCK, GELU=gelu)
 
 
 def reference_activate_rows(gate_up_TF: Tensor, *, gelu: bool) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.weight_storage import dequantise_weight
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import decode_fp8
 
 __all__ = ["Beginning", "Embedding", "Rotations", "begin_decode", "reference_begin_decode"]
@@ -85,7 +85,7 @@ def begin_decode(
     )
     block = min(1024, triton.next_power_of_2(hidden))
     scales = embedding.scales
-    launch(
+    call_kernel(
         _begin_decode,
         (tokens, 1 + triton.cdiv(hidden, block)),
         rows_T,

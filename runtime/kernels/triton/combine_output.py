@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .linear import FEW_ROWS, GpuLinear, LinearConfig
-from .linear_launch import launch_linear
+from .linear_dispatch import dispatch_linear
 from .residual_linear import reference_residual_linear
 from .split_attention import Partials, reference_combine_splits
 from .tuning import best_config
@@ -70,7 +70,7 @@ def combine_output(
     maximum is -inf, the sum 0 and `acc_THSE` anything; at least one split of each row and head has
     positions. The `parts` of a `config` are 0.
     """
-    launch_linear(
+    dispatch_linear(
         "combine_output",
         acc_THSE,
         linear,

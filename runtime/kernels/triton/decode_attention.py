@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
 from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
 from .split_attention import (
@@ -248,7 +248,7 @@ def decode_attention(
         assert counters.numel() >= tokens * kv_heads
         # Eight numbers a thread of each of the four splits that are in flight.
         combined = min(triton.next_power_of_2(group), max(1, 8 * threads // padded(head_dim)))
-    launch(
+    call_kernel(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
         batch.slots[place.group], block_tables, batch.token_rows, batch.positions, *partials,

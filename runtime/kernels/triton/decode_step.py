@@ -12,7 +12,7 @@ from ..ops.feedback import Feedback
 from ..ops.stack import DecodeResult, Stack
 from .begin import Embedding, Rotations
 from .layer_kernels import gpu_linear
-from .linear import Norm
+from .linear import GpuNorm
 from .stack import GpuStack
 
 __all__ = ["GpuDecodeStep"]
@@ -31,7 +31,7 @@ class GpuDecodeStep:
             embedding.weight, embedding.scales, model.norm.dtype, model.embedding_factor
         )
         self._rotations = Rotations(model.frequencies, model.amplitudes)
-        self._norm = Norm(model.norm, plan.norm.eps, plan.norm.offset)
+        self._norm = GpuNorm(model.norm, plan.norm.eps, plan.norm.offset)
         self._head = gpu_linear(model.head)
         self._logit_softcap = plan.logit_softcap
 

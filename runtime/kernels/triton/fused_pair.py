@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .fused_pair_kernel import linear_pair
 from .gate_up import reference_gate_up
+from .kernel_calls import call_kernel, num_multiprocessors, runs_in_turn
 from .kernel_weights import kernel_weight, may_prefetch
-from .launch import launch, num_multiprocessors, runs_in_turn
-from .linear import FEW_ROWS, STORAGES, GpuLinear, LinearConfig, Norm, row_class
+from .linear import FEW_ROWS, STORAGES, GpuLinear, GpuNorm, LinearConfig, row_class
 from .norm_linear import reference_norm_linear
 from .residual_linear import reference_residual_linear
 
@@ -145,7 +145,7 @@ def fused_pair(
     first: GpuLinear,
     residual_TD: Tensor,
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     second: GpuLinear,
     out_TN: Tensor,
     barrier: Tensor,
@@ -206,7 +206,7 @@ def fused_pair(
     # A program would wait for those that run after it.
     phases = ("first", "second") if runs_in_turn() else ("both",)
     for phase in phases:
-        launch(
+        call_kernel(
             linear_pair,
             (programs,),
             a_TK,
@@ -259,7 +259,7 @@ def reference_fused_pair(
     a_TK: Tensor,
     first: GpuLinear,
     residual_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     second: GpuLinear,
     *,
     gated: bool,

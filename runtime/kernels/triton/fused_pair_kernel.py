@@ -20,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .kernel_calls import let_dependents_start, wait_for_inputs
 from .kernel_weights import load_channels, operation_name
-from .launch import let_dependents_start, wait_for_inputs
 from .linear_tiles import (
     activate,
     appended,

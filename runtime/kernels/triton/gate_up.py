@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .activation import reference_activate_rows
-from .linear import GpuLinear, LinearConfig, Norm, Pending
-from .linear_launch import launch_linear
+from .linear import GpuLinear, GpuNorm, LinearConfig, Pending
+from .linear_dispatch import dispatch_linear
 from .norm_linear import reference_norm_linear
 
 __all__ = ["gate_up", "reference_gate_up"]
@@ -17,7 +17,7 @@ __all__ = ["gate_up", "reference_gate_up"]
 
 def gate_up(
     x_TK: Tensor,
-    norm: Norm | None,
+    norm: GpuNorm | None,
     linear: GpuLinear,
     out_TF: Tensor,
     *,
@@ -30,7 +30,7 @@ def gate_up(
     The activation is silu, or tanh's approximation of gelu. Gate and up, the activation and the
     product are rounded to the model's dtype each. `pending` as for `norm_linear`.
     """
-    launch_linear(
+    dispatch_linear(
         "gate_up",
         x_TK,
         linear,
@@ -45,7 +45,7 @@ def gate_up(
 
 def reference_gate_up(
     x_TK: Tensor,
-    norm: Norm | None,
+    norm: GpuNorm | None,
     linear: GpuLinear,
     *,
     gelu: bool,

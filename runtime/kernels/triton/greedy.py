@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.feedback import NON_FINITE, Feedback
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 
 __all__ = ["pick_greedy", "reference_pick_greedy"]
 
@@ -31,7 +31,7 @@ def pick_greedy(maxima_TC: Tensor, ids_TC: Tensor, feed: Feedback | None = None)
     """
     rows, chunks = maxima_TC.shape
     tokens_T = torch.empty(rows, dtype=torch.int64, device=maxima_TC.device)
-    launch(
+    call_kernel(
         _pick_greedy,
         (rows,),
         maxima_TC,

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import LIBRARY, ROW_CLASSES, GpuLinear, LinearConfig, Norm, Pending
-from .linear_launch import launch_linear
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
+from .linear_dispatch import dispatch_linear
 from .linear_tiles import capped, largest_of
 from .matmul import library_linear
 from .norm import norm_rows
@@ -27,7 +27,7 @@ CHUNK = 1024
 
 def head(
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,
@@ -50,7 +50,7 @@ def head(
     if config.kind != "library":
         chunks = triton.cdiv(vocab_size, config.block_n)
         best = _best(tokens, chunks, x_TD.device)
-        launch_linear(
+        dispatch_linear(
             "head",
             x_TD,
             linear,
@@ -77,7 +77,7 @@ def best_of_chunks(logits_TV: Tensor, softcap: float = 0.0) -> tuple[Tensor, Ten
     assert logits_TV.is_contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK)
     maxima_TC, ids_TC = _best(tokens, chunks, logits_TV.device)
-    launch(
+    call_kernel(
         _best_of_chunks,
         (tokens, chunks),
         logits_TV,
@@ -121,7 +121,7 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
 
 def reference_head(
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,

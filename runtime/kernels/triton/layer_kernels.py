@@ -14,7 +14,7 @@ from ....profiling.attribution import operation
 from ..ops.bound_model import BoundLayer, BoundModel, LinearTensors
 from .combine_output import product_combines
 from .fusion import Activation, Attention, Fused, GateUp, NormLinear, ResidualLinear
-from .linear import GpuLinear, Norm, Pending
+from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
 from .paired_layers import LayerPairs
 from .step_attention import DecodeAttention, LayerAttention
@@ -28,9 +28,9 @@ class Hidden:
 
     x: Tensor
     delta: Tensor | None = None
-    norm: Norm | None = None
+    norm: GpuNorm | None = None
 
-    def after(self, out_TD: Tensor, norm: Norm | None) -> Hidden:
+    def after(self, out_TD: Tensor, norm: GpuNorm | None) -> Hidden:
         """After a product that added x itself, unless a norm comes first."""
         return Hidden(out_TD) if norm is None else Hidden(self.x, out_TD, norm)
 
@@ -47,7 +47,7 @@ class LayerKernel:
 
     fused: Fused
     linear: GpuLinear | None
-    norm: Norm | None
+    norm: GpuNorm | None
     attention: LayerAttention | None
     after: LayerKernel | None
     """The next one, which may be of the next layer."""
@@ -63,7 +63,7 @@ class LayerKernel:
         elif not isinstance(fused, Activation):
             linear = gpu_linear(layer.linear(fused.linear))
             if fused.norm is not None:
-                norm = Norm(layer.tensor(fused.norm.weight), fused.norm.eps, fused.norm.offset)
+                norm = GpuNorm(layer.tensor(fused.norm.weight), fused.norm.eps, fused.norm.offset)
         return cls(fused, linear, norm, attention, after)
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "STORAGES",
     "GpuLinear",
     "LinearConfig",
-    "Norm",
+    "GpuNorm",
     "Pending",
     "reference_linear",
     "reference_norm",
@@ -62,7 +62,7 @@ class GpuLinear(NamedTuple):
     """`[N]` in the model's dtype."""
 
 
-class Norm(NamedTuple):
+class GpuNorm(NamedTuple):
     """A root-mean-square norm, rounded as `models.modules.RMSNorm` rounds."""
 
     weight: Tensor
@@ -80,7 +80,7 @@ class Pending(NamedTuple):
 
     delta: Tensor
     """`[T, K]`."""
-    norm: Norm
+    norm: GpuNorm
     out: Tensor
     """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
 
@@ -155,7 +155,7 @@ def reference_linear(x_TK: Tensor, linear: GpuLinear) -> Tensor:
     return out_TN.to(x_TK.dtype)
 
 
-def reference_norm(x_TK: Tensor, norm: Norm | None) -> Tensor:
+def reference_norm(x_TK: Tensor, norm: GpuNorm | None) -> Tensor:
     """`models.modules.RMSNorm`; the rows themselves without one."""
     if norm is None:
         return x_TK

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .kernel_weights import kernel_weight, load_channels, may_prefetch, operation_name
-from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import FEW_ROWS, GpuLinear, LinearConfig, Norm, Pending, row_class
+from .linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
 from .linear_tiles import (
     activate,
     appended,
@@ -38,7 +38,7 @@ from .linear_tiles import (
     row_statistics,
 )
 
-__all__ = ["launch_few_rows"]
+__all__ = ["call_few_rows"]
 
 _STATISTICS = 8192
 """Elements of all rows that are summed up at a time for a norm."""
@@ -213,14 +213,14 @@ def _grown(  # type: ignore[no-untyped-def]
     return grown
 
 
-def launch_few_rows(
+def call_few_rows(
     name: str,
     x: Tensor,
     linear: GpuLinear,
     out_TN: Tensor,
     config: LinearConfig,
     *,
-    norm: Norm | None = None,
+    norm: GpuNorm | None = None,
     pending: Pending | None = None,
     splits: tuple[Tensor, Tensor] | None = None,
     residual_TN: Tensor | None = None,
@@ -229,7 +229,7 @@ def launch_few_rows(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel as the operation `name`; arguments as for `launch_linear`.
+    """Call the kernel as the operation `name`; arguments as for `dispatch_linear`.
 
     Raises ValueError for more than `FEW_ROWS` rows.
     """
@@ -252,7 +252,7 @@ def launch_few_rows(
     else:
         weight = weight.view(torch.int32)
     post = None if pending is None else pending.norm
-    launch(
+    call_kernel(
         linear_of_few_rows,
         (-(-n // config.block_n),),
         x,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .kernel_weights import kernel_weight
-from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import SCALE_BLOCK, GpuLinear
 from .linear_tiles import as_operand
 
@@ -87,7 +87,7 @@ def library_linear(x_TK: Tensor, linear: GpuLinear, out_TN: Tensor) -> None:
     weight, storage = kernel_weight(linear)
     # 16 rows at least, of a power of two, so that few kernels are compiled.
     block_t = min(128, max(16, triton.next_power_of_2(rows)))
-    launch(
+    call_kernel(
         matmul,
         (-(-rows // block_t) * -(-n // _BLOCK_N),),
         x_TK,

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, wait_for_inputs
-from .linear import Norm, Pending, reference_norm
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .linear import GpuNorm, Pending, reference_norm
 from .linear_tiles import input_tile, row_statistics
 
 __all__ = ["norm_rows", "reference_norm_rows"]
@@ -51,7 +51,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def norm_rows(
-    x_TD: Tensor, norm: Norm | None, out_TD: Tensor, pending: Pending | None = None
+    x_TD: Tensor, norm: GpuNorm | None, out_TD: Tensor, pending: Pending | None = None
 ) -> None:
     """`out = norm(x)`, or of `x + pending.norm(pending.delta)`, which goes into `pending.out`.
 
@@ -59,7 +59,7 @@ def norm_rows(
     """
     rows, k = x_TD.shape
     post = None if pending is None else pending.norm
-    launch(
+    call_kernel(
         norm_kernel,
         (rows,),
         x_TD,
@@ -77,7 +77,9 @@ def norm_rows(
     )
 
 
-def reference_norm_rows(x_TD: Tensor, norm: Norm | None, pending: Pending | None = None) -> Tensor:
+def reference_norm_rows(
+    x_TD: Tensor, norm: GpuNorm | None, pending: Pending | None = None
+) -> Tensor:
     """What `norm_rows` does, in plain torch."""
     if pending is not None:
         x_TD = x_TD + reference_norm(pending.delta, pending.norm)

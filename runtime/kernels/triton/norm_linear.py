@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
-from .linear_launch import launch_linear
+from .linear import GpuLinear, GpuNorm, LinearConfig, Pending, reference_linear
+from .linear_dispatch import dispatch_linear
 from .norm import reference_norm_rows
 
 __all__ = ["norm_linear", "reference_norm_linear"]
@@ -16,7 +16,7 @@ __all__ = ["norm_linear", "reference_norm_linear"]
 
 def norm_linear(
     x_TK: Tensor,
-    norm: Norm | None,
+    norm: GpuNorm | None,
     linear: GpuLinear,
     out_TN: Tensor,
     pending: Pending | None = None,
@@ -27,11 +27,11 @@ def norm_linear(
     All contiguous; activations in the model's dtype; at most 32 rows. Without `norm`, of the rows
     as they are.
     """
-    launch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)
+    dispatch_linear("norm_linear", x_TK, linear, out_TN, config, norm=norm, pending=pending)
 
 
 def reference_norm_linear(
-    x_TK: Tensor, norm: Norm | None, linear: GpuLinear, pending: Pending | None = None
+    x_TK: Tensor, norm: GpuNorm | None, linear: GpuLinear, pending: Pending | None = None
 ) -> Tensor:
     """What `norm_linear` does, in plain torch."""
     return reference_linear(reference_norm_rows(x_TK, norm, pending), linear)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm, define_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
-from .launch import num_multiprocessors
+from .kernel_calls import num_multiprocessors
 from .prefill_attention import prefill_attention
 from .prefill_tiles import prefill_tiles, prefill_tiling
 from .ready_attention import decode_ready_attention

@@ -1,9 +1,9 @@
 """Compiles the kernels of all steps in parallel threads, before the first of them runs.
 
 A step that runs compiles its kernels one after the other. Here each step is called once with its
-launches diverted: torch operations run, and Triton kernels are compiled in threads but not
+kernel calls diverted: torch operations run, and Triton kernels are compiled in threads but not
 launched. Most of Triton's compiler runs without Python's lock (measured in
-docs/gpu-predictions.md). Later launches find the compiled kernels, because the call is the same but
+docs/gpu-predictions.md). Later calls find the compiled kernels, because they are the same but
 for `warmup=True`: Triton specialises on the same tensors and numbers and uses the same caches, in
 memory and on disk.
 
@@ -11,7 +11,7 @@ Memory that a kernel would have written is zero meanwhile, so that an index read
 The contract of warm-up holds (`graphs/steps.py`): what the steps write, they write for padding.
 
 A kernel that does not compile raises nothing here. It is logged and reported by name, and its first
-launch raises the same error, in the self-test or in the preparation of the step.
+call raises the same error, in the self-test or in the preparation of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import triton
 
 from .filled_memory import FilledMemory
-from .launch import INTERPRETED, divert_launches
+from .kernel_calls import INTERPRETED, divert_kernel_calls
 
 __all__ = ["CompiledKernels", "compile_kernels"]
 
@@ -75,7 +75,7 @@ def compile_kernels(
     ):
         for name, step in steps:
             try:
-                with divert_launches(compiling.receive), FilledMemory(torch.Tensor.zero_):
+                with divert_kernel_calls(compiling.receive), FilledMemory(torch.Tensor.zero_):
                     step()
             except Exception as error:
                 failures.append(f"step {name}: {type(error).__name__}: {error}")
@@ -96,13 +96,13 @@ class _Compiling:
     def receive(
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        """Compile the kernel of a launch; keeps no reference to its tensors."""
+        """Compile the kernel of a call; keeps no reference to its tensors."""
         try:
             compiled = kernel.run(*args, grid=grid, warmup=True, **options)
-        except Exception as error:  # its first launch raises it again
+        except Exception as error:  # its first call raises it again
             self._refused.append(_failure(_title(kernel, options), error))
             return
-        # Launches with the same specialisation get the same object.
+        # Calls with the same specialisation get the same object.
         self.kernels.setdefault(compiled, _title(kernel, options))
 
     def failures(self) -> list[str]:
@@ -119,7 +119,7 @@ class _Compiling:
 class _WithLauncher:
     """An executor for Triton that also builds the C launcher of each kernel.
 
-    Triton would build it at the first launch, one kernel after the other.
+    Triton would build it at the first call, one kernel after the other.
     """
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:
@@ -136,7 +136,7 @@ class _WithLauncher:
 
 
 def _title(kernel: Any, options: dict[str, Any]) -> str:
-    """Name a launch: its operation where it has one, and the constants that choose its code."""
+    """Name a call: its operation where it has one, and the constants that choose its code."""
     name = str(options.get("NAME", kernel.__name__.strip("_")))
     choices = [f"{key}={value}" for key, value in options.items() if key != "NAME"]
     return f"{name} ({' '.join(choices)})"

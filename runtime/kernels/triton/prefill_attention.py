@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .prefill_tiles import PrefillTiling
 from .quantised_cache import (
     cache_views,
@@ -67,7 +67,7 @@ def prefill_attention(
     latent = views.values is None
     block_d, block_rest = _pieces(d)
     heads = tiling.heads(group)
-    launch(
+    call_kernel(
         _attention_kernel,
         (tiles.shape[0] - 1, g * triton.cdiv(group, heads)),
         q_THD,

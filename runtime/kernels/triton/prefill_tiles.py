@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
 
 __all__ = [
     "PrefillTiling",
@@ -122,7 +122,7 @@ def prefill_tiles(token_rows_T: Tensor, rows: int, tokens_of_tile: int) -> Tenso
     tokens = token_rows_T.shape[0]
     count = num_prefill_tiles(tokens, rows, tokens_of_tile) + 1
     out = torch.empty(count, dtype=torch.int32, device=token_rows_T.device)
-    launch(
+    call_kernel(
         _tiles_kernel,
         (1,),
         token_rows_T,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, fp8_is_native
 from .split_attention import (
     NO_WINDOW,
@@ -96,7 +96,7 @@ def decode_ready_attention(
     group = heads // kv_heads
     tile = tile or choose_tile(group, head_dim, value_dim, views.keys.element_size())
     only = attended_TN if partials.m.shape[2] == 1 else None
-    launch(
+    call_kernel(
         _decode_ready_attention,
         (kv_heads * triton.cdiv(group, tile.heads), partials.m.shape[2], tokens),
         q_THD, *views, block_tables, batch.token_rows, batch.positions, *partials, only,

@@ -20,7 +20,7 @@ from .begin import reference_begin_decode
 from .decode_attention import reference_decode_attention
 from .greedy import reference_pick_greedy
 from .head import reference_softcap
-from .linear import GpuLinear, LinearConfig, Norm, Pending, reference_linear
+from .linear import GpuLinear, GpuNorm, LinearConfig, Pending, reference_linear
 from .norm import reference_norm_rows
 from .prefill_tiles import PrefillTiling, num_prefill_tiles
 from .rotated_heads import HeadRotation
@@ -74,7 +74,7 @@ def linear(x_TK: Tensor, linear_: GpuLinear, out_TN: Tensor) -> None:
         out_TN[:, part] = reference_linear(x_TK, some)
 
 
-def norm_rows(x_TD: Tensor, norm: Norm, out_TD: Tensor, pending: Pending | None = None) -> None:
+def norm_rows(x_TD: Tensor, norm: GpuNorm, out_TD: Tensor, pending: Pending | None = None) -> None:
     """See `norm.norm_rows`."""
     out_TD.copy_(reference_norm_rows(x_TD, norm, pending))
 
@@ -85,7 +85,7 @@ def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> None:
 
 
 def norm_linear(
-    x_TK: Tensor, norm: Norm, linear_: GpuLinear, out_TN: Tensor, pending: Pending | None = None
+    x_TK: Tensor, norm: GpuNorm, linear_: GpuLinear, out_TN: Tensor, pending: Pending | None = None
 ) -> None:
     """See `norm_linear.norm_linear`."""
     linear(reference_norm_rows(x_TK, norm, pending), linear_, out_TN)
@@ -93,7 +93,7 @@ def norm_linear(
 
 def gate_up(
     x_TK: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear_: GpuLinear,
     out_TF: Tensor,
     *,
@@ -123,7 +123,7 @@ def fused_pair(
     first: GpuLinear,
     residual_TD: Tensor,
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     second: GpuLinear,
     out_TN: Tensor,
     barrier: Tensor,
@@ -219,7 +219,7 @@ def prefill_attention(
 
 def head(
     x_TD: Tensor,
-    norm: Norm,
+    norm: GpuNorm,
     linear_: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,

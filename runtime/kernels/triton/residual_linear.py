@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .linear import GpuLinear, LinearConfig, reference_linear
-from .linear_launch import launch_linear
+from .linear_dispatch import dispatch_linear
 
 __all__ = ["reference_residual_linear", "residual_linear"]
 
@@ -25,7 +25,7 @@ def residual_linear(
     All contiguous, activations in the model's dtype; at most 32 rows. `out_TN` may be
     `residual_TN` itself.
     """
-    launch_linear("residual_linear", a_TK, linear, out_TN, config, residual_TN=residual_TN)
+    dispatch_linear("residual_linear", a_TK, linear, out_TN, config, residual_TN=residual_TN)
 
 
 def reference_residual_linear(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .linear import Norm, reference_norm
+from .linear import GpuNorm, reference_norm
 from .linear_tiles import normed
 
 __all__ = ["HeadRotation", "normed_and_turned", "reference_rotated", "reference_turned"]
@@ -74,6 +74,6 @@ def reference_rotated(
     rotated = []
     for x, weight in zip((q_THE, k_TGE), weights, strict=True):
         if weight is not None:
-            x = reference_norm(x, Norm(weight, rotation.eps, rotation.offset_norms))
+            x = reference_norm(x, GpuNorm(weight, rotation.eps, rotation.offset_norms))
         rotated.append(reference_turned(x, rotation.cos, rotation.sin))
     return rotated[0], rotated[1]

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import reference_activate_rows
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .kernel_weights import (
     kernel_weight,
     load_channels,
@@ -31,11 +32,10 @@ from .kernel_weights import (
     operation_name,
     prefetch_segments,
 )
-from .launch import launch, let_dependents_start, wait_for_inputs
 from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
 from .linear_tiles import activate, as_operand, capped, largest_of
 
-__all__ = ["launch_row_product", "reference_sum_parts", "sum_parts"]
+__all__ = ["call_row_product", "reference_sum_parts", "sum_parts"]
 
 _SUMMED = 512
 """Features that a program sums."""
@@ -158,7 +158,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * N + n, out.to(dtype), mask=inside)
 
 
-def launch_row_product(
+def call_row_product(
     name: str,
     x_TK: Tensor,
     linear: GpuLinear,
@@ -171,9 +171,9 @@ def launch_row_product(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the product over rows that are normed, and the sum of its parts if it has several.
+    """Compute the product over rows that are normed, and the sum of its parts if it has several.
 
-    Arguments as for `launch_linear`; `config` is of kind `rows`. Raises ValueError for several
+    Arguments as for `dispatch_linear`; `config` is of kind `rows`. Raises ValueError for several
     parts with `best`.
     """
     rows, n = out_TN.shape
@@ -194,7 +194,7 @@ def launch_row_product(
     ahead = 0
     if may_prefetch(weight):
         ahead = k if config.prefetch else config.stages * block_k
-    launch(
+    call_kernel(
         product_of_rows,
         (triton.cdiv(n, config.block_n), splits),
         x_TK,
@@ -248,7 +248,7 @@ def sum_parts(
     """
     rows, n = out_TN.shape
     block = min(_SUMMED, triton.next_power_of_2(n))
-    launch(
+    call_kernel(
         sum_kernel,
         (triton.cdiv(n, block), rows),
         parts,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.feedback import Feedback
 from .greedy import pick_greedy
 from .head import best_of_chunks
-from .launch import launch
+from .kernel_calls import call_kernel
 from .sampler_kernels import chunk_statistics, finish_rows
 
 __all__ = ["full_rows", "greedy_rows"]
@@ -73,12 +73,12 @@ def full_rows(
     given = (logits_BV, reals, integers, token_counts_RV, rows_B, positions_B, wanted)
     statistics = (raw_maxima, maxima, sums, raw_chunks, raw_totals, best_chunks)
     advance = 0 if feed is None else 1
-    launch(
+    call_kernel(
         chunk_statistics, (lanes, chunks),
         *given, *statistics, vocab_size, logits_BV.stride(0), advance,
         BLOCK=block, SUB=run,
     )  # fmt: skip
-    launch(
+    call_kernel(
         finish_rows, (lanes, 2),
         *given, *statistics, lists, masses, found, *outputs,
         *((None, None) if feed is None else (feed.token_ids, feed.state_positions)),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..ops.feedback import NON_FINITE
-from .launch import let_dependents_start, wait_for_inputs
+from .kernel_calls import let_dependents_start, wait_for_inputs
 from .sampler_search import finite_or_zero, highest_that_holds, keep, lower_bound, mass_from, weigh
 
 __all__ = ["chunk_statistics", "finish_rows"]

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, let_dependents_start, num_multiprocessors, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, num_multiprocessors, wait_for_inputs
 from .quantised_cache import load_numbers, load_scales, scale_offset, vector_offset
 
 __all__ = [
@@ -305,7 +305,7 @@ def combine_splits(partials: Partials, out_TN: Tensor) -> None:
     """Put the splits together: `out_TN` `[T, H * V]`, contiguous, in the model's dtype."""
     tokens, heads, splits, value_dim = partials.acc.shape
     block = min(padded(value_dim), 128)
-    launch(
+    call_kernel(
         _combine_splits, (heads, tokens, triton.cdiv(value_dim, block)), *partials, out_TN, splits,
         H=heads, V=value_dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_V=block,
     )  # fmt: skip

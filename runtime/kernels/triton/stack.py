@@ -8,7 +8,7 @@
 
 Up to four rows each operation is one kernel; where the tuner found it faster, a layer is three
 kernels (`paired_layers.py`). For 5 to 32 rows a kernel norms the inputs of a product first, and the
-product is the library's or `row_product.py` (`linear_launch.py`).
+product is the library's or `row_product.py` (`linear_dispatch.py`).
 
 The positions of few rows are split. For up to four rows the third operation (`combine_output` then)
 combines the splits where they are small; otherwise the last program of attention does.
@@ -36,7 +36,7 @@ from ..ops.layer_operations import KNOWN_TO_LAYERS, Attend, unsupported
 from .fused_pair import new_barrier
 from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
 from .layer_kernels import FewRows, Hidden, LayerKernel
-from .linear import ROW_CLASSES, GpuLinear, Norm
+from .linear import ROW_CLASSES, GpuLinear, GpuNorm
 from .operations import Operations
 from .paired_layers import LayerPairs, tuned_pairs
 from .split_attention import new_counters
@@ -65,7 +65,7 @@ class GpuStack:
                 after = LayerKernel.bind(fused, layer, model, after)
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
-        self._norm = Norm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
+        self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
         # Kept, as graphs are replayed with their addresses. Each launch leaves zeros for the next.
         self._counters = new_counters(model.norm.device)
         self._barrier = new_barrier(model.norm.device)
@@ -184,7 +184,7 @@ class GpuStack:
         self.operations.linear(x_TK, linear, out_TN)
         return out_TN
 
-    def _normed(self, hidden: Hidden, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _normed(self, hidden: Hidden, norm: GpuNorm) -> tuple[Tensor, Tensor]:
         """The hidden states normed, and as they are."""
         pending = hidden.pending()
         normed_TD = torch.empty_like(hidden.x)

@@ -17,7 +17,7 @@ from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.bound_model import BoundLayer, BoundModel
 from ..ops.layer_operations import Attend
 from .fusion import Attention
-from .launch import num_multiprocessors
+from .kernel_calls import num_multiprocessors
 from .operations import Operations
 from .prefill_tiles import PrefillTiling, prefill_tiling
 from .rotated_heads import HeadRotation

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.attention import AttentionForm
 from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.kv_storage import write_blocks
-from .launch import launch, let_dependents_start, wait_for_inputs
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, store_vectors
 from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
 
@@ -67,7 +67,7 @@ def store_keys_and_values(
     views = cache_views(arena[layer], e, block_size, storage)
     assert (views.values is None) == (v_TGE is None), "as many sides as tensors"
     heads, warps = _heads_of_program(g, e)
-    launch(
+    call_kernel(
         _store_kernel,
         (t, triton.cdiv(g, heads)),
         k_TGE,
@@ -131,7 +131,7 @@ def rotate_and_store(
     assert (rotation.q_norm is None) == (rotation.k_norm is None)
     out = qkv_TN.new_empty(tokens, h, e)
     heads, warps = _heads_of_program(max(h, g), e)
-    launch(
+    call_kernel(
         _rotate_and_store_kernel,
         (tokens, triton.cdiv(h, heads) + triton.cdiv(g, heads)),
         qkv_TN,

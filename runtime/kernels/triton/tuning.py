@@ -29,7 +29,7 @@ import torch
 import triton
 
 from ..library_store import cache_directory
-from .launch import compute_capability, num_multiprocessors
+from .kernel_calls import compute_capability, num_multiprocessors
 from .linear import LinearConfig, row_class
 from .linear_configs import config_error, default_config
 

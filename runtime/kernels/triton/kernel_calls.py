@@ -1,18 +1,18 @@
-"""How Triton kernels are launched: on the device, in the interpreter, or only recorded.
+"""How Triton kernels are called: on the device, in the interpreter, or only recorded.
 
-Every kernel of this package is launched by `launch`. It takes the tensors and numbers of the kernel
-in order, then its constants by name. A kernel that reads what an earlier one wrote has a constant
-`PDL`: programmatic dependent launch, which lets it begin while its predecessor still runs. Such a
-kernel calls `wait_for_inputs(PDL)` once, outside of loops, before it first touches what others
-wrote (weights may be loaded earlier), and `let_dependents_start(PDL)` as early as it has the
+Every kernel of this package is called by `call_kernel`. It takes the tensors and numbers of the
+kernel in order, then its constants by name. A kernel that reads what an earlier one wrote has a
+constant `PDL`: programmatic dependent launch, which lets it begin while its predecessor still runs.
+Such a kernel calls `wait_for_inputs(PDL)` once, outside of loops, before it first touches what
+others wrote (weights may be loaded earlier), and `let_dependents_start(PDL)` as early as it has the
 processor's resources. Source: CUDA Programming Guide, "Programmatic Dependent Launch and
 Synchronization".
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU
-in Triton's interpreter. Inside `record_launches` nothing runs: the launches are returned, so that
-they can be compiled ahead of time without a device. Inside `divert_launches` nothing runs either:
-each launch is passed to a receiver with the arguments that it would have on this device. Inside
-`dependent.dependent_launch(False)` no kernel begins early.
+in Triton's interpreter. Inside `record_kernel_calls` nothing runs: the calls are returned, so that
+they can be compiled ahead of time without a device. Inside `divert_kernel_calls` nothing runs
+either: each call is passed to a receiver with the arguments that it would have on this device.
+Inside `dependent.dependent_launch(False)` no kernel begins early.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .dependent import is_dependent_launch_enabled
 __all__ = [
     "CAPABILITY",
     "INTERPRETED",
-    "KernelLaunch",
-    "can_launch_dependently",
+    "KernelCall",
+    "call_kernel",
     "compute_capability",
-    "divert_launches",
-    "launch",
+    "divert_kernel_calls",
     "let_dependents_start",
     "num_multiprocessors",
-    "record_launches",
+    "record_kernel_calls",
     "runs_in_turn",
+    "supports_dependent_launch",
     "wait_for_inputs",
 ]
 
@@ -69,8 +69,8 @@ def let_dependents_start(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class KernelLaunch:
-    """One launch as it was asked for."""
+class KernelCall:
+    """One call of a kernel with its arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -94,25 +94,25 @@ CAPABILITY = 90
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """What launches are collected in, and what for."""
+    """Where calls are collected, and the device that they are for."""
 
-    launches: list[KernelLaunch]
+    calls: list[KernelCall]
     capability: int
 
 
-_recorded: ContextVar[_Recording | None] = ContextVar("recorded launches", default=None)
+_recorded: ContextVar[_Recording | None] = ContextVar("recorded kernel calls", default=None)
 
 
 @contextmanager
-def record_launches(capability: int = CAPABILITY) -> Iterator[list[KernelLaunch]]:
-    """Collect the launches of this block instead of carrying them out.
+def record_kernel_calls(capability: int = CAPABILITY) -> Iterator[list[KernelCall]]:
+    """Collect the kernel calls of this block instead of carrying them out.
 
     Their sizes are chosen for a device of this compute capability (times ten).
     """
-    launches: list[KernelLaunch] = []
-    token = _recorded.set(_Recording(launches, capability))
+    calls: list[KernelCall] = []
+    token = _recorded.set(_Recording(calls, capability))
     try:
-        yield launches
+        yield calls
     finally:
         _recorded.reset(token)
 
@@ -120,12 +120,12 @@ def record_launches(capability: int = CAPABILITY) -> Iterator[list[KernelLaunch]
 Receiver = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 """Gets the kernel, the grid, the arguments in order, and constants and options by name."""
 
-_receiver: ContextVar[Receiver | None] = ContextVar("receiver of launches", default=None)
+_receiver: ContextVar[Receiver | None] = ContextVar("receiver of kernel calls", default=None)
 
 
 @contextmanager
-def divert_launches(receiver: Receiver) -> Iterator[None]:
-    """Call `receiver` with each launch of this block and thread instead of carrying it out."""
+def divert_kernel_calls(receiver: Receiver) -> Iterator[None]:
+    """Call `receiver` with each kernel call of this block and thread instead of carrying it out."""
     token = _receiver.set(receiver)
     try:
         yield
@@ -133,7 +133,7 @@ def divert_launches(receiver: Receiver) -> Iterator[None]:
         _receiver.reset(token)
 
 
-def launch(
+def call_kernel(
     kernel: Any,
     grid: tuple[int, ...],
     *args: Any,
@@ -160,14 +160,14 @@ def launch(
     if recorded is not None:
         if dependent:
             constants["PDL"] = is_dependent_launch_enabled()
-        recorded.launches.append(
-            KernelLaunch(kernel, grid, args, constants, num_warps, num_stages, cooperative)
+        recorded.calls.append(
+            KernelCall(kernel, grid, args, constants, num_warps, num_stages, cooperative)
         )
         return
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if dependent:
         enabled = is_dependent_launch_enabled() and not INTERPRETED
-        constants["PDL"] = enabled and can_launch_dependently()
+        constants["PDL"] = enabled and supports_dependent_launch()
         if constants["PDL"]:
             options["launch_pdl"] = True
     if cooperative and not INTERPRETED:
@@ -183,7 +183,7 @@ def launch(
 def runs_in_turn() -> bool:
     """Whether programs run one after the other, as in the interpreter: none can wait for another.
 
-    Launches that are recorded are those of a device.
+    Calls that are recorded are those of a device.
     """
     return INTERPRETED and _recorded.get() is None
 
@@ -202,7 +202,7 @@ def _device_multiprocessors(device: torch.device) -> int:
 
 
 def compute_capability() -> int:
-    """Times ten: of what launches are recorded for, else of the current CUDA device.
+    """Times ten: of what calls are recorded for, else of the current CUDA device.
 
     That of the device that sizes are chosen for where there is none.
     """
@@ -220,6 +220,6 @@ def _device_capability(device: int) -> int:
     return 10 * major + minor
 
 
-def can_launch_dependently() -> bool:
+def supports_dependent_launch() -> bool:
     """Whether the current device has programmatic dependent launch (compute capability 9.0)."""
     return _device_capability(torch.cuda.current_device()) >= 90

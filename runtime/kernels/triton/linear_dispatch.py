@@ -1,4 +1,4 @@
-"""Launches the linear layers of a decode step: by one kernel, by several, or by the library.
+"""Chooses what computes a linear layer of a decode step: one kernel, several, or the library.
 
 Shapes: T rows, N output features, K input features.
 
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from .activation import activate_rows
-from .linear import STORAGES, GpuLinear, LinearConfig, Norm, Pending, row_class
-from .linear_kernels import launch_few_rows
+from .linear import STORAGES, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
+from .linear_kernels import call_few_rows
 from .matmul import library_linear
 from .norm import norm_rows
-from .row_product import launch_row_product, sum_parts
+from .row_product import call_row_product, sum_parts
 from .tuning import best_config
 
-__all__ = ["launch_linear"]
+__all__ = ["dispatch_linear"]
 
 
-def launch_linear(
+def dispatch_linear(
     name: str,
     x: Tensor,
     linear: GpuLinear,
     out_TN: Tensor,
     config: LinearConfig | None,
     *,
-    norm: Norm | None = None,
+    norm: GpuNorm | None = None,
     pending: Pending | None = None,
     splits: tuple[Tensor, Tensor] | None = None,
     residual_TN: Tensor | None = None,
@@ -40,7 +40,7 @@ def launch_linear(
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the product with a configuration, as the operation `name`.
+    """Compute the product with a configuration, as the operation `name`.
 
     Args:
         name: of the operation.
@@ -55,7 +55,7 @@ def launch_linear(
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
         softcap: results x become softcap * tanh(x / softcap); 0: they stay.
-        best: for each row and program of the launch the largest result and its feature, float32 and
+        best: for each row and program of the kernel the largest result and its feature, float32 and
             int32 `[T, programs]`, which are written.
 
     Raises ValueError for sizes that do not fit together, or more rows than the kernels take.
@@ -76,7 +76,7 @@ def launch_linear(
         dtypes = (out_TN.dtype, linear.weight.dtype)
         config = best_config(name, rows, n, k, *dtypes, x.device, pending=pending is not None)
     if config.kind == "few_rows":
-        launch_few_rows(
+        call_few_rows(
             name,
             x,
             linear,
@@ -99,7 +99,7 @@ def launch_linear(
         norm_rows(x, norm, normed_TK, pending)
         x = normed_TK
     if config.kind == "rows":
-        launch_row_product(
+        call_row_product(
             name,
             x,
             linear,
@@ -118,7 +118,7 @@ def launch_linear(
         library_linear(x, linear, product_TN)
         activate_rows(product_TN, out_TN, gelu=gelu)
     elif residual_TN is not None:
-        # Not addmm, which copies the residual first and so launches as much, and rounds once.
+        # Not addmm, which copies the residual first and so calls as many kernels, and rounds once.
         product_TN = torch.empty_like(out_TN)
         library_linear(x, linear, product_TN)
         sum_parts(product_TN[None], out_TN, residual_TN=residual_TN)
