@@ -71,12 +71,12 @@ class Launch:
 
 
 def timed_event() -> torch.cuda.Event:
-    """Return an event that knows when it happened."""
+    """Return an event with timing."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that work on a device goes to, which need not be the current device."""
+    """Return the current stream of a device, which need not be the current device."""
     return torch.cuda.current_stream(device)
 
 
@@ -89,7 +89,7 @@ class HostOutputs:
     """
 
     timed = False
-    """Whether later steps are timed: with two timed events each, instead of one without timing."""
+    """Whether later steps are timed: two timed events each, instead of one untimed event."""
 
     def __init__(
         self,

@@ -205,6 +205,6 @@ def _full_sampler(plan: StepPlan) -> bool:
 
 
 def _clip(error: float, predicted: float) -> float:
-    """Return an error of a part of a step, as large as it counts."""
+    """Return the error of a part of a step, clipped to `LARGEST_ERROR`."""
     largest = LARGEST_ERROR * predicted
     return min(max(error, -largest), largest)
