@@ -150,13 +150,13 @@ class _Question:
         tokens = _most(own, lambda tokens: self._fits(rows, tokens))
         if not tokens:
             return "none fits"
-        return f"{tokens:,} tokens" + (", all that the model has" if tokens == own else "")
+        return f"{tokens:,} tokens" + (", the model's maximum" if tokens == own else "")
 
     def _rows(self, tokens: int) -> str:
         rows = _most(MAX_ROWS, lambda rows: self._fits(rows, tokens))
         if not rows:
             return "none fits"
-        return f"{rows:,}" + (", as many as an engine takes" if rows == MAX_ROWS else "")
+        return f"{rows:,}" + (", the engine's maximum" if rows == MAX_ROWS else "")
 
     def _fits(self, rows: int, tokens: int) -> bool:
         """Whether `rows` requests of `tokens` tokens fit at once, beside whole prefill chunks."""
