@@ -1,4 +1,4 @@
-"""What a model would take of a device, without loading it and without the device being there."""
+"""The memory plan of a model, without loading the model or owning the device."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def explain_memory(
         source: as `Engine.from_pretrained`; only the configuration is read.
         config: how the engine would run; `device` and `mode` are those of a CUDA device in its
             fastest mode where `device_memory` is given and they are `auto`.
-        device_memory: bytes of a device that need not be there; None: the device of `config`, with
-            what it has free now.
+        device_memory: bytes of a hypothetical device; None: the device of `config` with its free
+            memory.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.

@@ -1,8 +1,7 @@
-"""What the steps of a model would launch on a GPU, without a GPU and without weights.
+"""Records the launches of a model's steps on a GPU, without a GPU and without weights.
 
-The model, its cache and its buffers are made of tensors that have a shape and no memory (device
-"meta"), and the steps run in `record_launches`: what is launched is written down, and everything
-else computes nothing. Needs triton.
+The tensors of the model, its cache and its buffers have shapes but no memory (device "meta"). The
+steps run in `record_launches`, which records the launches and computes nothing. Needs triton.
 """
 
 from __future__ import annotations
