@@ -363,7 +363,7 @@ class Runner:
     def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the decode step: the last one while it is valid."""
         decoding = self._decoding
-        assert decoding.longest is not None, "nobody decodes"
+        assert decoding.longest is not None, "the plan has no decoding row"
         positions, key = decoding.longest.num_computed + steps, decoding.key
         if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
             read_blocks = -(-positions // self.block_size)

@@ -101,7 +101,7 @@ def _rope_object(config: Json, name: str) -> Json:
 def _rope(
     config: Json, rope: Json, theta_key: str, max_positions: int, first: int | None = None
 ) -> Rope:
-    """Read one rotation; its base may stand beside the object, under `theta_key`.
+    """Read one rotation; its base may be outside the object, under `theta_key`.
 
     `first`: positions of the first training, whatever the object says.
     """

@@ -33,7 +33,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _CONTEXTS = (1024, 8192)
-"""Tokens of context beside the model's own that rows are counted for."""
+"""Context length for which the number of rows is reported, in addition to the model's own."""
 
 
 _MOST_BYTES = 2**60
@@ -159,7 +159,7 @@ class _Question:
         return f"{rows:,}" + (", the engine's maximum" if rows == MAX_ROWS else "")
 
     def _fits(self, rows: int, tokens: int) -> bool:
-        """Whether `rows` requests of `tokens` tokens fit at once, beside whole prefill chunks."""
+        """Whether `rows` requests of `tokens` tokens fit together, with full prefill chunks."""
         config = dataclasses.replace(
             self.config, max_num_seqs=rows, max_model_len=tokens, buckets=None
         )
