@@ -190,9 +190,9 @@ class StepBudget:
     def _force(self, left: float) -> None:
         if not self._forced:
             logger.warning(
-                "max_itl_ms=%g leaves %.2f ms for prefill in a step with decoding rows, less than the"
-                " smallest prefill step takes. Such steps run anyway and exceed max_itl_ms; raise"
-                " it to avoid this (logged once; `stats` counts these steps)",
+                "max_itl_ms=%g leaves %.2f ms for prefill in a step with decoding rows, less than"
+                " the smallest prefill step takes. Such steps run anyway and exceed the budget;"
+                " raise it to avoid this (logged once; `stats` counts these steps)",
                 self.max_itl_ms,
                 1e3 * max(left, 0.0),
             )
