@@ -32,21 +32,21 @@ class EngineConfig:
 
     Attributes:
         device: `cpu`, `cuda`, `cuda:1` and so on; `auto` takes CUDA where there is a device.
-        dtype: of weights and activations: `float32`, `bfloat16`, `float16`; `auto` keeps the dtype
-            of the checkpoint.
-        weight_dtype: of the weights of linear layers and embeddings: `int8`, with a scale for each
+        dtype: dtype of weights and activations: `float32`, `bfloat16`, `float16`; `auto` keeps the
+            checkpoint's dtype.
+        weight_dtype: dtype of linear layers and embeddings: `int8`, with a scale for each
             output channel; `fp8` (e4m3), with a scale for every 128 inputs of a channel; `auto` is
             `dtype`.
-        kv_dtype: of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head; `auto`
-            is `dtype`.
+        kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
+            `auto` is `dtype`.
         kernels: the implementation of a step's operations. `native`: the C++ operators on a CPU,
             the Triton kernels on CUDA; the start fails if one is missing or fails its check.
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
             `torch` for operations without a native kernel or whose kernel fails its check; `torch`
             with `mode="eager"`. See docs/getting-started.md.
         mode: `eager`: steps run without preparation. `compile`: steps are prepared at start, and
-            those without native kernels are compiled whole by `torch.compile`. `graph`: the same,
-            captured as CUDA graphs. `auto`: the fastest that the device has.
+            `torch.compile` compiles those without native kernels. `graph`: like `compile`, and
+            captured as CUDA graphs. `auto`: the fastest mode for the device.
         compile: whether `torch.compile` compiles steps before they are captured, with
             `mode="graph"` and without native layers.
         dependent_launch: whether Triton kernels may begin while their predecessors still run
@@ -57,33 +57,34 @@ class EngineConfig:
             the CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one less, which leaves a core to
             the rest of a service; -2: two less, and so on to -1024. Engines of one process share
             their threads. PyTorch's own operations use `torch.get_num_threads()` threads.
-        block_size: tokens of a cache block, 1 to 1024.
+        block_size: tokens per cache block, 1 to 1024.
         num_blocks: blocks of the cache, the null block included, 2 to 2^40. If `memory_fraction` or
-            `memory_bytes` is given too, the batch tokens follow from that budget.
+            `memory_bytes` is given too, that budget determines the batch tokens.
         memory_fraction: share of the free memory that the engine may use, above 0 to 1. Without any
-            budget it is 0.9 on CUDA and 0.5 on a CPU. The cache is no larger than `max_num_seqs`
-            requests of `max_model_len` tokens can use; `num_blocks`, `memory_tokens` or
-            `memory_bytes` make it larger, to keep more as prefix cache.
-        memory_bytes: bytes that the engine uses on CUDA; on a CPU a limit, as `memory_fraction` is.
-            1 to 2^60.
+            budget it is 0.9 on CUDA and 0.5 on a CPU. The cache is at most as large as
+            `max_num_seqs` requests of `max_model_len` tokens need. Use `num_blocks`,
+            `memory_tokens` or `memory_bytes` (CUDA) for a larger prefix cache.
+        memory_bytes: bytes that the engine uses on CUDA; on a CPU an upper limit, like
+            `memory_fraction`. 1 to 2^60.
         memory_tokens: tokens of context that the cache must hold, 1 to 2^50.
-        max_batch_tokens: most tokens of one step, decoding rows and prefill chunk together, 2 to
-            2^20; more than `max_num_seqs`.
-        max_num_seqs: most requests that decode together, 1 to 4096.
+        max_batch_tokens: maximum tokens per step, decoding rows and prefill chunk together, 2 to
+            2^20; must be greater than `max_num_seqs`.
+        max_num_seqs: maximum requests that decode together, 1 to 4096.
         prefix_cache: whether requests with a common beginning share its cache blocks.
         host_cache_bytes: bytes of host memory (pinned for CUDA) that requests are swapped to when
             blocks run out, 0 to 2^60; 0 is off.
-        preemption: of a request when blocks run out: `swap` it to the host cache, `recompute` it
-            later, or `auto`: whichever takes less time by the measured speed of copies and prefill.
-        max_model_len: most tokens of one sequence, prompt and output, 1 to 2^40; None: what model
-            and cache support.
-        prefill_chunk: most prompt tokens of one step, 1 to 2^20: bounds how long a prefill delays a
-            decode step.
-        max_itl_ms: milliseconds that a decode step with prefill in it may take, above 0: chunks are
-            as large as the measured speed of steps allows, up to `prefill_chunk`. Steps are timed
-            at start for it. The smallest prefill step runs even if it takes longer, so that prefill
-            always progresses. None: chunks are as large as `prefill_chunk` allows.
-        steps_per_launch: decode steps of one launch, 1 to 64: their tokens arrive together, and the
+        preemption: what happens to a request that is preempted for lack of blocks: `swap` copies
+            them to the host cache, `recompute` computes them again, `auto` selects the faster one
+            by the measured speed of copies and prefill.
+        max_model_len: maximum tokens of one sequence, prompt and output, 1 to 2^40; None: the limit
+            of model and cache.
+        prefill_chunk: maximum prompt tokens per step, 1 to 2^20; limits how long a prefill delays
+            decoding.
+        max_itl_ms: target in milliseconds, above 0, for steps that decode and prefill: chunks are
+            sized by predicted step time, up to `prefill_chunk`. The predictions need a calibration
+            at start. The smallest prefill step runs even if it takes longer, so that prefill always
+            progresses. None: chunk size is limited by `prefill_chunk` only.
+        steps_per_launch: decode steps per launch, 1 to 64. Their tokens arrive together, and the
             host works once for all of them. It raises the throughput of small models, where the
             host limits decoding, and of offline batches. A new request waits for the whole launch,
             and tokens computed after the end of a row are discarded. See `Scheduler` for when it
@@ -92,13 +93,13 @@ class EngineConfig:
             engine is ready (`gc.freeze`), process-wide and permanently. See docs/embedding.md.
         buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
-        prompt_embeds: whether prompts may have embeddings in the place of tokens; every prefill
-            step then reads a buffer of `prefill_chunk` embeddings.
-        encoder_cache_bytes: bytes of host memory, outside of the memory plan, for the cache of
-            `Engine.encode`, 0 to 2^60; 0 for no cache.
+        prompt_embeds: whether embeddings may replace tokens of prompts; every prefill step then
+            reads a buffer of `prefill_chunk` embeddings.
+        encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
+            `Engine.encode`, 0 to 2^60; 0: no cache.
         tie_word_embeddings: whether the output head is the embedding. True ignores an
             `lm_head.weight` of the checkpoint, False uses it. None: as in `config.json`; a
-            checkpoint whose own head differs from the embedding it is tied to is refused.
+            checkpoint with a head that differs from its tied embedding is refused.
         seed: seeds requests without a seed of their own, and the weights of presets, 0 to 2^63 - 1.
 
     Raises:

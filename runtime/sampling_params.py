@@ -62,9 +62,10 @@ class SamplingParams:
     immutable ones, integers given for real numbers become floats.
 
     Attributes:
-        max_tokens: most tokens to generate, 1 to 2^20.
-        min_tokens: tokens before which neither an end-of-sequence token nor one of `stop_token_ids`
-            can be drawn, and within whose text a stop string is ignored, 0 to `max_tokens`.
+        max_tokens: maximum tokens to generate, 1 to 2^20.
+        min_tokens: minimum tokens to generate, 0 to `max_tokens`. Before that,
+            end-of-sequence tokens and `stop_token_ids` cannot be drawn, and stop strings within
+            their text are ignored.
         temperature: divisor of the logits, 0 to 100; 0 takes the most probable token.
         top_k: draw from the k most probable tokens; 0 is off, and so is -1, which is stored as 0.
         top_p: draw from the most probable tokens that together reach this probability, above 0 to
@@ -76,15 +77,15 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
         frequency_penalty: subtracted once for each occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, at most 300 of them, -100 to 100.
-        seed: makes the draws repeatable, 0 to 2^63 - 1; `None` leaves the choice to the engine.
-        n: how many continuations of the prompt, 1 to 128.
+        seed: seed of the random draws, 0 to 2^63 - 1; `None`: the engine chooses one.
+        n: number of completions of the prompt, 1 to 128.
         stop: a string, or up to 16, of 1 to 1024 characters each, that end the output.
-        stop_token_ids: up to 16 token ids that end the output, besides the model's own.
+        stop_token_ids: up to 16 token ids that end the output, in addition to the model's.
         ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
-        skip_special_tokens: leave the text of special tokens out of the output's text. The token
-            that ends an output has none in any case.
+        skip_special_tokens: omit special tokens from the text. The token that ends an output
+            never has text.
 
     Raises:
         RequestError: a value has a wrong type or is out of range; it names field, value and range.

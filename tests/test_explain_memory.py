@@ -109,7 +109,8 @@ def test_a_share_of_the_memory_is_no_more_than_the_rows_can_use(
     device: str, budget: dict[str, float]
 ) -> None:
     text = explain("demo", "80GB", device=device, mode="eager", max_num_seqs=ROWS, **budget)
-    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: 8,192 " in text
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, limited by max_num_seqs" in text
+    assert ": 8,192 tokens of context, " in text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_bytes_of_the_operating_system_are_a_limit() -> None:
     text = explain(
         "demo", "80GB", device="cpu", mode="eager", max_num_seqs=ROWS, memory_bytes=8 << 30
     )
-    assert f"\n{USED_BY_ROWS} blocks of 16 slots, all that the context can use: " in text
+    assert f"\n{USED_BY_ROWS} blocks of 16 slots, limited by max_num_seqs" in text
 
 
 def test_a_card_too_small() -> None:

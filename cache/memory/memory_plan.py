@@ -59,7 +59,7 @@ class MemoryPlan:
         available_bytes: free bytes of the device when the plan was made.
         weights_resident: whether the weights were loaded then, so that `available_bytes` did not
             include them.
-        capped: whether more blocks would have fitted than the model's context can use.
+        capped: whether more blocks would fit than `max_num_seqs` full requests can use.
     """
 
     weights: int
@@ -134,9 +134,9 @@ class MemoryPlan:
         rows.append(("available", format_bytes(self.available_bytes)))
         blocks = (
             f"{self.num_blocks:,} blocks of {self.block_size} slots"
-            f"{', all that the context can use' if self.capped else ''}: "
+            f"{', limited by max_num_seqs and max_model_len' if self.capped else ''}: "
             f"{self.context_tokens:,} tokens of context, {self.longest_request:,} in one request; "
-            f"{self.max_batch_tokens:,} tokens a step"
+            f"{self.max_batch_tokens:,} tokens per step"
         )
         return f"{_align(rows)}\n{blocks}"
 

@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     memory = topics.add_parser("memory", help="the memory plan, term by term, and what fits")
     memory.description = "Print the bytes of each part of an engine, and the contexts that fit."
     add_flags(memory, *MODEL_FLAGS, "kernels", "prefill-chunk")
-    add_flags(memory, "mode", help="execution mode of steps (default: the fastest of the device)")
-    memory_size = "memory of a hypothetical device, as 80GB or 40GiB (default: this machine)"
+    add_flags(memory, "mode", help="execution mode of steps (default: the fastest for the device)")
+    memory_size = "memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)"
     add_flags(memory, "device-memory", help=memory_size)
-    rows = "rows that decode (default: {})"
+    rows = "decoding rows (default: {})"
     add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
     step = topics.add_parser("step", help="the kernels of a decode step on a GPU")
     step.description = (
@@ -99,7 +99,7 @@ def _explain_all(
 ) -> int:
     """Print the explanation of each combination of models, dtypes and `lists`.
 
-    What cannot be explained is an error on stderr; the others are printed anyway.
+    A combination that fails prints an error on stderr; the others are still printed.
     """
     status, separator = 0, ""
     stored = (options.dtype, options.weight_dtype, options.kv_dtype)

@@ -56,7 +56,7 @@ measured or is above --fail-above; 2 for a wrong command line or configuration; 
 interrupt, which keeps the results measured so far. Meaning of the numbers: docs/benchmarking.md
 """
 _MOST = 1_000_000_000
-"""Largest count: more is a typing error, and would never end."""
+"""Largest count; larger values are typing errors."""
 
 
 def integer(least: int, most: int = _MOST) -> Callable[[str], int]:
@@ -100,7 +100,7 @@ def memory_size(text: str) -> int:
 
 
 def file_path(text: str) -> Path:
-    """Read the name of a file, which need not exist."""
+    """Read a file name. The file need not exist."""
     if not text or text.endswith(("/", "\0")):
         raise argparse.ArgumentTypeError(f"{text!r} names no file")
     return Path(text)
@@ -159,44 +159,44 @@ _FLAGS = {
         choices=("auto", "native", "torch"),
     ),
     "prefill-chunk": _flag(
-        "prompt tokens of one step at most (default: %(default)s)",
+        "maximum prompt tokens per step (default: %(default)s)",
         type=integer(1),
         default=EngineConfig().prefill_chunk,
         metavar="TOKENS",
     ),
     "steps-per-launch": _flag(
-        "decode steps of one launch, for steady; the table's step time is that of a launch divided"
-        " by them (default: %(default)s)",
+        "decode steps per launch, for steady; the table has the time of a launch divided by this"
+        " number (default: %(default)s)",
         type=integer(1),
         default=EngineConfig().steps_per_launch,
         metavar="STEPS",
     ),
     "scenario": _flag(
-        "what is measured, see below (default: steady)",
+        "scenario to measure, see below (default: steady)",
         default="steady",
         choices=tuple(SCENARIO_FLAGS),
     ),
     "batch-size": _flag(
-        "rows that decode (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
+        "decoding rows (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
         " tokens and 8 after 1024)",
         nargs="+",
         type=integer(1),
     ),
     "input-len": _flag(
-        "tokens of a prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512 1024;"
+        "tokens per prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512 1024;"
         " churn 256 at most)",
         nargs="+",
         type=integer(1),
     ),
     "output-len": _flag(
-        "tokens that a request decodes (default: 64; prefix 32; memory 128, for scarce blocks;"
+        "output tokens per request (default: 64; prefix 32; memory 128, for scarce blocks;"
         " churn 32 on average)",
         nargs="+",
-        type=integer(2),  # the prefill samples the first one, a decode step the second
+        type=integer(2),  # prefill samples the first token, a decode step the second
     ),
-    "num-warmup": _flag("runs of a case that are not counted (default: 1)", type=integer(0)),
+    "num-warmup": _flag("warm-up runs per case, not counted (default: 1)", type=integer(0)),
     "num-iters": _flag(
-        "repetitions of a case, interleaved with those of other modes; 5 or more for --compare"
+        "repetitions per case, interleaved with other modes; 5 or more for --compare"
         " (default: 3, with steady fewer if they take over 10 s; neighbours: 6)",
         type=integer(1),
     ),
@@ -206,21 +206,21 @@ _FLAGS = {
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(
-        "time budgets of a step that prefills while rows decode; interference runs without one"
-        " first (default: then with eight times its decode step; churn: none)",
+        "latency budgets of mixed steps (prefill and decode); interference first runs without one"
+        " (default: then with eight times its decode step; churn: none)",
         nargs="+",
         type=number("a positive number of milliseconds"),
         metavar="MS",
     ),
     "neighbours": _flag(
-        "numbers of busy processes that neighbours measures with (default: 0 1 2)",
+        "numbers of busy processes, for neighbours (default: 0 1 2)",
         nargs="+",
         type=integer(0, 256),
         metavar="PROCESSES",
     ),
     "peer": _flag(
-        f"runtimes that neighbours measures in turn on the CPU ({', '.join(MODULES)}), each with"
-        " the Python that has it installed (default: all that this Python has)",
+        f"other CPU runtimes for neighbours ({', '.join(MODULES)}), each with the Python that has"
+        " it installed (default: all runtimes of this Python)",
         nargs="+",
         type=peer_spec,
         metavar="NAME[=PYTHON]",
@@ -232,7 +232,7 @@ _FLAGS = {
         action=argparse.BooleanOptionalAction,
     ),
     "baseline": _flag(
-        "run the same cases in turn with transformers (continuous batching, and generate with a"
+        "run the same cases, interleaved, in transformers (continuous batching, and generate with a"
         " static cache), and report the speedup of a step and the share of equal tokens (needs the"
         " extra `baseline`)",
         choices=("transformers",),
@@ -246,7 +246,7 @@ _FLAGS = {
         metavar="FILE",
     ),
     "fail-above": _flag(
-        "for --compare: exit with 1 if a ratio new / old is above this, as 1.05, or if no case is"
+        "for --compare: exit with 1 if a ratio new / old is above this, e.g. 1.05, or no case is"
         " in both",
         type=number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
         metavar="RATIO",
@@ -270,12 +270,12 @@ _FLAGS = {
         metavar="NAME",
     ),
     "graph-trace": _flag(
-        "what nsys records of a captured step: graph, its begin and end; node, every kernel in"
-        " it, which perturbs its time (default: graph)",
+        "how nsys traces a captured step: graph, as a whole; node, every kernel, which slows the"
+        " step down (default: graph)",
         choices=("graph", "node"),
     ),
     "output-json": _flag(
-        "write all results here, after each case (docs/benchmark.schema.json)",
+        "write all results to this file, after each case (docs/benchmark.schema.json)",
         type=file_path,
         metavar="FILE",
     ),
@@ -286,21 +286,21 @@ _FLAGS = {
         type=file_path,
         metavar="FILE",
     ),
-    "seed": _flag("seed of prompts and presets", type=integer(0, MAX_SEED), default=0),
+    "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
     "explain-memory": _flag(
         "print the memory plan of each model and what fits in each mode (default: auto), and"
         " measure nothing; rows are the largest --batch-size",
         action="store_true",
     ),
     "device-memory": _flag(
-        "for --explain-memory: memory of a hypothetical device, as 80GB, 512MB or 40GiB (default:"
+        "for --explain-memory: memory of a hypothetical device, e.g. 80GB, 512MB or 40GiB (default:"
         " this machine)",
         type=memory_size,
         metavar="SIZE",
     ),
     "explain-step": _flag(
         "print the bytes that each kernel of a decode step on a GPU must move and the predicted"
-        " time, for each --batch-size and --input-len, and run nothing",
+        " time, for each --batch-size and --input-len; measure nothing",
         action="store_true",
     ),
     "bandwidth-gb-s": _flag(
@@ -323,7 +323,7 @@ _GROUPS = {
 
 
 def add_flags(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
-    """Add flags by name; `changes` replace their settings."""
+    """Add flags by name; `changes` override their settings."""
     for name in names:
         parser.add_argument(f"--{name}", **_FLAGS[name] | changes)
 
@@ -332,7 +332,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Return the validated command line of the benchmark; exits with 2 and one line if it is wrong.
 
     Args:
-        arguments: None: those of the process.
+        arguments: None: the arguments of the process.
     """
     parser = CommandParser(
         prog=program_name(),

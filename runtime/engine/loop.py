@@ -3,21 +3,20 @@
     step N     plan N    launch N    commit N-1         device:  ... N-1 | N .......... |
     step N+1   plan N+1  launch N+1  commit N           device:                N | N+1 ...
 
-While the device works on step N the host takes in the tokens of step N-1. A request that turns out
-to have stopped there has a token too many in step N, which is discarded. On a device that is the
-host itself nothing runs beside the host, so a step is committed as soon as it was launched.
+While the device runs step N, the host commits the tokens of step N-1. A request that stopped in
+step N-1 has one extra token in step N, which is discarded. On a CPU the step runs synchronously, so
+each step is committed right after its launch.
 
-With `steps_per_launch` what is planned, launched and committed may be several steps of decoding. A
-request that stops in one of them has tokens too many in those behind it, too.
+With `steps_per_launch` a plan can contain several decode steps, which are launched and committed
+together. The tokens that a request gets after its end are discarded.
 
-Requests come and go between steps: what any thread has posted (`post_add`, `post_abort`) is applied
-at the beginning of the next step. `intact` is False while an operation changes the state, and stays
-so if an exception cut it short: then requests and blocks are in an undefined state.
+Requests join and leave between steps. `post_add` and `post_abort` can be called by any thread; the
+next step applies them first. `intact` is False while an operation changes the state. It remains
+False if an exception interrupts the operation, because requests and blocks are then inconsistent.
 
-As long as nobody joins, leaves or begins a block, the loop takes no memory: plans show the same
-list of requests, inputs stay as they are, tokens go where there is room for many. What a step
-allocates while it runs is the device's matter, and text and log-probabilities grow because somebody
-asked for them.
+The loop allocates no memory while no request joins, leaves or needs a new block: plans contain the
+same list of requests, step inputs do not change, and token lists have spare capacity. Exceptions
+are allocations of the step itself, and texts and log-probabilities that requests ask for.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ logger = logging.getLogger("stepgraph.runtime")
 _FINISHED = RequestStatus.FINISHED
 
 TIMELINE_STEPS = 65536
-"""Steps whose times are kept (7 MiB)."""
+"""Capacity of the timeline, in steps (7 MiB)."""
 
 
 class StepLoop:
-    """Requests in, tokens out, a step at a time."""
+    """Plans, launches and commits one step at a time."""
 
     def __init__(
         self,
@@ -63,14 +62,14 @@ class StepLoop:
         in_flight: int,
         step_budget: StepBudget | None = None,
     ) -> None:
-        """Run over a scheduler and a runner.
+        """Create a loop over a scheduler and a runner.
 
         Args:
-            scheduler: decides.
-            runner: carries out.
-            in_flight: steps that may be under way when `step` returns: 1 where the device works
-                beside the host, 0 where it is the host.
-            step_budget: is told what every step took, if chunks are chosen by time.
+            scheduler: plans steps.
+            runner: launches steps.
+            in_flight: maximum steps in flight when `step` returns: 1 for an asynchronous device,
+                0 for the CPU.
+            step_budget: receives the time of every step; None without a latency budget.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -91,43 +90,43 @@ class StepLoop:
             0,
         )
         self.intact = True
-        """Whether every operation so far ran to its end."""
+        """Whether no operation was interrupted by an exception."""
         self.ready: list[RequestOutput] = []
-        """Outputs that no call has taken, in order."""
+        """Outputs that have not been returned yet, in order."""
         self.any_finished = False
-        """Whether the last output of a request may be among them."""
+        """Whether `ready` may contain the last output of a request."""
         self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
         self._launched: deque[LaunchedStep] = deque()
         self._group_of: dict[Request, RequestGroup] = {}
-        self._changed: dict[RequestGroup, None] = {}  # since the last outputs, in order
+        self._changed: dict[RequestGroup, None] = {}  # changed since their last output, in order
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has anything to do or to report."""
+        """Whether the next step has work or outputs."""
         return bool(self.groups or self._launched)
 
     @property
     def num_posted(self) -> int:
-        """Requests that the next step will queue."""
+        """Posted requests that the next step will queue."""
         posted = tuple(self._posted)
         return sum(len(group.requests) for change, group in posted if change == self.add)
 
     def post_add(self, group: RequestGroup) -> None:
-        """Let the next step queue the requests of a group. From any thread, at any time."""
+        """Queue the requests of a group in the next step. Any thread may call it at any time."""
         self._posted.append((self.add, group))
 
     def post_abort(self, group: RequestGroup) -> None:
-        """Let the next step end the requests of a group and report it; as `post_add`."""
+        """End the requests of a group in the next step, with an output. Any thread, any time."""
         self._posted.append((self.abort, group))
 
     def post_discard(self, group: RequestGroup) -> None:
-        """Let the next step end the requests of a group without an output; as `post_add`."""
+        """End the requests of a group in the next step, without output. Any thread, any time."""
         self._posted.append((self.discard, group))
 
     def settle(self) -> None:
-        """Apply what was posted."""
+        """Apply the posted additions and aborts."""
         self.intact = False
         while self._posted:
             change, group = self._posted[0]
@@ -144,7 +143,7 @@ class StepLoop:
             self.counts["requests"] += 1
 
     def abort(self, group: RequestGroup) -> None:
-        """End the requests of a group, unless they have ended; the next step reports it."""
+        """End the unfinished requests of a group. The next step returns their output."""
         if self.groups.get(group.id) is not group or group.finished:
             return
         for request in group.requests:
@@ -153,27 +152,27 @@ class StepLoop:
         self._changed[group] = None
 
     def discard(self, group: RequestGroup) -> None:
-        """End the requests of a group, if it is known, and report none of them."""
+        """End the requests of a group, if it is known, without an output."""
         self.abort(group)
         if self.groups.get(group.id) is group:
             self._changed.pop(group, None)
             del self.groups[group.id]
 
     def forget_contents(self) -> None:
-        """Let nothing that has been computed so far be shared, now or later."""
+        """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.settle()
         self.intact = False
         self.scheduler.forget_contents()
         self.intact = True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what changed since the last one."""
+        """Run one step and return the outputs of requests that changed since the last one."""
         self.advance()
         outputs, self.ready, self.any_finished = self.ready, [], False
         return outputs
 
     def advance(self) -> None:
-        """Run one step; what changed since the last one is added to `ready`."""
+        """Run one step; append the outputs of requests that changed to `ready`."""
         if self._posted:
             self.settle()
         self.intact = False
@@ -186,7 +185,7 @@ class StepLoop:
             planned = time.perf_counter_ns()
             step = self._launch(plan)
             launched = time.perf_counter_ns()
-            # Without a new step, what is in flight is all that can move things on.
+            # Without a launch, commit all steps in flight: nothing else can make progress.
             most = 0 if step is None else self._in_flight
             waited = 0
             while len(self._launched) > most:
@@ -214,17 +213,17 @@ class StepLoop:
     def score_step(
         self, request: Request, forced: Sequence[int], logits: list[torch.Tensor]
     ) -> None:
-        """Run one step of a lone request, and put the next of `forced` in the place of its token.
+        """Run one step of the only request, and replace its token with the next of `forced`.
 
-        Appends the logits to `logits`, float32 `[vocab_size]`, if the step samples. What has been
-        posted has to wait, or it would not be alone.
+        Appends the logits to `logits`, float32 `[vocab_size]`, if the step samples. Posted requests
+        are not applied, so that the request stays the only one.
         """
         self.intact = False
         step = self._launch(self.scheduler.plan(single=True))
         assert step is not None, "a lone request always has something to do"
         ((lanes, output),) = step.parts
-        if lanes[0] is not None:  # else a chunk of the prompt that does not reach its end
-            # A copy: the next launch may overwrite what this one leaves.
+        if lanes[0] is not None:  # otherwise a chunk before the end of the prompt
+            # Copied, because the next launch may overwrite these logits.
             logits.append(output.logits[0].to("cpu", torch.float32, copy=True))
         self._commit(self._launched.popleft())
         if lanes[0] is not None and request.row is not None:
@@ -234,7 +233,7 @@ class StepLoop:
         self.intact = True
 
     def close(self) -> None:
-        """Let go of all requests and steps."""
+        """Release all requests and steps."""
         self.collector.close()
         self._launched.clear()
         self._posted.clear()
@@ -245,7 +244,7 @@ class StepLoop:
         self.runner.close()
 
     def check_integrity(self) -> None:
-        """Assert that queues, rows, blocks and buffers agree, and that no address has changed."""
+        """Assert that queues, rows, blocks and buffers are consistent and addresses unchanged."""
         self.scheduler.check_integrity()
         self.runner.check_integrity()
         cache = self.scheduler.cache
@@ -253,7 +252,7 @@ class StepLoop:
             assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """Start a step, unless there is nothing to start."""
+        """LaunchedStep the plan, unless it is empty."""
         for preemption in plan.preempted:
             request = preemption.request
             request.status = RequestStatus.WAITING
@@ -296,7 +295,7 @@ class StepLoop:
         return step
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        """Make the copies that a plan takes. If they fail, those who need them compute instead."""
+        """Issue the block copies of a plan. If they fail, the requests recompute the tokens."""
         cache = self.scheduler.cache
         try:
             self.runner.swap_out(plan)
@@ -318,7 +317,7 @@ class StepLoop:
                     self.scheduler.undo(plan, admission)
 
     def _note_failed_copies(self, where: str, error: Exception) -> None:
-        if isinstance(error, AssertionError):  # a mistake of ours, and no copy was made
+        if isinstance(error, AssertionError):  # a bug, and nothing was copied
             raise error
         self.counts["failed_copies"] += 1
         logger.error(
@@ -328,14 +327,14 @@ class StepLoop:
         )
 
     def _commit(self, step: LaunchedStep) -> int:
-        """Take in the tokens of a launched step; return the nanoseconds waited for them."""
+        """Commit the tokens of a launched step; return the nanoseconds waited for them."""
         with ranges.span(ranges.COMMIT, step.number):
             is_async_device = step.arrived is not None
             started = time.perf_counter_ns() if is_async_device else 0
             sampled = self.runner.read(step)
             arrived = time.perf_counter_ns()
             elapsed = step.elapsed_ns()
-            if elapsed is not None:  # written down already: this step was recorded when launched
+            if elapsed is not None:  # the timeline has recorded this step already
                 self.timeline.set_device_ns(step.number, elapsed)
             if self._step_budget is not None:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
@@ -370,7 +369,7 @@ class StepLoop:
         return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:
-        """Correct how far the rows of a verify step have come: each by as many as accepted."""
+        """Advance each row of a verify step by its number of accepted tokens."""
         for request, count, accepted in zip(plan.decode, plan.decode_counts, advanced, strict=True):
             if request.status is _FINISHED:
                 continue
@@ -379,18 +378,18 @@ class StepLoop:
                 self.scheduler.fell_short(request)
 
     def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
-        """Add the newest token of a request to its text; return why this ends it, if it does."""
+        """Add the newest token of a request to its text; return a finish reason, or None."""
         assert request.detokenizer is not None
         try:
             request.detokenizer.push((token_id,))
             return None if request.detokenizer.stopped is None else "stop"
-        except Exception as error:  # of its text alone: the others go on
+        except Exception as error:  # only this request fails
             logger.exception("request %s failed", request.id)
             request.error = error
             return "error"
 
     def _end_non_finite(self, request: Request) -> None:
-        """End a request whose newest logits are not a distribution; nothing of them is shared."""
+        """End a request with non-finite logits, and withdraw its unverified blocks."""
         request.error = NonFiniteLogitsError(
             f"request {request.id}: no token can be chosen after {request.num_tokens} tokens,"
             f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
@@ -417,7 +416,7 @@ class StepLoop:
         self.counts["finished"] += 1
 
     def _collect(self) -> None:
-        """Make outputs of what changed, and forget the groups that are finished."""
+        """Create outputs for changed groups, and remove finished groups."""
         outputs = [RequestOutput.of(group) for group in self._changed]
         self._changed.clear()
         for output in outputs:

@@ -1,1 +1,1 @@
-"""Carries out a step plan: inputs, row state, step functions and their outputs."""
+"""Executes step plans: inputs, row state, step functions and their outputs."""

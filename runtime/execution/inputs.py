@@ -1,7 +1,7 @@
-"""StepPlan (host) → StepInputs (tensors): where every number of a step is put. No decision is made.
+"""StepPlan (host) → StepInputs (tensors): the layout of the step inputs.
 
-The inputs of a step live in buffers of fixed size and address; what a step does not use is padding
-that points at the null row, whose block table holds nothing but the null block.
+The inputs of a step live in buffers of fixed size and address. Unused elements are padding: they
+point at the null row, whose block table contains only the null block.
 
     rows 4 (positions 0-2) and 1 (positions 7-8, its last known tokens), bucket 8, null row 9
 
@@ -9,7 +9,7 @@ that points at the null row, whose block table holds nothing but the null block.
         positions        0  1  2  7  8  0  0  0
         token_rows       4  4  4  1  1  9  9  9
         prefill_rows     4  1  9  9                rows whose blocks are read
-        sample_rows      9  1  9  9                rows that get a token; row 4 has more to come
+        sample_rows      9  1  9  9                rows that sample; row 4 has more chunks
         query_start_loc  0  3  5  5  5           first token of each row, and the end of the last
 """
 
@@ -43,16 +43,16 @@ A = TypeVar("A", torch.Tensor, Int64Array)
 
 @dataclass(frozen=True)
 class StepInputs(Generic[A]):
-    """What the host writes for the device, as tensors there and as arrays here.
+    """Step inputs: tensors on the device, arrays on the host.
 
-    M: most tokens of a prefill step, P: most rows of one, U: most table updates of one copy. The
-    fields are written by the functions below, and only when they change.
+    M: maximum tokens of a prefill step, P: maximum rows of one, U: maximum table updates of one
+    copy. The functions below write the fields, only when they change.
     """
 
     decode_rows: A
-    """int64 `[max_num_seqs]`: the rows that decode, padded with the null row."""
+    """int64 `[max_num_seqs]`: the decoding rows, padded with the null row."""
     token_ids: A
-    """int64 `[M]`: the tokens of the prefill chunks, rows one after the other."""
+    """int64 `[M]`: the tokens of the prefill chunks, row by row."""
     positions: A
     """int64 `[M]`: position of each of them in its sequence."""
     token_rows: A
@@ -60,10 +60,10 @@ class StepInputs(Generic[A]):
     prefill_rows: A
     """int64 `[P]`: the distinct rows of the chunks."""
     sample_rows: A
-    """int64 `[P]`: the same, but the null row for chunks that do not reach the last known token."""
+    """int64 `[P]`: the rows that sample; the null row for chunks before the last known token."""
     query_start_loc: A
-    """int64 `[P + 1]`: index into `token_ids` of the first token of each chunk, and behind the last
-    one, which is also that of every row of padding."""
+    """int64 `[P + 1]`: index into `token_ids` of the first token of each chunk, then the end of the
+    last chunk, repeated for rows of padding."""
     table_updates: A
     """int64 `[U, 4]`: (group, row, column, block) to write into the block tables."""
 
@@ -91,20 +91,20 @@ class StepInputs(Generic[A]):
 
 @dataclass(frozen=True)
 class EmbedInputs(Generic[A]):
-    """Embeddings in the place of tokens, for engines that take prompts with them.
+    """Embeddings that replace tokens, for engines with `prompt_embeds`.
 
-    In buffers of their own: they are large, and most steps have none. M: most tokens of a prefill
-    step.
+    Separate buffers, because they are large and most steps need none. M: maximum tokens of a
+    prefill step.
     """
 
     embeds: A
-    """float32 `[M, hidden_size]`: what stands where `mask` is set."""
+    """float32 `[M, hidden_size]`: embeddings of the tokens where `mask` is set."""
     mask: A
-    """bool `[M]`: which tokens of the chunks are given as embeddings."""
+    """bool `[M]`: tokens of the chunks that are replaced by embeddings."""
 
     @staticmethod
     def layout(*, prefill_tokens: int, hidden_size: int) -> dict[str, TensorSpec]:
-        """Return shape and initial value of every field: no token is one."""
+        """Return shape and initial value of every field: no token is replaced."""
         return {
             "embeds": TensorSpec((prefill_tokens, hidden_size), torch.float32),
             "mask": TensorSpec((prefill_tokens,), torch.bool, False),
@@ -113,14 +113,13 @@ class EmbedInputs(Generic[A]):
 
 @dataclass(frozen=True)
 class DraftInputs(Generic[A]):
-    """Drafts of the rows that decode, for verify steps. K: most drafts of a row."""
+    """Drafts of the decoding rows, for verify steps. K: maximum drafts of a row."""
 
     token_ids: A
-    """int64 `[max_num_seqs, K]`: what may follow the newest token of each of `decode_rows`; 0 where
-    a row has fewer."""
+    """int64 `[max_num_seqs, K]`: draft tokens after the newest token of each of `decode_rows`; 0
+    where a row has fewer."""
     counts: A
-    """int64 `[max_num_seqs]`: tokens of each row that count, the newest one included; 1 for
-    padding."""
+    """int64 `[max_num_seqs]`: valid tokens of each row, the newest one included; 1 for padding."""
 
     @staticmethod
     def layout(*, max_num_seqs: int, drafts: int) -> dict[str, TensorSpec]:
@@ -132,7 +131,7 @@ class DraftInputs(Generic[A]):
 
 
 def write_drafts(drafts: Sequence[Sequence[int]], host: DraftInputs[Int64Array]) -> None:
-    """Fill the drafts of the rows that decode, in their order."""
+    """Write the drafts of the decoding rows, in their order."""
     host.token_ids[:] = 0
     host.counts[:] = 1
     for index, tokens in enumerate(drafts):
@@ -141,7 +140,7 @@ def write_drafts(drafts: Sequence[Sequence[int]], host: DraftInputs[Int64Array])
 
 
 def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64Array]) -> None:
-    """Fill `decode_rows` with the rows that decode."""
+    """Write the decoding rows to `decode_rows`."""
     host.decode_rows[: len(rows)] = rows
     host.decode_rows[len(rows) :] = null_row
 
@@ -149,7 +148,7 @@ def write_decode_rows(rows: Sequence[int], null_row: int, host: StepInputs[Int64
 def write_prefill(
     chunks: Sequence[RowSpan], null_row: int, bucket: int, host: StepInputs[Int64Array]
 ) -> None:
-    """Fill the prefill fields for a step of `bucket` tokens; see the picture above."""
+    """Write the prefill fields for a step of `bucket` tokens; see the example above."""
     host.prefill_rows[:] = null_row
     host.sample_rows[:] = null_row
     offset = 0
@@ -171,7 +170,7 @@ def write_prefill(
 
 
 def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> None:
-    """Fill the embeddings that the chunks of a step show."""
+    """Write the embeddings in the chunks of a step."""
     host.mask.zero_()
     offset = 0
     for chunk in chunks:
@@ -187,5 +186,5 @@ def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> 
 
 
 def write_table_updates(updates: Sequence[TableUpdate], host: StepInputs[Int64Array]) -> None:
-    """Fill the beginning of `table_updates`; no more than that is read."""
+    """Write the beginning of `table_updates`; only that part is read."""
     host.table_updates[: len(updates)] = updates

@@ -1,4 +1,4 @@
-"""A step under way, and what comes back of it."""
+"""A step in flight, and its outputs on the host."""
 
 from __future__ import annotations
 
@@ -29,43 +29,41 @@ __all__ = [
 Phase = Literal["decode", "prefill"]
 
 OUTPUT_SETS = 2
-"""Steps whose outputs the host keeps: the one that it reads, and the one under way."""
+"""Output buffers on the host: one for the step that is read, one for the step in flight."""
 
 
 Sampled: TypeAlias = tuple[Request | None, int, TokenLogprobs | None]
-"""Of a lane: whom a token was sampled for (None: nobody, it means nothing), the token or
-`NON_FINITE`, and its log-probabilities if they were asked for. Plain tuples: a step makes one for
-each row."""
+"""Output of a lane: its request (None for padding), the token or `NON_FINITE`, and the requested
+log-probabilities. A plain tuple, because a step creates one per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step under way: the requests that get a token, and where the tokens will be."""
+    """A step in flight: the requests that get tokens, and the buffers of these tokens."""
 
     number: int
     plan: StepPlan
     bucket: int
-    """Rows of the decode step, or tokens of the prefill step where nobody decodes."""
+    """Rows of the decode step; without one, tokens of the prefill step."""
     launched_ns: int
-    """When the first of its parts was launched, on the clock of `time.perf_counter_ns`."""
+    """Launch time of the first part, by `time.perf_counter_ns`."""
     parts: tuple[tuple[Sequence[Request | None], StepOutput], ...]
-    """The request of each lane (None: padding, or a chunk that does not sample) and the output,
-    on the host or on its way there."""
+    """Request of each lane (None: padding, or a chunk that does not sample), and the output, which
+    is on the host or being copied to it."""
     arrived: torch.cuda.Event | None
-    """Recorded behind the copies to the host; None where the device is the host."""
+    """Event after the copies to the host; None on a CPU."""
     device_ns: int
-    """What the launching thread itself worked as the device; 0 where that is another processor."""
+    """Time that the launching thread ran the step itself; 0 for an asynchronous device."""
     advanced: Sequence[int] | None = None
-    """Tokens that each row of `plan.decode` has advanced by, known when the outputs have arrived;
-    None: as many as were planned."""
+    """Tokens that each row of `plan.decode` advanced by, valid once the outputs have arrived; None:
+    as many as planned."""
     began: torch.cuda.Event | None = None
-    """Recorded before the first of its parts; None where the device is the host, or where the
-    time of the device is not asked for."""
+    """Event before the first part; None on a CPU, or without device timing."""
 
     def elapsed_ns(self) -> int | None:
-        """Nanoseconds that another processor worked on it, from `began` to `arrived`, or None.
+        """Device time in nanoseconds from `began` to `arrived`, or None without timing.
 
-        Valid once the outputs have arrived, and until the launch after the next reuses the events.
+        Valid once the outputs have arrived, until the launch after the next reuses the events.
         """
         if self.began is None or self.arrived is None:
             return None
@@ -73,26 +71,25 @@ class LaunchedStep:
 
 
 def timed_event() -> torch.cuda.Event:
-    """Return an event that knows when it happened."""
+    """Return an event with timing."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that work on a device goes to, which need not be the current device."""
+    """Return the current stream of a device, which need not be the current device."""
     return torch.cuda.current_stream(device)
 
 
 class HostOutputs:
-    """Where the outputs of steps arrive on the host, in memory taken once: one copy a launch.
+    """Preallocated host buffers for step outputs, with one copy per launch.
 
-    The copies stand in the stream before the next launch: captured steps share their memory, so
-    any of them may overwrite the outputs of another. Two sets take turns, for while the tokens of
-    a step are read the next one is under way: what a step leaves here is valid until the launch
-    after the next.
+    The copies are issued on the stream before the next launch, because captured steps share memory
+    and can overwrite each other's outputs. Two buffer sets alternate: the host reads one while the
+    next step fills the other. The outputs of a step are valid until the launch after the next.
     """
 
     timed = False
-    """Whether later steps are timed: with two timed events each, instead of one without timing."""
+    """Whether later steps are timed: two timed events each, instead of one untimed event."""
 
     def __init__(
         self,
@@ -103,9 +100,9 @@ class HostOutputs:
         *,
         device: torch.device,
     ) -> None:
-        """Make room for `steps` decode steps of `max_num_seqs`, and for `prefill_rows` chunks.
+        """Allocate buffers for `steps` decode steps of `max_num_seqs`, and `prefill_rows` chunks.
 
-        `device` is where they come from: CUDA copies them while the host goes on.
+        `device` is the source of the outputs. Copies from CUDA are asynchronous.
         """
         self._device = device
         self._is_cuda = device.type == "cuda"
@@ -129,7 +126,7 @@ class HostOutputs:
     def _sizes(
         max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int
     ) -> dict[Phase, int]:
-        """Bytes of a set, of all its steps."""
+        """Bytes of one set, for all steps of a launch."""
         best = min(MAX_LOGPROBS, vocab_size)
         return {
             "decode": steps * SampleOutput.packed_bytes(max_num_seqs, best),
@@ -143,21 +140,18 @@ class HostOutputs:
 
     @staticmethod
     def bytes_for(max_num_seqs: int, prefill_rows: int, vocab_size: int, steps: int = 1) -> int:
-        """Bytes that a `HostOutputs` of these sizes takes."""
+        """Bytes of a `HostOutputs` of these sizes."""
         sizes = HostOutputs._sizes(max_num_seqs, prefill_rows, vocab_size, steps)
         return OUTPUT_SETS * sum(sizes.values())
 
     def begin(self, number: int) -> torch.cuda.Event | None:
-        """Record, before anything of step `number`, the event that its time is counted from.
-
-        Returns None where the steps are not `timed`.
-        """
+        """Record and return the start event of step `number`; None if steps are not `timed`."""
         if self._events is None or not self.timed:
             return None
         return self._record(self._events[number % OUTPUT_SETS].began)
 
     def copy_async(self, number: int, phase: Phase, output: StepOutput) -> StepOutput:
-        """Queue the copy of the outputs of step `number`; return the host's views of them.
+        """Issue the copy of the outputs of step `number`; return the views of them on the host.
 
         Details that are not packed take four copies. The logits are not copied.
         """
@@ -176,9 +170,9 @@ class HostOutputs:
         return StepOutput(views.tokens, output.logits, views.details)
 
     def record_event(self, number: int, began: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Record the event of step `number` after its copies, and return it.
+        """Record and return the end event of step `number`, after its copies.
 
-        `began` is what `begin` returned for the step; None: the step is not timed.
+        `began` is the result of `begin` for the step; None: the step is not timed.
         """
         if self._events is None:
             return None
@@ -191,17 +185,17 @@ class HostOutputs:
 
 
 class OutputEvents(NamedTuple):
-    """Of the steps that use one set of outputs."""
+    """Events of the steps that use one set of outputs."""
 
     began: torch.cuda.Event
-    """With timing, like the next one."""
+    """Start of a timed step; with timing, like the next one."""
     timed_arrived: torch.cuda.Event
     arrived: torch.cuda.Event
     """Without timing."""
 
 
 class _HostViews(NamedTuple):
-    """A set's memory as the output of a step."""
+    """Return views of a set's memory as the output of a step."""
 
     tokens: torch.Tensor
     details: SampleOutput | None
@@ -220,7 +214,7 @@ class _HostViews(NamedTuple):
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
-    """Return the tokens of a step whose outputs have arrived, step by step, lane by lane."""
+    """Return the tokens of a launch whose outputs have arrived, by step, then by lane."""
     parts = []
     for lanes, output in launched.parts:
         tokens, details = output.tokens.tolist(), output.details
@@ -230,7 +224,7 @@ def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:
         each = repeat(None, len(tokens)) if details is None else details.unbind()
         for index, step in enumerate(zip(tokens, each, strict=True)):
             kept = lanes
-            if launched.advanced is not None:  # the tokens after a rejected draft mean nothing
+            if launched.advanced is not None:  # tokens after a rejected draft are invalid
                 row_counts = zip(lanes, launched.advanced, strict=True)
                 kept = [request if index < count else None for request, count in row_counts]
             parts.append(_of_lanes(kept, *step))
@@ -247,11 +241,11 @@ def _of_lanes(
 
 
 def _logprobs(lanes: Sequence[Request | None], details: SampleOutput) -> list[TokenLogprobs | None]:
-    """Return what `SamplingParams.logprobs` asks for, lane by lane."""
+    """Return the log-probabilities that `SamplingParams.logprobs` requests, by lane."""
     counts = [None if request is None else request.params.logprobs for request in lanes]
     found: list[TokenLogprobs | None] = [None] * len(lanes)
     asked = [lane for lane, count in enumerate(counts) if count is not None]
-    if asked:  # arrays, because an element of a tensor is a tensor of its own
+    if asked:  # arrays, because indexing a tensor creates a tensor
         tokens, logprobs = details.tokens.numpy(), details.logprob.numpy()
         top_ids, top_logprobs = details.top_ids.numpy(), details.top_logprobs.numpy()
     for lane in asked:

@@ -1,4 +1,4 @@
-"""What the device knows of each row of the decode batch. The host reads none of it back."""
+"""State of each row of the decode batch on the device. The host never reads it back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["RowState"]
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """Device tensors that the steps themselves advance; R = max_num_seqs + 1.
+    """Device tensors that steps read and update; R = max_num_seqs + 1.
 
-    The last row is the null row. Padded lanes of a step stand for it: its block table is all null
-    block, its position stays 0, and whatever is sampled for it is never read.
+    The last row is the null row, which padded lanes use. Its block table contains only the null
+    block, its position remains 0, and its sampled tokens are never read.
     """
 
     token_ids: torch.Tensor
@@ -24,9 +24,9 @@ class RowState:
     positions: torch.Tensor
     """int64 `[R]`: its position in the sequence."""
     block_tables: torch.Tensor
-    """int32 `[groups, R, max_blocks_per_row]`. Columns before a row's window and
-    past its blocks may name blocks of others; they are never read, because reads begin with the
-    window and end at the row's position."""
+    """int32 `[groups, R, max_blocks_per_row]`. Columns before a row's window and after its blocks
+    may contain blocks of other rows. They are never read, because reads begin with the window and
+    end at the row's position."""
     sampling: SamplingState
 
     @classmethod
@@ -51,7 +51,7 @@ class RowState:
 
     @property
     def null_row(self) -> int:
-        """Index of the row that belongs to nobody."""
+        """Index of the null row."""
         return self.token_ids.shape[0] - 1
 
     @property
@@ -63,7 +63,7 @@ class RowState:
     def bytes_for(
         max_num_seqs: int, num_groups: int, max_blocks_per_row: int, vocab_size: int
     ) -> int:
-        """Bytes that `allocate` takes."""
+        """Bytes that `allocate` will allocate."""
         own = (max_num_seqs + 1) * (8 + 8 + 4 * num_groups * max_blocks_per_row)
         return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
 
@@ -74,15 +74,15 @@ class RowState:
         return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
 
     def addresses(self) -> dict[str, int]:
-        """Return the device address of each tensor; it may never change."""
+        """Return the device address of each tensor, which must never change."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def accept(
         self, rows_B: torch.Tensor, tokens_NB: torch.Tensor, accepted_B: torch.Tensor
     ) -> None:
-        """Make the first `accepted_B` tokens that a verify step left the newest of their rows.
+        """Advance each row by the first `accepted_B` tokens of a verify step.
 
-        Rows and numbers are int64; a number is at least 1. The null row stays at position 0.
+        Rows and counts are int64; counts are at least 1. The null row remains at position 0.
         """
         last_B = tokens_NB.gather(0, accepted_B[None] - 1)[0]
         positions_B = self.positions[rows_B] + accepted_B

@@ -1,6 +1,6 @@
-"""Carries out a plan: writes what changed, launches the steps, reads their tokens back.
+"""Executes plans: writes changed inputs, launches steps, reads their tokens back.
 
-Nothing here waits for the device except `read`, and that waits for the tokens of one step only.
+Only `read` waits for the device, and only for the tokens of one step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Owns everything that lives on the device but the model: row state, inputs, steps."""
+    """Owns the device state except the model: row state, inputs, steps."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Runner:
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
 
-        `host` is the arena that requests are swapped to, None for no swapping.
+        `host` is the arena for swapped requests; None: no swapping.
         """
         device = config.device
         self.device = device
@@ -100,7 +100,7 @@ class Runner:
                 device,
             )
         self._threads = None if model.kernels.library is None else config.threads
-        self._embeds_shown = False  # by the last prefill step
+        self._embeds_shown = False  # set by the last prefill step
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
         self._outputs: HostOutputs | None = None
@@ -144,7 +144,7 @@ class Runner:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes on a host that is not the device: mirrors of the inputs, and room for outputs."""
+        """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
         outputs = 0 if self._outputs is None else self._outputs.nbytes
         return self.inputs.nbytes + embeds + outputs
@@ -164,20 +164,20 @@ class Runner:
         }
 
     def check_integrity(self) -> None:
-        """Assert that no address has changed and that the null row is still nobody's."""
+        """Assert that no address has changed and that the null row is unused."""
         assert self.addresses() == self._addresses, "a static tensor has moved"
         self.inputs.check_integrity()
         assert int(self.state.positions[self.null_row]) == 0
         assert not self.state.block_tables[:, self.null_row].any()
 
     def compile_kernels(self) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel; `prepare` would do it one by one."""
+        """Compile the Triton kernels of all steps in parallel, before `prepare` runs them."""
         from ..kernels.triton.precompile import (
-            compile_kernels,  # needs triton, as CUDA's kernels do
+            compile_kernels,  # imports triton, which CUDA kernels need
         )
 
-        # Several steps of a launch run the kernels of one. The sampler of plain torch has no
-        # Triton kernels here, and eagerly takes more memory than the plan has for it compiled.
+        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
+        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
         native, keys = self._eager.model.kernels.sampler == "triton", self.sizes.keys()
         needed = dict.fromkeys(
             dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
@@ -186,7 +186,7 @@ class Runner:
         steps = [(str(key), self._eager.bind(key)) for key in needed]
         if self._capturer is None:
             return compile_kernels(steps)
-        # Libraries keep a workspace for each stream: it is the one that captures need anyway.
+        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
         compiled: list[CompiledKernels] = []
         self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
         return compiled[0]
@@ -196,16 +196,16 @@ class Runner:
         progress: Callable[[int, int, StepKey], None] | None = None,
         watcher: PreparationWatcher[StepKey] | None = None,
     ) -> None:
-        """Compile and capture every step before there is a request; see `StepLibrary.prepare`."""
+        """Compile and capture every step before the first request; see `StepLibrary.prepare`."""
         self.library.prepare(progress, watcher)
 
     def close(self) -> None:
-        """Let go of all steps and of what was compiled for them."""
+        """Release all steps and their compiled code."""
         self.library.close()
         self._functions.close()
 
     def swap_out(self, plan: StepPlan) -> None:
-        """Queue the copies of preempted requests to the host; before anything writes blocks."""
+        """Issue the copies of preempted requests to the host, before any write to the blocks."""
         if not plan.preempted:
             return
         pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
@@ -215,7 +215,7 @@ class Runner:
                 self.host_arena.swap_out(pairs)
 
     def copy_in(self, plan: StepPlan) -> None:
-        """Queue the copies that admitted requests begin with: a batch of blocks, and the host's."""
+        """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
         if not plan.admitted:
             return
         copies = [pair for admission in plan.admitted for pair in admission.found.copies]
@@ -229,9 +229,9 @@ class Runner:
                 self.host_arena.swap_in(pairs)
 
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
-        """Start the step `number`; returns without waiting for it, unless the device is the host.
+        """Launch step `number`; returns without waiting for it, except on a CPU.
 
-        Decoding goes first: nobody's next token waits for somebody's prompt.
+        The decode part runs first, so that prefill does not delay its tokens.
         """
         if self._threads is not None:
             limit_threads(self._threads)
@@ -277,7 +277,7 @@ class Runner:
 
     @property
     def times_device(self) -> bool:
-        """Whether steps are timed on the device by events; always False where it is the host."""
+        """Whether steps are timed by device events; always False on a CPU."""
         return self._outputs is not None and self._outputs.timed
 
     @times_device.setter
@@ -286,23 +286,23 @@ class Runner:
             self._outputs.timed = enabled
 
     def read(self, step: LaunchedStep) -> Iterable[Sampled]:
-        """Return the tokens of a step; waits for them, and for nothing after them."""
+        """Wait for the tokens of a launch and return them. Later work is not waited for."""
         if step.arrived is not None:
             step.arrived.synchronize()
         return sampled_tokens(step)
 
     def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
-        """Start the copy of an output to the host, before the next step can overwrite it."""
+        """Issue the copy of an output to the host, before another launch can overwrite it."""
         return (
             output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
         )
 
     def force_token(self, row: int, token_id: int) -> None:
-        """Put another token in the place of the one that was sampled last for a row."""
+        """Replace the last sampled token of a row."""
         self.state.token_ids[row] = token_id
 
     def _take_row(self, request: Request, row: int) -> None:
-        """Write the sampling parameters of a request over those of the row's last owner."""
+        """Overwrite the row's sampling parameters with those of a request."""
         self.state.sampling.write_row(
             row,
             request.params,
@@ -313,7 +313,7 @@ class Runner:
         )
 
     def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
-        """Write what changed into the mirror and copy it over, or do nothing if nothing changed."""
+        """Write changed inputs to the mirror and copy them to the device, if any changed."""
         rows, updates = self._decode_rows, plan.table_updates
         if plan.decode is not self._decoding.requests:
             rows = [request.row for request in plan.decode if request.row is not None]
@@ -340,7 +340,7 @@ class Runner:
             self._copy()
 
     def _write_embeds(self, plan: StepPlan) -> None:
-        """Copy over the embeddings that chunks show, or that none does after some did."""
+        """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
         if self.embeds is None:
             return
         shown = any(chunk.request.embeds for chunk in plan.prefill)
@@ -361,9 +361,9 @@ class Runner:
             self.inputs.copy_to_device()
 
     def _decode_key(self, steps: int) -> StepKey:
-        """Return the key of the step for those who decode: the last one as long as it fits."""
+        """Return the key of the decode step: the last one while it is valid."""
         decoding = self._decoding
-        assert decoding.longest is not None, "nobody decodes"
+        assert decoding.longest is not None, "the plan has no decoding row"
         positions, key = decoding.longest.num_computed + steps, decoding.key
         if key is None or key.steps != steps or positions > key.read_blocks * self.block_size:
             read_blocks = -(-positions // self.block_size)
@@ -379,13 +379,13 @@ class Runner:
 
 
 class _Decoding:
-    """Who decodes, and what follows from it as long as nobody joins or leaves."""
+    """The decoding requests, and values derived from them while none joins or leaves."""
 
     __slots__ = ("full_sampler", "key", "longest", "requests")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and stays it
+        self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and remains so
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
         self.key: StepKey | None = None
 
@@ -397,7 +397,7 @@ def _library(
     capturer: GraphCapturer | None,
     keys: Sequence[StepKey],
 ) -> StepLibrary[StepKey, StepOutput]:
-    """Return the unprepared library of the mode. A key it lacks runs as plain PyTorch code."""
+    """Return the unprepared step library of the mode. Missing keys run as plain PyTorch."""
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         if config.mode == "eager":

@@ -1,8 +1,8 @@
-"""Steps of a model cut down to its kinds of layers, over random weights and a small cache.
+"""Steps of a small sample of a model: one layer per kind, random weights and a small cache.
 
-Self-tests run them at start, before a weight is loaded. Shapes are the model's; the cache has just
-the blocks that the rows of a step need, in random order. Slots that no token may read hold NaN, and
-unused columns of the block tables point to a block of NaN.
+Self-tests run them at start, before weights are loaded. Shapes are the model's. The cache has only
+the blocks that the rows of a step need, in random order. Slots that no token may read contain NaN,
+and unused columns of the block tables point to a block of NaN.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .step_sizes import StepSizes
 __all__ = ["SampleCase", "SampleSteps", "sample_cases", "sample_config", "sample_weights"]
 
 _SHORT = 100
-"""Most tokens in the cache of any row but the longest."""
+"""Maximum cached tokens of each row except the longest."""
 _POOL = 262_147
-"""Random numbers that are drawn; larger weights repeat them. A prime, so that rows of a weight
-begin at different ones."""
+"""Number of random values; larger weights repeat them. A prime, so that the rows of a weight begin
+at different values."""
 
 
 class SampleCase(NamedTuple):
@@ -41,14 +41,14 @@ class SampleCase(NamedTuple):
 
     key: StepKey
     chunks: tuple[tuple[int, int], ...]
-    """First position and number of tokens of each row; lanes that are left are padding."""
+    """First position and number of tokens of each row; the remaining lanes are padding."""
 
     def read_blocks(self, block_size: int) -> int:
         """Return the columns of the block tables that have positions in use."""
         return max(-(-sum(chunk) // block_size) for chunk in self.chunks)
 
     def narrowed(self, block_size: int) -> SampleCase:
-        """Return the step reading no columns but those."""
+        """Return the step limited to these columns."""
         key = dataclasses.replace(self.key, read_blocks=self.read_blocks(block_size))
         return self._replace(key=key)
 
@@ -85,12 +85,13 @@ def sample_cases(
     """Return the steps to run.
 
     Args:
-        config: of the engine.
-        kernels: likewise.
+        config: the engine's configuration.
+        kernels: the engine's kernels.
         generator: draws the lengths of the rows.
         row_classes: ascending limits; the largest decode bucket of each class gets a step. Buckets
             above the last limit get none.
-        tokens: the smallest prefill bucket gets a step, and the largest one up to this.
+        tokens: maximum size of a prefill step; the smallest prefill bucket and the largest one up
+            to this size get a step.
         longest: tokens of the longest row.
     """
     sizes = StepSizes.choose(config, kernels)
@@ -141,7 +142,7 @@ def sample_weights(
 
 
 class SampleSteps:
-    """A sample of a model with everything that its steps read and write."""
+    """A sample of a model with all tensors that its steps read and write."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class SampleSteps:
         cases: Sequence[SampleCase],
         seed: int,
     ) -> None:
-        """Make a model as `sample_config` returns it; `seed` decides all that is random."""
+        """Create the model of a `sample_config`; `seed` determines all random values."""
         device, size = config.device, config.block_size
         self._block_size, self._storage = size, config.storage
         self._seed = seed
@@ -184,7 +185,7 @@ class SampleSteps:
         )
 
     def prepare(self, case: SampleCase) -> None:
-        """Set state, inputs and cache to those that the step begins with, the same at each call."""
+        """Reset state, inputs and cache to the initial values of the step, equal in every call."""
         generator = torch.Generator().manual_seed(self._seed + 1)
         vocabulary = self.model.config.vocab_size
         token_ids = torch.randint(vocabulary, self.state.token_ids.shape, generator=generator)
@@ -223,13 +224,13 @@ class SampleSteps:
             target.copy_(source)
 
     def _fill_cache(self, case: SampleCase, generator: torch.Generator) -> None:
-        """Give blocks to the rows, and write random keys and values before their chunks."""
+        """Assign blocks to the rows, and write random keys and values before their chunks."""
         size, device = self._block_size, self.arena.device
         numbers = torch.Generator(device).manual_seed(self._seed)
         if self._storage == "model":
             self.arena.fill_(float("nan"))
         else:
-            self.arena.fill_(255)  # numbers of any value, whose scales are NaN
+            self.arena.fill_(255)  # any 8-bit values, with NaN scales
         self.arena[:, :, 0].zero_()
         nowhere = self.arena.shape[2] - 1
         tables = torch.full(self.state.block_tables.shape, nowhere, dtype=torch.int32)
@@ -254,12 +255,12 @@ class SampleSteps:
         self.state.block_tables.copy_(tables)
 
     def stored(self) -> torch.Tensor:
-        """Return all vectors of the cache but those of padding; NaN where nothing was written."""
+        """Return all cached vectors except those of padding; NaN where nothing was written."""
         blocks = torch.arange(1, self.arena.shape[2], device=self.arena.device)
         sides = self.arena.flatten(0, 1)
         return torch.stack([read_blocks(s, blocks, self._block_size, self._storage) for s in sides])
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         if self.model.stack is not None:
             self.model.stack.close()

@@ -1,20 +1,19 @@
-"""What a step computes, as callables over tensors whose addresses never change.
+"""The computation of a step, as callables over tensors with fixed addresses.
 
-The decode step takes nothing from the host but the list of its rows: newest tokens, positions and
-block tables are state on the device, the write index is derived from them, and the sampled tokens
-go back into the state.
+The only host input of a decode step is the list of its rows. Newest tokens, positions and block
+tables are state on the device. The step derives the write index from them, and writes the sampled
+tokens back.
 
     decode   rows -> token, position -> slot -> forward -> sample -> token, position + 1
     verify   rows, drafts -> newest token and drafts -> slots -> forward -> sample at each of them
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
-Steps whose layers run natively are not compiled: there is nothing to fuse, and compiled code costs
-the check of its guards. The exception is a sampler in plain PyTorch, which is compiled by itself.
-Other steps are compiled whole: forward pass, head, sampling and feedback of the tokens. All buckets
-share the code of a phase and a sampler, compiled once for any number of tokens, and once more for a
-single one, which torch specialises. For that, inputs must differ only in their length, so they are
-small copies: torch recompiles for a view at another offset, and for two arguments that are the same
-tensor.
+Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
+its guards. Only a plain PyTorch sampler is compiled, on its own. Other steps are compiled as a
+whole: forward pass, head, sampling and token feedback. All buckets share the compiled code of a
+phase and a sampler: one version for any number of tokens, and one for a single token, which torch
+specialises. Inputs are small copies, so that they differ only in length: torch recompiles for views
+at other offsets, and for two arguments that are the same tensor.
 """
 
 from __future__ import annotations
@@ -47,35 +46,35 @@ __all__ = ["StepFunctions", "StepKey", "StepOutput", "on_device"]
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """Every host scalar that a captured step froze."""
+    """All host scalars that are constant in a captured step."""
 
     phase: Literal["decode", "prefill"]
     size: int
-    """The bucket: rows of a decode step, tokens of a prefill step."""
+    """Bucket: rows of a decode step, tokens of a prefill step."""
     read_blocks: int
     """Columns of the block tables that attention may read."""
     full_sampler: bool
-    """Whether more than the greedy token is asked for by anybody in the step."""
+    """Whether any request in the step needs more than the greedy token."""
     steps: int = 1
-    """Decode steps that are run one after the other; 1 for a prefill step."""
+    """Decode steps per launch, run in sequence; 1 for a prefill step."""
     tokens_per_row: int = 1
     """Tokens of each row of a decode step; 1 + k makes it a verify step of k drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves on the device, B = rows of a decode step, or chunks of a prefill step.
+    """Outputs of a step on the device. B: rows of a decode step, or chunks of a prefill step.
 
-    A launch of several decode steps leaves tokens and details of each, `[steps, B]` for `[B]`. So
-    does a verify step of each of its 1 + k positions, and their logits, `[1 + k, B, vocab_size]`.
+    For a launch of several decode steps, tokens and details are `[steps, B]` instead of `[B]`. For
+    a verify step they are `[1 + k, B]`, and logits `[1 + k, B, vocab_size]`.
     """
 
     tokens: torch.Tensor
-    """int64 `[B]`: sampled tokens; those of padded lanes mean nothing."""
+    """int64 `[B]`: sampled tokens; undefined for padded lanes."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: what they were sampled from, in the last step."""
+    """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling."""
     details: SampleOutput | None
-    """Log-probabilities, from the full sampler only."""
+    """Log-probabilities; only the full sampler returns them."""
 
 
 class StepFunctions:
@@ -92,10 +91,9 @@ class StepFunctions:
         compiled: bool,
         drafts: DraftInputs[torch.Tensor] | None = None,
     ) -> None:
-        """Bind the tensors; with `compiled`, see the top of this file, at the first call.
+        """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
-        `embeds` are read by prefill steps, where prompts may have embeddings, `drafts` by verify
-        steps.
+        Prefill steps read `embeds` if prompts may have embeddings. Verify steps read `drafts`.
         """
         self.model = model
         self.arena = arena
@@ -107,7 +105,7 @@ class StepFunctions:
         self._sampler = SAMPLERS[model.kernels.sampler]
         self._compiled: dict[str, Callable[..., Any]] = {}
         if compiled and model.stack is None:
-            if model.kernels.sampler == "triton":  # whose launches torch.compile cannot trace
+            if model.kernels.sampler == "triton":  # torch.compile cannot trace its launches
                 self._sampler = SAMPLERS["torch"]
             self._compile(self._decode_parts)
             self._compile(self._prefill_parts)
@@ -140,10 +138,10 @@ class StepFunctions:
         return run
 
     def decode(self, key: StepKey) -> StepOutput:
-        """One token for each of `decode_rows`, or `key.steps`, each from the one before it.
+        """Decode `key.steps` tokens, one after the other, for each of `decode_rows`.
 
-        A step takes nothing from the host but the rows, so several are the same as one after the
-        other by several launches.
+        The rows are the only host input of a step, so several steps in one launch compute the same
+        as several launches.
         """
         if key.steps == 1:
             return self._decode_step(key)
@@ -179,7 +177,7 @@ class StepFunctions:
         return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
 
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
-        """As `_decode_step`, by kernels that begin with the state and, if greedy, end with it."""
+        """As `_decode_step`, with kernels that read the state and, if greedy, update it."""
         state, rows_B = self.state, self.inputs.decode_rows[: key.size]
         result = decode_step.run(
             rows_B,
@@ -197,9 +195,9 @@ class StepFunctions:
         return StepOutput(tokens, result.logits, None)
 
     def verify(self, key: StepKey) -> StepOutput:
-        """A token after the newest one of each of `decode_rows`, and after each of its drafts.
+        """Sample after the newest token of each of `decode_rows`, and after each of its drafts.
 
-        Leaves the tokens in the output alone: `RowState.accept` makes some of them the rows'.
+        Writes the tokens only to the output. `RowState.accept` adds the accepted ones to the rows.
         """
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
@@ -220,10 +218,10 @@ class StepFunctions:
         read_blocks: int,
         full_sampler: bool,
     ) -> StepOutput:
-        """A verify step; of each row `counts_B` tokens count, the newest one and drafts.
+        """A verify step. `counts_B` tokens of each row are valid: the newest one and its drafts.
 
-        The others, and rows of padding, write to the null block and stand at the row's last
-        position, so that they read nothing that the row does not.
+        The other tokens, and rows of padding, write to the null block. They have the row's last
+        position, so that they read only slots that the row reads.
         """
         state, n = self.state, 1 + drafts_BK.shape[1]
         with operation("inputs"):
@@ -249,7 +247,7 @@ class StepFunctions:
             return StepOutput(details.tokens, logits_NBV, details)
 
     def prefill(self, key: StepKey) -> StepOutput:
-        """The keys and values of the chunks, and a token for each chunk that samples."""
+        """Write the keys and values of the chunks; sample a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
         tensors = self._copied(
             self._prefill_parts,
@@ -282,14 +280,14 @@ class StepFunctions:
         )
         hidden_TD = self._forward_pass(token_ids_T, batch, *embeds)
         with operation("last_tokens"):
-            # Rows of padding have no tokens; of those before the first one, there is none.
+            # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
         logits_RV = self.model.logits(hidden_RD)
         return self._sampled(logits_RV, sample_rows_R, positions_R, full_sampler)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Return embeddings and mask of a prefill step, or nothing where there are never any."""
+        """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
         if self.embeds is None:
             return ()
         return self.embeds.embeds[:size], self.embeds.mask[:size]
@@ -297,14 +295,14 @@ class StepFunctions:
     def _copied(
         self, part: Callable[..., StepOutput], *tensors: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return the inputs of a part: copies if it is compiled, see the top of this file."""
+        """Return the inputs of a part, as copies if it is compiled (see the top of this file)."""
         if part.__name__ not in self._compiled:
             return tensors
         with operation("inputs"):
             return [tensor.clone() for tensor in tensors]
 
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
-        """Run a part of a step, or its compiled code, which has one scope for all operations."""
+        """Run a part of a step, or its compiled code within one profiler scope."""
         compiled = self._compiled.get(part.__name__)
         if compiled is None:
             output = part(*arguments)
@@ -313,7 +311,7 @@ class StepFunctions:
                 output = compiled(*arguments)
         if output.details is None or not output.logits.is_cuda:
             return output
-        details = output.details.pack()  # which one copy brings to the host
+        details = output.details.pack()  # so that one copy transfers them to the host
         return StepOutput(details.tokens, output.logits, details)
 
     def _batch(
@@ -368,7 +366,7 @@ class StepFunctions:
         positions_B: torch.Tensor,
         full_sampler: bool,
     ) -> StepOutput:
-        """Sample the token that follows each position, and make it the row's newest."""
+        """Sample the token after each position, and store it as the row's newest."""
         sampler, state = self._sampler, self.state
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
@@ -387,20 +385,20 @@ class StepFunctions:
             return StepOutput(details.tokens, logits_BV, details)
 
     def close(self) -> None:
-        """Let go of compiled code, which refers back to this object."""
+        """Release compiled code, which references this object."""
         self._compiled = {}
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device the current one, which is where Triton launches."""
+    """Make a CUDA device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _own_code(bound: Callable[..., Any]) -> MethodType:
     """Return the method with a code object of its own.
 
-    torch keeps compiled code with the code object, and limits how often it compiles one: engines of
-    a process would share the limit, and keep each other's code alive.
+    torch stores compiled code with the code object, and limits recompilations per code object.
+    Without copies, engines of a process would share this limit and keep each other's code alive.
     """
     method = cast(MethodType, bound)
     function = method.__func__

@@ -1,4 +1,4 @@
-"""Which sizes steps are prepared for, and which of them a plan fits."""
+"""The sizes that steps are prepared for, and the smallest one that fits a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepSizes:
     tokens: Buckets
     read_blocks: Buckets
     steps: int = 1
-    """Decode steps of a launch of several, beside which there are those of one."""
+    """Decode steps per launch; single steps are always prepared too."""
 
     @classmethod
     def choose(cls, config: ResolvedConfig, kernels: Kernels) -> StepSizes:
@@ -28,7 +28,7 @@ class StepSizes:
         return cls(
             rows=config.row_buckets,
             tokens=config.token_buckets,
-            # Kernels that stop at a row's own length read no more for a wider table.
+            # Kernels that stop at each row's length need no narrower tables.
             read_blocks=Buckets([config.max_blocks_per_row])
             if kernels.bounded_by_length
             else default_width_buckets(config.max_blocks_per_row, config.block_size),
@@ -36,7 +36,7 @@ class StepSizes:
         )
 
     def keys(self) -> list[StepKey]:
-        """Return the key of every step there will be."""
+        """Return the keys of all steps to prepare."""
         variants = [(width, full) for width in self.read_blocks for full in (False, True)]
         launches = [(*variant, n) for n in sorted({1, self.steps}) for variant in variants]
         return [
@@ -47,7 +47,7 @@ class StepSizes:
     def decode_key(
         self, rows: int, read_blocks: int, full_sampler: bool, steps: int = 1
     ) -> StepKey:
-        """Return the key of the smallest decode step that fits, or of `steps` of them."""
+        """Return the key of the smallest launch of `steps` decode steps that fits."""
         size = _fit(self.rows, rows)
         return StepKey("decode", size, _fit(self.read_blocks, read_blocks), full_sampler, steps)
 
@@ -64,12 +64,12 @@ def _fit(buckets: Buckets, n: int) -> int:
 
 
 def most_table_updates(config: ResolvedConfig, num_groups: int) -> int:
-    """Return the entries of the block tables that one copy to the device can change.
+    """Return the number of block table entries that one copy to the device can update.
 
-    In each layer group every decoding row takes as many blocks and drops as many as the steps of a
-    launch fill, at most (one, for a single step), and a prompt takes what a chunk fills. A plan
-    with more, whose prompt was found in the cache, is brought over in several copies: every copy
-    has this size, so it is not made for the rare one.
+    In each layer group, every decoding row adds and drops at most the blocks that the steps of a
+    launch fill (one for a single step), and a prompt adds the blocks of a chunk. A plan with more
+    updates, whose prompt was cached, needs several copies. Every copy has this size, so the rare
+    case does not increase it.
     """
     most_per_row = -(-min(config.max_model_len, config.prefill_chunk) // config.block_size)
     most_per_launch = -(-config.steps_per_launch // config.block_size)

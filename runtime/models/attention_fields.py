@@ -1,4 +1,4 @@
-"""How the keys of a `config.json` that describe its layers and their attention are read."""
+"""Reads the keys of a `config.json` that describe its layers and their attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_windows(
 ) -> tuple[tuple[LayerType, ...], int | None]:
     """Return the type of each layer and the window of those that slide.
 
-    Without types, all layers attend to everything before them.
+    Without types, all layers have full attention.
     """
     window = read_optional(config, "sliding_window", int)
     if family.window_switch and not read_field(config, "use_sliding_window", bool):
@@ -47,8 +47,8 @@ def read_windows(
 def read_ropes(config: Json, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
     """Return the rotation of the layers and, where a family has two, that of sliding layers.
 
-    Reads `rope_parameters` (transformers 5) or `rope_scaling` with the base beside it (4). Raises
-    `CheckpointError` if both are there and say different things.
+    Reads `rope_parameters` (transformers 5) or `rope_scaling` with a separate base (4). Raises
+    `CheckpointError` if both are present and contradict each other.
     """
     parameters = _rope_object(config, "rope_parameters")
     scaling = _rope_object(config, "rope_scaling")
@@ -101,7 +101,7 @@ def _rope_object(config: Json, name: str) -> Json:
 def _rope(
     config: Json, rope: Json, theta_key: str, max_positions: int, first: int | None = None
 ) -> Rope:
-    """Read one rotation; its base may stand beside the object, under `theta_key`.
+    """Read one rotation; its base may be outside the object, under `theta_key`.
 
     `first`: positions of the first training, whatever the object says.
     """

@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from a Hugging Face `config.json`."""
+"""The configuration of a decoder, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONFIG_JSON_NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "eos_token_ids": "eos_token_id",
 }
-"""Fields that `config.json` calls otherwise."""
+"""Field -> its name in `config.json`, where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class ModelConfig:
     """A decoder-only transformer. Raises `ConfigError` if contradictory."""
 
     model_type: str = "llama"
-    """Names the `Family`, which says what all models of this type have in common."""
+    """Name of the `Family`, which has the traits of all models of this type."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -93,12 +93,12 @@ class ModelConfig:
     """Key/value heads; each serves `num_heads // num_kv_heads` query heads. 1 if `latent`."""
     head_dim: int
     """Elements of one head; `num_heads * head_dim` need not be `hidden_size`. If `latent`, those of
-    the vector that is cached, which the queries are brought to as well."""
+    the cached vector and of the projected queries."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = UNSCALED
     sliding_rope: Rope | None = None
-    """The rotation of sliding layers; None: they have that of the others."""
+    """The rotation of sliding layers; None: the same as the other layers."""
     max_position_embeddings: int
     """Tokens of context the model was trained for."""
     tie_word_embeddings: bool
@@ -109,7 +109,7 @@ class ModelConfig:
     """Whether the gate, up and down projections have biases."""
     hidden_act: str = "silu"
     layer_types: tuple[LayerType, ...] = ()
-    """Of each layer; empty: all attend to everything before them."""
+    """Type of each layer; empty: all have full attention."""
     sliding_window: int | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
     query_pre_attn_scalar: float | None = None
@@ -207,7 +207,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What all models of this type have in common."""
+        """The traits of all models of this type."""
         return FAMILIES[self.model_type]
 
     @property
@@ -241,7 +241,7 @@ class ModelConfig:
 
         Keys that are left out have the values that transformers assumes for the family.
         End-of-text tokens are those of `config` followed by those of `generation_config`. Raises
-        `CheckpointError` for what cannot be served (unknown architecture, activation, rope type,
+        `CheckpointError` for unsupported models (unknown architecture, activation, rope type,
         mixtures of experts, quantized weights) and for missing, mistyped or contradictory fields.
         """
         model_type, family = family_of(config)

@@ -43,7 +43,7 @@ __all__ = ["Decoder", "attention_specs"]
 
 
 class Layer(nn.Module):
-    """One decoder layer: its plan, carried out operation by operation."""
+    """One decoder layer: runs its plan operation by operation."""
 
     def __init__(
         self, plan: LayerPlan, kernels: Kernels, place: LayerPlace, storage: Storage
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         )
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every weight; those of linear layers are stored as the kernels want them.
+        """Store every weight; those of linear layers in the format of the kernels.
 
         Raises:
             CheckpointError: a weight to quantise holds NaN or infinity.
@@ -173,8 +173,8 @@ class Decoder(nn.Module):
         return PackedMemory(sum(sizes), len(sizes))
 
     def _make_native(self) -> None:
-        """Make all layers one operation, and decode steps kernels of their own, where there are
-        such kernels for the plan."""
+        """Use one operation for all layers, and separate decode kernels, if the kernels support
+        the plan."""
         kernels, self.stack, self.decode_step = self.kernels, None, None
         if kernels.make_stack is None or not kernels.runs_stack(self.plan):
             return
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         return self.decode(self.embed(token_ids_T), arena, batch)
 
     def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-        """As `forward`, for tokens that are embedded."""
+        """As `forward`, from embeddings."""
         with operation("rotations"):
             rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
             cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
@@ -263,9 +263,9 @@ class Decoder(nn.Module):
 def attention_specs(
     config: ModelConfig, element_bytes: int, scale_bytes: int = 0
 ) -> list[LayerSpec]:
-    """Return what each layer stores in the cache.
+    """Return the cache layout of each layer.
 
-    `element_bytes` are those of a stored element, `scale_bytes` those of the scale of a vector.
+    `element_bytes` is the size of a stored element, `scale_bytes` that of the scale of a vector.
     """
     specs: list[LayerSpec] = []
     for layer in model_plan(config).layers:

@@ -1,7 +1,6 @@
-"""The families of decoders that can be served, and how keys of their `config.json`s are read.
+"""The supported decoder families, and readers for the keys of their `config.json`.
 
-What tells one family from another is data: the traits of its layers, and what transformers assumes
-where a `config.json` leaves a key out.
+A family is data: the traits of its layers, and the defaults of transformers for absent keys.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What all models of one `model_type` have in common."""
+    """The traits of all models of one `model_type`."""
 
     architecture: str
     """The class name that checkpoints give."""
     defaults: Json = field(default_factory=dict)
-    """Keys of `config.json` that may be left out, with what transformers then assumes."""
+    """Optional keys of `config.json`, with the defaults of transformers."""
     is_sliding: Callable[[Json, int], bool] = _full
     """Whether a layer slides, where the config does not list `layer_types`."""
     window_switch: bool = False
@@ -85,7 +84,7 @@ class Family:
     offset_norms: bool = False
     """Norms multiply by one plus their weight, in float32, and round afterwards."""
     output_norms: bool = False
-    """What attention and MLP return is normed too, before it is added to the residual stream."""
+    """The outputs of attention and MLP are normed before the residual addition."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
     query_scalar: bool = False
@@ -97,7 +96,7 @@ class Family:
     two_ropes: bool = False
     """Sliding layers have a rotation of their own."""
     attention_sinks: bool = False
-    """Each head has a logit in the softmax of its scores that stands for no value (gpt-oss)."""
+    """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
     clamped_activation: bool = False
     """`swiglu_limit` is in force: gate and up are clamped, and the activation is
     (up + 1) * gate * sigmoid(1.702 * gate) (gpt-oss)."""

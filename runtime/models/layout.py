@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint make which parameter of ours."""
+"""Maps the parameters of a model to the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

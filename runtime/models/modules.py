@@ -15,7 +15,7 @@ __all__ = ["HeadProjection", "Projection", "RMSNorm", "Vector"]
 
 
 class Projection(nn.Module):
-    """A linear layer whose weight is stored the way the chosen kernels want it."""
+    """A linear layer whose weight is stored in the format of the selected kernels."""
 
     def __init__(self, kernels: Kernels, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Projection(nn.Module):
 class HeadProjection(nn.Module):
     """Matrices of each head from the latent to keys and values: `[H, keys + values, R]`.
 
-    Attention lives in the latent space: instead of a key that comes from a latent, the query is
-    brought to the latent (q . (W c) = (W^T q) . c), and what comes out is a mixture of latents,
-    from which the mixture of values is projected. Their weight stays in the model's dtype where
+    Attention works in the latent space: instead of projecting each latent to a key, the query is
+    projected to the latent space (q . (W c) = (W^T q) . c). The output is a weighted sum of
+    latents, which is projected to values. Their weight stays in the model's dtype where
     those of linear layers are quantised: it has no output channel that both products share.
     """
 
@@ -90,7 +90,7 @@ class HeadProjection(nn.Module):
 
 
 class Vector(nn.Module):
-    """Holds a parameter that is read as it is."""
+    """Holds a parameter that is stored unchanged."""
 
     def __init__(self) -> None:
         super().__init__()

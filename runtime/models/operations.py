@@ -1,7 +1,7 @@
-"""The operations of a `LayerPlan` in plain torch, one function a kind, bound to their weights.
+"""The operations of a `LayerPlan` in plain PyTorch, one function per kind, bound to their weights.
 
-What torch.compile traces, and what runs where a backend has nothing faster. Constants of an
-operation are bound once: a step only calls.
+torch.compile traces these functions, and they run when a backend has no faster implementation.
+Constants of an operation are bound once, before the first step.
 
 Shape suffixes: T tokens of a step, H query heads, G key/value heads, E head_dim, R kv_lora_rank, C
 what latent attention caches of a token, F features, K kinds of rotation.
@@ -38,7 +38,7 @@ __all__ = ["LayerStep", "Run", "bind"]
 
 
 class LayerStep(NamedTuple):
-    """What all layers of one step share."""
+    """Inputs that all layers of one step share."""
 
     cos: Tensor
     """float32 `[K, T, E / 2]`."""

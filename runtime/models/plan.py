@@ -1,7 +1,7 @@
-"""The plan of a model, built from its config: the one place that lists a layer's operations.
+"""Builds the plan of a model from its config; the only module that lists a layer's operations.
 
-Names of parameters are ours; sources are those of a Hugging Face checkpoint. The model multiplies
-once where the checkpoint has several matrices over the same input: q, k, v and gate, up.
+Parameter names are ours; source names are those of a Hugging Face checkpoint. Matrices with the
+same input (q, k, v and gate, up) are stacked into one product.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .config import LatentConfig, ModelConfig, Rope
 __all__ = ["model_plan", "rope_kinds"]
 
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the config says of the others."""
+"""Epsilon of the norms inside latent attention, independent of the config."""
 _ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _CLAMPED_ALPHA = 1.702
-"""Of the sigmoid in a clamped activation: gate * sigmoid(1.702 * gate) (gpt-oss)."""
+"""Factor in the sigmoid of a clamped activation: gate * sigmoid(1.702 * gate) (gpt-oss)."""
 
 LayerKind = tuple[int | None, int]
-"""What layers of a model differ by: their window and their kind of rotation."""
+"""Window and kind of rotation, in which the layers of a model can differ."""
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:
-    """Return what the model computes; layers of one kind share a plan."""
+    """Return the plan of a model; layers of one kind share a plan."""
     ropes = rope_kinds(config)
     kinds = [
         (config.window(layer), ropes.index(config.rope(layer)))
@@ -64,7 +64,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
 
 
 def rope_kinds(config: ModelConfig) -> list[Rope]:
-    """Return the rotations of the layers, each once: `Rotate.kind` counts them."""
+    """Return the distinct rotations of the layers, indexed by `Rotate.kind`."""
     return list(dict.fromkeys(config.rope(layer) for layer in range(config.num_layers)))
 
 
@@ -76,8 +76,8 @@ def _layer(config: ModelConfig, kind: LayerKind) -> Iterator[Operation]:
         yield from _attention(config, kind)
     else:
         yield from _latent_attention(config, kind, config.latent)
-    # With norms on both sides, transformers' post_attention_layernorm is of what attention
-    # returns; without, of what the MLP takes.
+    # With output norms, transformers' post_attention_layernorm norms the output of attention;
+    # otherwise it norms the input of the MLP.
     if output_norms:
         yield _norm(config, "attention_output_norm", "post_attention_layernorm")
     yield Residual(name="residual")
@@ -126,15 +126,15 @@ def _latent_attention(
 ) -> Iterator[Operation]:
     """Multi-head latent attention (DeepSeek-V2), with the projections of keys and values absorbed.
 
-    Of a token the normed latent and the rotated key are cached, as one vector that stands for the
-    keys of all heads; its first elements stand for the values. Instead of a key that comes from a
-    latent, the query is brought to the latent space (q . (W c) = (W^T q) . c), and what attention
-    returns is a mixture of latents, from which the mixture of values is projected.
+    The cache has one vector per token, the normed latent and the rotated key. It is the key of all
+    heads, and its first elements are the value. Instead of projecting each latent to a key, the
+    query is projected to the latent space (q . (W c) = (W^T q) . c). Attention then returns a
+    weighted sum of latents, which is projected to values.
     """
     biased = _all if config.attention_bias else _none
     heads, rank, hidden = config.num_heads, latent.kv_lora_rank, config.hidden_size
     queries = heads * latent.qk_head_dim
-    # A projection of the queries at once never has a bias.
+    # A direct query projection (without q_lora_rank) never has a bias.
     q_part = "self_attn.q_proj" if latent.q_lora_rank is None else "self_attn.q_a_proj"
     parts = {
         q_part: latent.q_lora_rank or queries,
@@ -232,7 +232,7 @@ def _vector(ours: str, theirs: str, size: int) -> Parameter:
 
 
 def _norm(config: ModelConfig, ours: str, theirs: str, *, name: str = "") -> Norm:
-    """A norm of hidden states; in profiles it has its own name if it is given no other."""
+    """A norm of hidden states; `name` is its name in profiles (default: `ours`)."""
     weight = _vector(ours, theirs, config.hidden_size)
     offset = config.family.offset_norms
     return Norm(name=name or ours, weight=weight, eps=config.rms_norm_eps, offset=offset)
@@ -248,7 +248,7 @@ def _linear(
     unit: int = 1,
     part: int | None = None,
 ) -> Linear:
-    """A linear layer of `parts` by source and rows; `biased` says which of them have a bias."""
+    """A linear layer of `parts` (source -> rows); `biased` selects the parts with a bias."""
     rows = tuple(parts.values())
     weight = Parameter(
         f"{ours}.weight",

@@ -1,1 +1,1 @@
-"""Which requests run in the next step. No torch."""
+"""Selects the requests of each step. Does not import torch."""

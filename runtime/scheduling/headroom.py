@@ -1,4 +1,4 @@
-"""Blocks that admission leaves free for requests that are running already. No torch."""
+"""Blocks that admission reserves for running requests. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["Headroom"]
 
 
 class Headroom:
-    """How many layer groups of each running request may still need another block.
+    """Number of layer groups of each running request that may still need another block.
 
-    A request that holds all the blocks it can ever use counts for nothing.
+    A request that holds all blocks that it can use has none.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._blocks: dict[Request, int] = {}  # without zeros
+        self._blocks: dict[Request, int] = {}  # no zeros
         self.num_releases = 0
-        """How often the need of a request fell: until it changes, no sum of needs has fallen."""
+        """Number of times a request's need fell. While it is unchanged, no sum has fallen."""
 
     def update(self, request: Request) -> None:
-        """Note what a running request may need, after its blocks changed.
+        """Update the need of a running request after its blocks changed.
 
-        The last token that it may have is sampled and never written.
+        Its last possible token needs no slot: it is sampled, but its keys are never written.
         """
         longest = len(request.prompt_ids) + request.max_tokens - 1
         self._set(
@@ -31,15 +31,15 @@ class Headroom:
         )
 
     def forget(self, request: Request) -> None:
-        """Note that a request has no row any more."""
+        """Remove a request that lost its row."""
         self._set(request, 0)
 
     def before(self, order: tuple[int, int]) -> int:
-        """Return the blocks to keep for running requests that are served before `order`."""
+        """Return the blocks to reserve for running requests that are served before `order`."""
         return sum(blocks for request, blocks in self._blocks.items() if request.order < order)
 
     def check_integrity(self, rows: dict[Request, int]) -> None:
-        """Assert that it knows of no request without a row."""
+        """Assert that all tracked requests have a row."""
         assert self._blocks.keys() <= rows.keys()
 
     def _set(self, request: Request, blocks: int) -> None:

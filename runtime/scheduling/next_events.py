@@ -1,4 +1,4 @@
-"""The earliest step at which each decoding request needs blocks, publishes or ends. No torch."""
+"""The earliest step at which a decoding request needs blocks, shares a block or ends. No torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["NextEvents"]
 
 
 class NextEvents:
-    """The step of each request's next event, at most one a request; looked up by either."""
+    """At most one scheduled step per request; lookup by step and by request."""
 
     def __init__(self) -> None:
-        self._due: dict[int, dict[Request, None]] = {}  # by number of the step
+        self._due: dict[int, dict[Request, None]] = {}  # step number -> requests
         self._steps: dict[Request, int] = {}
 
     def schedule(self, request: Request, step: int) -> None:
-        """Note that a request without a scheduled event has one at a step."""
-        assert request not in self._steps, f"request {request.id} has a scheduled event already"
+        """Schedule the next event of a request that has none."""
+        assert request not in self._steps, f"request {request.id} is already scheduled"
         self._steps[request] = step
         self._due.setdefault(step, {})[request] = None
 
     def cancel(self, request: Request) -> None:
-        """Remove the event of a request, if it has one."""
+        """Remove the scheduled event of a request, if it has one."""
         step = self._steps.pop(request, None)
         if step is not None:
             due = self._due[step]
@@ -30,7 +30,7 @@ class NextEvents:
                 del self._due[step]
 
     def pop_due(self, step: int) -> dict[Request, None] | None:
-        """Remove the events of a step and return their requests; None if there are none."""
+        """Remove and return the requests that are due at a step, or None."""
         due = self._due.pop(step, None)
         if due is not None:
             for request in due:
@@ -42,11 +42,11 @@ class NextEvents:
         return [request for step in range(first, end) for request in self._due.get(step, ())]
 
     def all(self) -> dict[Request, int]:
-        """Return the step of each request. A copy."""
+        """Return a copy of the scheduled step of each request."""
         return self._steps.copy()
 
     def check_integrity(self) -> None:
-        """Assert that both look-ups agree."""
+        """Assert that both lookups agree."""
         by_step = {request: step for step, due in self._due.items() for request in due}
         assert by_step == self._steps
         assert all(self._due.values()), "a step without requests"

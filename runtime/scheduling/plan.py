@@ -1,4 +1,4 @@
-"""What the scheduler decides of one step: plain nouns, read by the loop and the runner."""
+"""The plan of one step: written by the scheduler, read by the loop and the runner."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TableUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A request that loses its row and blocks; it waits again."""
+    """A request that loses its row and blocks and returns to the queue."""
 
     request: Request
     swap_out: list[tuple[int, int]] | None
-    """(block, host block) to copy before the step; None: it will be computed again."""
+    """(block, host block) pairs to copy before the step; None: recompute the tokens later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,53 +38,51 @@ class Admission:
     request: Request
     row: int
     found: Admitted
-    """What need not be computed, and the copies that this takes before the step."""
+    """Tokens that are already cached, and the block copies to issue before the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """`count` neighbouring tokens of a row, whose keys and values a step computes.
+    """`count` consecutive tokens of a row whose keys and values a step computes.
 
-    One token of a row that decodes, the newest token and drafts after it of one that verifies, a
-    chunk of known tokens of one that is prefilled.
+    A decoding row has one token, a verifying row its newest token and drafts, a prefilling row a
+    chunk of its known tokens.
     """
 
     request: Request
     row: int
     start: int
-    """Position of the first token. Of rows that decode, the furthest that it may be: how far a row
-    has come is known when its steps are committed, and its device tensors hold it before."""
+    """Position of the first token. For decoding rows an upper bound: the exact position is in the
+    row state on the device, and known to the host when the steps are committed."""
     count: int
     samples: bool
-    """Whether tokens are sampled: always, but for chunks that end before the last known token."""
+    """Whether tokens are sampled: False for chunks that end before the last known token."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the next launch does. Copies come first: out to the host, within the arena, in.
+    """The work of the next launch.
 
-    Its tokens are a uniform batch of the rows that decode and a ragged one of those that are
-    prefilled.
+    Block copies run first: to the host, within the arena, from the host. Decoding rows form a
+    uniform batch, prefilling rows a ragged one.
     """
 
     preempted: list[Preemption] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
-    """Entries of block tables that changed, in any order; none occurs twice."""
+    """Changed entries of the block tables, in any order, without duplicates."""
     prefill: list[RowSpan] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
-    """Who decodes. The same list as long as nobody joins or leaves, so that steps of one token a
-    row need not look at rows."""
+    """Decoding requests. The same list object while no request joins or leaves, so that decode
+    steps need no work per row."""
     tokens_per_row: int = 1
-    """Tokens of each row of `decode`: 1, or 1 + k of a verify step."""
+    """Tokens of each row of `decode`: 1, or 1 + k in a verify step."""
     decode_counts: Sequence[int] = ()
-    """Of a verify step: tokens of each row that count, 1 to `tokens_per_row`; the rest is
-    padding."""
+    """Verify steps: valid tokens of each row, 1 to `tokens_per_row`; the rest is padding."""
     steps: int = 1
-    """Decode steps: the tokens that each request of `decode` gets. More than one only where there
-    is no prefill."""
+    """Decode steps per launch: tokens that each request of `decode` gets. 1 with prefill."""
     blocks_in_use: int = 0
-    """Blocks that requests hold when it is launched; for whoever looks at it."""
+    """Blocks that requests hold at the launch, for the timeline and profilers."""
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +90,7 @@ class StepPlan:
         return not (self.prefill or self.decode)
 
     def decode_spans(self) -> Iterator[RowSpan]:
-        """Yield the spans of the rows of `decode`, as of before the launch."""
+        """Yield the spans of the rows of `decode`, before the launch advances them."""
         counts = self.decode_counts or repeat(1, len(self.decode))
         for request, count in zip(self.decode, counts, strict=True):
             assert request.row is not None, "a request that decodes holds a row"
@@ -105,7 +103,7 @@ class StepPlan:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of all chunks."""
+        """Tokens of all prefill chunks."""
         if not self.prefill:
             return 0
         return sum(chunk.count for chunk in self.prefill)

@@ -1,4 +1,4 @@
-"""What to do with a request that loses its blocks: keep them on the host, or compute them again."""
+"""How a request is preempted: by swapping its blocks to the host, or by recomputation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["PreemptionPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
-    """Swap or recompute, by choice or by which takes less of the device's time.
+    """Selects swapping or recomputation, as configured or by the shorter device time.
 
     Attributes:
-        choice: `swap` wherever the host has room, `recompute`, or `auto`.
+        choice: `swap` (if the host cache has room), `recompute`, or `auto`.
         block_seconds: seconds to copy one block to the host or back, measured.
         token_seconds: seconds to prefill one token, measured.
     """
@@ -25,9 +25,9 @@ class PreemptionPolicy:
     def swaps(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` computed tokens in `num_blocks` blocks is swapped.
 
-        A swapped block crosses the bus twice. Recomputation is priced at the speed of a full
-        prefill step of short contexts, the best there is: the attention of a long prompt, and
-        what would be found in the prefix cache again, are left out.
+        A swapped block is copied twice, to the host and back. The estimate for recomputation is the
+        speed of a full prefill step with short contexts. It neglects the attention of a long
+        prompt, and blocks that the prefix cache may still have.
         """
         if num_tokens == 0 or self.choice == "recompute":
             return False

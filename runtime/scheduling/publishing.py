@@ -1,10 +1,9 @@
-"""What running requests share by content: blocks are published early and withdrawn if need be.
+"""Publishes full blocks of running requests in the prefix cache, and withdraws invalid ones.
 
-A block is published when launched steps have computed all of its tokens, before anything is known
-of their logits. Blocks that finite logits were read from are verified. When the logits of a request
-are not finite, whatever it computed since its last finite ones is withdrawn, and so is what it
-found in the cache, unless some request has verified it: what such a request wrote, or began with,
-is not found again.
+A block is published once launched steps have computed all of its tokens, before their logits are
+known. A block is verified once finite logits were computed from it. When a request has non-finite
+logits, the blocks that it computed since its last finite logits are withdrawn. So are the cached
+blocks that it reused, unless a request has verified them.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ __all__ = ["Publishing"]
 
 
 class Publishing:
-    """When each running request publishes its next block, and what is known of its logits."""
+    """The next block that each running request publishes, and its last finite logits."""
 
     def __init__(self, cache: KVCache) -> None:
         self.num_prompts = 0
-        """How often blocks of a prompt became findable."""
+        """Number of times that blocks of a prompt were published."""
         self._cache = cache
-        self._at: dict[Request, int] = {}  # computed tokens that fill its next block
+        self._at: dict[Request, int] = {}  # computed tokens at which its next block is full
         self._known: dict[Request, int] = {}  # known tokens of running requests at admission
 
     def admit(self, request: Request) -> None:
-        """Begin for a request that got a row."""
+        """Start tracking a request that got a row."""
         self._known[request] = request.num_tokens
         if request.prefix_hashes is not None:
             self._at[request] = self._cache.block_size
 
     def next_at(self, request: Request) -> int:
-        """Return how many computed tokens fill the next block that a request shares."""
+        """Return the number of computed tokens at which a request's next block is full."""
         return self._at.get(request, sys.maxsize)
 
     def publish(self, request: Request, *, ends: bool = False) -> None:
-        """Let others share what launched steps computed of a running request's known tokens.
+        """Publish the full blocks that launched steps have computed for a running request.
 
-        If it `ends`, the logits after its last token will not be read: that token is left out.
+        With `ends`, the logits after its last token will not be read, so that token is excluded.
         """
         if request not in self._at:
             return
@@ -60,9 +59,9 @@ class Publishing:
         self._at[request] = (known // size + 1) * size
 
     def withdraw(self, request: Request) -> None:
-        """Publish nothing more of a request whose newest logits are not finite, and see above.
+        """Withdraw the unverified blocks of a request with non-finite logits, and stop publishing.
 
-        It may have lost its row since the step that computed them was launched.
+        The request may have been preempted after the step with these logits was launched.
         """
         verified = self._num_verified(request)
         hashes = request.hashes_of(verified)
@@ -74,22 +73,22 @@ class Publishing:
         self._cache.withdraw(hashes, verified)
 
     def leave(self, request: Request) -> None:
-        """End for a request that loses its row."""
+        """Stop tracking a request that loses its row."""
         self._at.pop(request, None)
         del self._known[request]
 
     def forget_contents(self) -> None:
-        """Publish nothing of the requests that run now."""
+        """Stop publishing blocks of the requests that run now."""
         self._at.clear()
 
     def check_integrity(self, rows: dict[Request, int]) -> None:
-        """Assert that it knows of the requests that hold a row, and of no other."""
+        """Assert that exactly the requests with a row are tracked."""
         assert self._at.keys() <= self._known.keys() == rows.keys()
 
     def _num_verified(self, request: Request) -> int:
-        """Return how many tokens its newest finite logits follow.
+        """Return the number of tokens before the request's last finite logits.
 
-        0 if it has no row, or if no token was sampled for it since it got the row.
+        0 if it has no row, or if no token was sampled since it got the row.
         """
         sampled = request.num_tokens > self._known.get(request, sys.maxsize)
         return request.num_tokens - 1 if sampled else 0

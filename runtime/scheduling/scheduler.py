@@ -1,30 +1,30 @@
-"""Which requests run in the next step: admission, chunked prefill, priorities, preemption.
+"""Scheduler: admission, chunked prefill, priorities and preemption.
 
-A plan has two parts. Every request whose prompt is in the cache decodes one token; what
-is left of the step's token budget goes to chunks of prompts. Requests are served by `(priority,
-arrival)`. Blocks for all known tokens are taken when a request is admitted (in layers with a
-sliding window those that the next chunk needs), so mostly decoding takes more; when none are left,
-the running request that would be served last loses its blocks and its row. They wait on the host,
-or it computes its sequence anew when there is room (see `preemption.py`).
+A plan has a decode part and a prefill part. Every request whose prompt is cached decodes one token.
+The remaining token budget of the step goes to prefill chunks. Requests are served in the order of
+`(priority, arrival)`. Admission allocates the blocks of all known tokens (in sliding-window layers
+those of the next chunk), so most later allocations are for decoding. If no block is free, the
+running request that is last in the order of service is preempted: its blocks are swapped to the
+host, or its tokens are recomputed later (see `preemption.py`).
 
-Most requests that decode need nothing of the scheduler: the earliest step at which the next block,
-the next one to share, or the last token can be due is known beforehand. That step is the next event
-of the request (`next_events.py`). A step looks only at requests whose event is due, at requests
-that are prefilled, and at the head of the queue.
+Most decoding requests need no work per step. The earliest step at which a request can need a
+block, publish one or sample its last token is known in advance, so its next event is scheduled for
+that step. A step processes only the requests with a due event, prefilling requests, and the head of
+the queue.
 
-With `tokens_per_row` = 1 + k every row verifies up to k drafts a step. How far it has come is known
-when the step is committed. Until then blocks are taken for the most that it may have computed, and
-given back or shared by the least. A request whose tokens may all be sampled is not planned; commit
-lets it go on if drafts were rejected (`fell_short`).
+With `tokens_per_row` = 1 + k every row verifies up to k drafts per step. The number of accepted
+tokens is known when the step is committed. Until then blocks are allocated for the largest possible
+number, and freed or shared for the smallest. A request that may have sampled all of its tokens is
+not planned; it decodes again if the commit rejects drafts (`fell_short`).
 
-With `steps_per_launch` a plan decodes so many tokens of each row at once, if nobody is prefilled,
-every row has as many to go, and the blocks for them are free. Else it decodes one, as always: the
-last tokens of a request are decoded singly, and those of others beside it too, and nobody loses
-blocks for tokens that are not due yet. Requests that wait for a row or for blocks do not stand
-against it. They wait longer, since a row that ends within a launch is given back behind it.
+With `steps_per_launch` a plan decodes that many tokens per row if no request prefills, every row
+has that many tokens to go, and the blocks for them are free. Otherwise it decodes one token per
+row. So the last tokens of a request are decoded one per launch, and no request is preempted for
+tokens of later steps. Waiting requests do not prevent such launches. They wait longer, because a
+row that ends within a launch is freed only after it.
 
-A request that is admitted goes on from what the cache has of it: its own blocks on the host, the
-prompt that a sibling has computed, or blocks with the same content (see `cache/kv_cache.py`).
+An admitted request reuses what is cached: its own swapped blocks, the prompt of a sibling, or
+blocks with the same content (see `cache/kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _order = attrgetter("order")
 class Scheduler:
     """Owns the queue, the rows and, through `KVCache`, the blocks.
 
-    Reads requests and changes none, but for the block hashes that they remember of their tokens.
+    Does not change requests, except for their cached block hashes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scheduler:
         steps_per_launch: int = 1,
         tokens_per_row: int = 1,
     ) -> None:
-        """Plan decode steps of one token a row, or verify steps of up to `tokens_per_row`."""
+        """Plan decode steps of one token per row, or verify steps of up to `tokens_per_row`."""
         assert max_batch_tokens > max_num_seqs * tokens_per_row
         assert max_num_seqs >= 1
         assert tokens_per_row >= 1
@@ -85,21 +85,21 @@ class Scheduler:
         self.tokens_per_row = tokens_per_row
         self._step_budget = step_budget
         self._waiting = WaitingQueue()
-        # By order: all that hold a row; of these, those that are prefilled, and those that decode.
+        # In the order of service: requests with a row; the prefilling and the decoding ones.
         self._running: list[Request] = []
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
-        # Those whose launched steps may have sampled all of their tokens.
+        # Requests whose launched steps may have sampled all of their tokens.
         self._ending: set[Request] = set()
-        self._decode: list[Request] | None = []  # what plans show of `_decoding` until it changes
-        self._num_steps = 0  # that plans have decided, so many of a plan as it has decode steps
+        self._decode: list[Request] | None = []  # `_decoding` as a list, until it changes
+        self._num_steps = 0  # planned so far; counts each decode step of a launch
         self._next_events = NextEvents()
         self._headroom = Headroom(cache)
         self._rows: dict[Request, int] = {}
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._publishing = Publishing(cache)
-        # Who did not fit, and when: siblings to fork from, prompts published, headroom released,
-        # free blocks.
+        # The request that was refused last, with the state at that time: siblings to fork from,
+        # prompts published, headroom released, free blocks.
         self._refused: tuple[Request, int, int, int, int] | None = None
 
     @property
@@ -113,14 +113,14 @@ class Scheduler:
         return len(self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a new request, one that fits into the cache when it runs alone."""
+        """Queue a new request. Alone it must fit into the cache."""
         self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that ended; its row and blocks are free at once.
+        """Remove a request that ended, and free its row and blocks.
 
-        The engine has set its status to `FINISHED`. Launched steps may still write to the blocks:
-        whoever gets them next is launched after those.
+        The engine has set its status to `FINISHED`. Launched steps may still write to the blocks;
+        steps of the next owner are launched after them.
         """
         assert request.status is RequestStatus.FINISHED
         if request in self._rows:
@@ -130,10 +130,10 @@ class Scheduler:
         self._waiting.drop_ended()
 
     def plan(self, *, single: bool = False) -> StepPlan:
-        """Decide the next launch: of one decode step if it has to be a `single` one.
+        """Return the plan of the next launch, with one decode step if `single`.
 
-        Rows and blocks are given and taken here; requests are left as they are, until the engine
-        makes the plan true.
+        Allocates and frees rows and blocks. Requests do not change until the engine launches the
+        plan.
         """
         plan = StepPlan()
         self._num_steps += 1
@@ -152,20 +152,20 @@ class Scheduler:
         return plan
 
     def fell_short(self, request: Request) -> None:
-        """Note that a committed step advanced a running request by less than was launched.
+        """Handle a committed step that advanced a running request by less than was launched.
 
-        Its next event is early now, which does no harm. If all of its tokens seemed to be sampled
-        it decodes again, beginning with the next plan.
+        Its next event is now earlier than necessary, which is harmless. If the launched steps could
+        have sampled all of its tokens, it decodes again from the next plan on.
         """
         if request in self._ending and not request.reached_max_tokens:
             self._next_events.cancel(request)
             self._next_events.schedule(request, self._num_steps + 1)
 
     def undo(self, plan: StepPlan, admission: Admission) -> None:
-        """Take back an admission of the plan just made, whose copies failed; it waits again.
+        """Undo an admission of the current plan whose copies failed; the request waits again.
 
-        Nothing of what it found is kept, so the next time it computes all of its tokens or shares
-        blocks that are where they should be.
+        Its swapped and copied blocks are dropped. After its next admission it recomputes its tokens
+        or shares valid blocks.
         """
         request, row = admission.request, admission.row
         plan.admitted.remove(admission)
@@ -176,21 +176,21 @@ class Scheduler:
         self._waiting.push(request)
 
     def forget_contents(self) -> None:
-        """Let nothing that has been computed so far be shared, now or later."""
+        """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
         self.cache.forget_contents()
         self._publishing.forget_contents()
         for request in (*self._running, *self._waiting):
             request.prefix_hashes = None
 
     def withdraw(self, request: Request) -> None:
-        """Let others find nothing of a request that its newest, not finite logits came from.
+        """Withdraw the blocks that a request's non-finite logits may come from.
 
-        It is about to end; it may have been preempted meanwhile. See `publishing.py`.
+        The request is about to end, and may have been preempted. See `publishing.py`.
         """
         self._publishing.withdraw(request)
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
-        """Do what those who decode need for their next token, if it is time; see who joins them."""
+        """Process the due events of decoding requests, and add requests that begin to decode."""
         joining = [request for request in self._prefilling if request.decoding]
         for request in (*due, *self._prefilling):
             if request.least_computed >= self._publishing.next_at(request):
@@ -198,7 +198,7 @@ class Scheduler:
         if joining:
             self._prefilling = [request for request in self._prefilling if not request.decoding]
         for request in sorted((*due, *joining), key=_order):
-            if request not in self._rows:  # preempted for one that is served before it
+            if request not in self._rows:  # preempted for an earlier request
                 continue
             if request.reached_max_tokens:
                 if request in due and request not in self._ending:
@@ -214,9 +214,9 @@ class Scheduler:
                 self._schedule_next_event(request)
 
     def _plan_several_steps(self, plan: StepPlan) -> None:
-        """Let every row decode `steps_per_launch` tokens, if that is possible; see above.
+        """Decode `steps_per_launch` tokens per row if possible; see the top of this file.
 
-        A request without an event before the end of those steps has as many tokens to go, and room.
+        A request without an event before the end of these steps has enough tokens and blocks.
         """
         steps = self.steps_per_launch
         if not plan.decode or plan.prefill or self._prefilling:
@@ -240,21 +240,21 @@ class Scheduler:
         self._num_steps += steps - 1
 
     def _schedule_next_event(self, request: Request, least: int = 1) -> None:
-        """Note at which step a request that decodes from this one on needs something again.
+        """Schedule the next event of a request that decodes from this step on.
 
-        For the first `least` steps it has all that it needs. The step is the earliest that it can
-        be: rows may advance by less than `tokens_per_row`.
+        It needs nothing during the first `least` steps. The event is at the earliest possible step,
+        because rows may advance by less than `tokens_per_row`.
         """
         tokens = min(self._quiet_until(request) - request.num_computed, request.num_unsampled)
         steps = tokens // self.tokens_per_row
         self._next_events.schedule(request, self._num_steps + max(least, steps))
 
     def _next_count(self, request: Request) -> int:
-        """Return the tokens of a request's next span, if it decodes."""
+        """Return the number of tokens in the next span of a decoding request."""
         return min(self.tokens_per_row, request.num_unsampled)
 
     def _quiet_until(self, request: Request) -> int:
-        """First position before whose token the blocks of a request have to be seen to."""
+        """First position whose token requires a change of the request's blocks."""
         return min(self.cache.quiet_until(request.id), self._publishing.next_at(request))
 
     def _stop_decoding(self, request: Request) -> None:
@@ -262,9 +262,9 @@ class Scheduler:
         self._decode = None
 
     def _those_that_decode(self) -> list[Request]:
-        """Return what is in `_decoding`: the same list as long as it has not changed.
+        """Return `_decoding` as a list: the same object until `_decoding` changes.
 
-        Steps under way go on showing the list that they were launched with.
+        Steps in flight keep the list that they were launched with.
         """
         if self._decode is None:
             self._decode = self._decoding.copy()
@@ -282,14 +282,14 @@ class Scheduler:
             stop = min(request.num_tokens, request.num_computed + budget)
             if self._make_room(plan, request, stop, may_leave=False):
                 budget = self._add_chunk(plan, request, request.num_computed, budget)
-        if plan.preempted:  # they would be admitted again with the blocks they just lost
+        if plan.preempted:  # would readmit them with the blocks they just lost
             return
         aside: list[Request] = []
         while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._waiting.head()
             if head is None:
                 break
-            if self._waits_for_sibling(head):  # and nobody waits for it
+            if self._waits_for_sibling(head):  # does not block later requests
                 self._waiting.pop()
                 aside.append(head)
                 continue
@@ -300,17 +300,16 @@ class Scheduler:
             self._waiting.push(request)
 
     def _admit(self, plan: StepPlan, head: Request, budget: int) -> bool:
-        """Give the first waiting request a row and blocks, if it is its time and there is room.
+        """Admit the first waiting request if a row and enough blocks are available.
 
-        Running requests that are served before it must still be able to take the next block that
-        they may need: else it would be the first to be preempted, a step later. Those that are
-        served after it lose theirs first, so nothing is kept for them.
+        Running requests that are served before it must still be able to allocate the next block
+        that they may need. Otherwise it would be preempted one step later. No block is reserved for
+        requests that are served after it, because they are preempted first.
         """
         siblings = self._siblings(head)
         free = self.cache.num_free_blocks
         state = (head, len(siblings), self._publishing.num_prompts, self._headroom.num_releases)
-        # Nothing is looked up again for a request that was refused when there was as much to find
-        # and as much room.
+        # A refused request is not tried again until there are more cached tokens or free blocks.
         if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
             return False
         found = self.cache.admit(
@@ -337,21 +336,21 @@ class Scheduler:
         return True
 
     def _siblings(self, request: Request) -> list[tuple[str, int]]:
-        """Return who has computed the request's prompt, and how much of it is to be shared.
+        """Return the sibling that has computed the request's prompt, and the tokens to share.
 
-        All but its last token: whoever goes on from it samples a token of its own.
+        Shares all tokens but the last, whose logits the request needs to sample its own token.
         """
         shared = len(request.prompt_ids) - 1
         return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether others are computing the request's prompt, and none has come to its end."""
+        """Whether siblings are prefilling the request's prompt and none has finished."""
         shared = len(request.prompt_ids) - 1
         running = self._may_fork(request)
         return bool(running) and all(s.num_computed < shared for s in running)
 
     def _may_fork(self, request: Request) -> list[Request]:
-        """Return the running requests that a waiting one could go on from, now or soon."""
+        """Return the running requests that a waiting request can fork from, now or later."""
         if (
             not request.may_fork
             or len(request.prompt_ids) == 1
@@ -361,9 +360,9 @@ class Scheduler:
         return [sibling for sibling in request.siblings if sibling in self._rows]
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
-        """Plan as much of a prompt as the budget allows; return what is left of the budget.
+        """Plan a chunk of a prompt within the token budget; return the remaining budget.
 
-        With a budget of time that may be nothing: then the request has its row and waits there.
+        With a latency budget the chunk can be empty. Then the request keeps its row and waits.
         """
         asked = count = min(request.num_tokens - start, budget)
         if asked <= 0:
@@ -378,13 +377,13 @@ class Scheduler:
     def _make_room(
         self, plan: StepPlan, request: Request, num_tokens: int, *, may_leave: bool
     ) -> bool:
-        """Take the blocks that tokens up to `num_tokens` need, from others if need be.
+        """Allocate the blocks of tokens up to `num_tokens`, preempting requests if necessary.
 
-        Returns False if there are not enough: then the request has been preempted itself, or
-        (not `may_leave`) keeps what it has and waits for those that are served before it.
+        Returns False if there are not enough. Then the request has been preempted itself, or
+        (without `may_leave`) keeps its blocks and waits for the requests served before it.
         """
-        # Siblings may be about to go on from the last token of the prompt, which reads a block that
-        # this request's next token does not: it is kept for them if there is room.
+        # Siblings may fork at the last token of the prompt, which reads a block that this request's
+        # next token does not read. That block is kept for them if enough blocks are free.
         slid = not request.siblings or request.least_computed != len(request.prompt_ids)
         if slid:
             self._slide(plan, request)
@@ -405,7 +404,7 @@ class Scheduler:
         return True
 
     def _slide(self, plan: StepPlan, request: Request) -> None:
-        """Give back what a request's next token, and all after it, will not read."""
+        """Free the blocks that the request's next and later tokens do not read."""
         dropped = self.cache.slide(request.id, request.least_computed)
         self._update_tables(plan, request, dropped)
 
@@ -449,7 +448,7 @@ class Scheduler:
         self._publishing.leave(request)
 
     def check_integrity(self) -> None:
-        """Assert that rows, queues and blocks agree with each other."""
+        """Assert that rows, queues and blocks are consistent."""
         self.cache.check_integrity()
         rows = sorted(self._rows.values())
         assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs))
@@ -463,7 +462,7 @@ class Scheduler:
         assert not any(request in self._rows for request in self._waiting)
 
     def _check_decoding(self) -> None:
-        """Assert that who holds a row is where the next plan expects it, and looked at in time."""
+        """Assert that every request with a row is in one phase and has its event in time."""
         prefilling, decoding = set(self._prefilling), set(self._decoding)
         assert not prefilling & decoding
         assert [r for r in self._running if r in prefilling] == self._prefilling

@@ -1,8 +1,8 @@
-"""How much prefill a step may do beside decoding rows, by time. No torch.
+"""Sizes prefill chunks by predicted step time (`max_itl_ms`). Does not import torch.
 
-With `max_itl_ms` a step takes as many prompt tokens as leave its predicted time within the budget.
-Where not even the smallest prefill step fits, one that costs no more than that runs all the same:
-prompts go on, slowly, and whoever decodes waits a little longer than was asked for.
+A step with decoding rows takes as many prompt tokens as its predicted time allows. If even the
+smallest prefill step does not fit, a chunk of that cost runs anyway: prompts make progress, and the
+inter-token latency exceeds the budget.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .step_costs import LARGEST_ERROR, StepCosts
 __all__ = ["StepBudget"]
 
 SUM_EVERY = 16
-"""Steps of the same rows after which it is asked again what they attend to: a call for each row in
-each step adds up where there are hundreds, and a step moves a row by one position only."""
+"""Steps with the same rows between two sums of attended positions. Summing takes a call per row,
+and a step advances a row by only one position."""
 
 SHARE_AFTER = 16
-"""Steps that prefill beside rows, none between them that only decodes, after which an error may as
-well be the decode part's."""
+"""Consecutive mixed steps (prefill and decode) after which an error is also attributed to the
+decode part."""
 
 logger = logging.getLogger("stepgraph.runtime")
 
 
 class StepBudget:
-    """Chooses chunks by `StepCosts`, and teaches it what the steps took."""
+    """Sizes chunks by `StepCosts`, and updates it with measured step times."""
 
     def __init__(
         self, max_itl_ms: float, costs: StepCosts, *, calibration_seconds: float = 0.0
     ) -> None:
-        """Begin with calibrated costs; `calibration_seconds` is what that took."""
+        """Start with calibrated costs; `calibration_seconds` is the duration of calibration."""
         self.max_itl_ms = max_itl_ms
         self.costs = costs
         self.calibration_seconds = calibration_seconds
@@ -46,19 +46,18 @@ class StepBudget:
         self._predicted = 0.0
         self._observed = 0.0
         self._errors = 0.0
-        self._mixed = 0  # steps that prefilled beside rows since the last that only decoded
-        # What the rows of the latest plans attend to, and whether one needs the full sampler.
+        self._mixed = 0  # mixed steps since the last decode-only step
+        # Positions that the rows of the latest plans attend to; whether one needs the full sampler.
         self._rows: list[Request] = []
         self._rows_attended = 0
         self._rows_full = False
-        self._rows_steps = 0  # since they were summed
+        self._rows_steps = 0  # since the last sum
 
     def fit(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
-        """Return how many of `count` tokens of a request from `start` the plan has time for.
+        """Return how many of a request's `count` tokens from `start` fit into the plan's budget.
 
-        0 if there is none left, but the first chunk of a plan fills at least the smallest bucket,
-        which is what fewer tokens would cost too, or ends its prompt. Where nobody decodes nobody
-        waits, and there is time for all.
+        0 if no time is left. The first chunk of a plan fills at least the smallest bucket, because
+        fewer tokens cost the same, or ends its prompt. If no row decodes, all tokens fit.
         """
         if not plan.decode:
             return count
@@ -83,21 +82,21 @@ class StepBudget:
         return min(count, prefill.least_lanes)
 
     def observe(self, plan: StepPlan, launched_ns: int, arrived_ns: int) -> None:
-        """Take in when a step was launched and when its tokens were there; once for every step.
+        """Record when a step was launched and when its tokens arrived; once for every step.
 
-        A device that works beside the host begins a step when the one before it has ended.
+        An asynchronous device begins a step when the previous one has ended.
         """
         began = max(launched_ns, self._arrived_ns)
         self._arrived_ns = arrived_ns
         self.learn(plan, (arrived_ns - began) / 1e9 / plan.steps)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in what a step took. A time that cannot be is ignored, and counted.
+        """Update the costs with the time of a step. Invalid times are ignored and counted.
 
-        Of several decode steps that were launched together, `seconds` is what one of them took.
+        For a launch of several decode steps, `seconds` is the time of one of them.
 
-        A step that decodes and prefills teaches the cost of prefill: steps that only decode have
-        told what the rest of it takes. If none has for long, each part learns its share.
+        A mixed step updates the prefill cost, because decode-only steps determine the decode part.
+        After many mixed steps without a decode-only step, both parts share the error.
         """
         if not (math.isfinite(seconds) and seconds > 0):
             self._ignored += 1
@@ -127,14 +126,14 @@ class StepBudget:
         costs.correct(plan.prefill_tokens, attended, _clip(error, prefill))
 
     def predict(self, plan: StepPlan) -> float:
-        """Return the seconds that a plan will take."""
+        """Return the predicted seconds of a plan."""
         seconds = plan.steps * self._decode_seconds(plan) if plan.decode else 0.0
         if plan.prefill:
             seconds += self._prefill_seconds(plan, self._attended(plan))
         return seconds
 
     def stats(self) -> dict[str, Any]:
-        """Return the model and how well it does, as plain numbers; see `Engine.stats`."""
+        """Return the costs and the prediction errors as plain numbers; see `Engine.stats`."""
         n = self._steps
         greedy = {"decode": self.costs.decode[False], "prefill": self.costs.prefill[False]}
         return {
@@ -167,15 +166,15 @@ class StepBudget:
         return self.costs.prefill[_full_sampler(plan)].predict(plan.prefill_tokens, attended)
 
     def _correct_decode(self, plan: StepPlan, error: float) -> None:
-        """Teach the decode part; `_decode_seconds` of this plan has just been asked for."""
+        """Update the decode part. `_decode_seconds` must have been called for this plan."""
         costs = self.costs.decode[self._rows_full]
         costs.correct(len(plan.decode), self._rows_attended, error)
 
     def _sum_rows(self, decode: list[Request]) -> None:
-        """Ask rows what they attend to, if they are others than before or it is long ago.
+        """Sum the attended positions of the rows, if the rows changed or the sum is old.
 
-        Plans show the same list as long as the same rows decode. Whether a step is planned or has
-        been launched already is a position a row, less than what the steps between sums are.
+        Plans contain the same list object while the same rows decode. A planned and a launched step
+        differ by one position per row, less than the steps between two sums.
         """
         if decode is self._rows and self._rows_steps < SUM_EVERY:
             return
@@ -191,9 +190,9 @@ class StepBudget:
     def _force(self, left: float) -> None:
         if not self._forced:
             logger.warning(
-                "max_itl_ms=%g leaves %.2f ms for prompts beside the rows that decode, less than"
-                " the smallest prefill step takes: prompts go on in such steps all the same, and"
-                " tokens come later than asked for (said once, counted in `stats`)",
+                "max_itl_ms=%g leaves %.2f ms for prefill in a step with decoding rows, less than"
+                " the smallest prefill step takes. Such steps run anyway and exceed the budget;"
+                " raise it to avoid this (logged once; `stats` counts these steps)",
                 self.max_itl_ms,
                 1e3 * max(left, 0.0),
             )
@@ -206,6 +205,6 @@ def _full_sampler(plan: StepPlan) -> bool:
 
 
 def _clip(error: float, predicted: float) -> float:
-    """Return an error of a part of a step, as large as it counts."""
+    """Return the error of a part of a step, clipped to `LARGEST_ERROR`."""
     largest = LARGEST_ERROR * predicted
     return min(max(error, -largest), largest)

@@ -1,16 +1,16 @@
-"""What a step will take, learned from what steps took. No torch: times come from outside.
+"""Predicts step times, and corrects them with measured ones. Does not import torch.
 
     step = decode[rows' bucket] + decode slope * attended  +  prefill[tokens' bucket] + ...
 
-A step is padded to its bucket, so it costs what the bucket costs, and beside that the attention of
-its tokens: a slope for each attended position, the same for all buckets of a phase. `attended` is
-the sum over the tokens of a step of the positions that they attend to, over all layers.
+A step is padded to its bucket, so it has the cost of the bucket, plus the attention of its tokens:
+a slope per attended position, the same for all buckets of a phase. `attended` is the number of
+positions that the tokens of a step attend to, summed over tokens and layers.
 
-Buckets are measured before the first request, on padding (see `calibration.py`). That shows no real
-contexts, and no neighbour on the machine, so every step that was timed corrects the prediction a
-little: by normalised least mean squares (Widrow & Hoff 1960; Nagumo & Noda 1967 for the
-normalisation), which needs no history, and with errors clipped, so that one stalled step moves next
-to nothing.
+Buckets are measured before the first request, on padding (see `calibration.py`). These measurements
+have no real contexts and no later load of the machine, so every timed step corrects the prediction
+a little. The correction is normalised least mean squares (Widrow & Hoff 1960; Nagumo & Noda 1967
+for the normalisation), which needs no history. Errors are clipped, so that one stalled step changes
+little.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ...graphs.buckets import Buckets
 __all__ = ["LARGEST_ERROR", "PhaseCosts", "StepCosts", "TimeStep", "calibrate"]
 
 GAIN_LATE = 0.2
-"""Share of an error that the next prediction of the same step takes up, after a step that took
-longer than predicted."""
+"""Learning rate after a step that took longer than predicted: share of the error by which the
+prediction for the same step changes."""
 
 GAIN_EARLY = 0.05
-"""The same after a step that took less. Early costs some throughput and late is late, so what is
-predicted is not the mean: with these shares (an expectile of 0.8) most steps come before it."""
+"""Learning rate after a step that took less time. It is smaller, because a slow step exceeds the
+budget and a fast one only costs throughput: the prediction is the 0.8 expectile, not the mean."""
 
 LARGEST_ERROR = 0.5
-"""Of what is predicted of the part that learns: what is further off counts as this far off."""
+"""Errors are clipped to this multiple of the predicted time of the updated part."""
 
 RETURN = 0.02
-"""Share of the way back to what the step just seen says of it, that every other bucket goes."""
+"""Share by which every other bucket moves toward the value that the current step implies."""
 
 ROUNDS = 5
-"""Times that each bucket is measured, in turns with the others."""
+"""Measurements of each bucket, interleaved with the others."""
 
 LEAST_SECONDS = 1e-9
 
@@ -55,23 +55,23 @@ class PhaseCosts:
     def __init__(
         self, sizes: Buckets, seconds: Sequence[float], slope: float, usual_reach: float
     ) -> None:
-        """Begin with what was measured.
+        """Start with measured costs.
 
         Args:
             sizes: the buckets.
-            seconds: of each, without attention.
-            slope: seconds for each attended position.
-            usual_reach: positions that one token attends to in a context of ordinary length: what
-                says whether an error lies with the bucket or with the slope.
+            seconds: time of each bucket, without attention.
+            slope: seconds per attended position.
+            usual_reach: positions that one token attends to in a context of ordinary length; the
+                scale that divides an error between the bucket and the slope.
         """
         assert len(sizes) == len(seconds)
         assert usual_reach > 0
         self.sizes = sizes
         self.slope = max(slope, 0.0)
         self.seen = [0] * len(sizes)
-        """Steps of each bucket that corrected it."""
+        """Number of timed steps of each bucket."""
         self._usual_reach = usual_reach
-        # A bucket that seemed slower than a larger one was disturbed while it was measured.
+        # A bucket measured slower than a larger one was disturbed during its measurement.
         falling = accumulate(reversed(seconds), min)
         self._measured = [max(value, LEAST_SECONDS) for value in falling][::-1]
         self._bases = list(self._measured)
@@ -80,12 +80,12 @@ class PhaseCosts:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of a step of each bucket as predicted now, without attention; they do not fall."""
+        """Predicted seconds of each bucket, without attention, non-decreasing."""
         return tuple(self._table)
 
     @property
     def least_lanes(self) -> int:
-        """The largest bucket that costs no more than the smallest one, attention apart."""
+        """The largest bucket that costs no more than the smallest one, without attention."""
         return max(
             size
             for size, seconds in zip(self.sizes, self._table, strict=True)
@@ -93,21 +93,20 @@ class PhaseCosts:
         )
 
     def copy(self) -> PhaseCosts:
-        """Return a copy that learns on its own."""
+        """Return an independent copy."""
         return PhaseCosts(self.sizes, self._bases, self.slope, self._usual_reach)
 
     def predict(self, lanes: int, attended: float) -> float:
-        """Return the seconds of a step of `lanes` tokens or rows. Rises in both arguments."""
+        """Return the predicted seconds for `lanes` tokens or rows; non-decreasing in both."""
         return self._table[self._index(lanes)] + self.slope * attended
 
     def correct(self, lanes: int, attended: float, error: float) -> None:
-        """Learn that such a step took `error` seconds more than predicted.
+        """Correct the prediction for a step that took `error` seconds longer than predicted.
 
-        The step of the least mean squares: the bucket's own time and the slope share the
-        correction by how much each of them weighs in this step. Other buckets follow: one that no
-        step has used yet is as much slower or faster than measured as this one, and one that was
-        used goes a little of the way there, so that what a noisy moment taught of a bucket is
-        forgotten although no step uses it because of that. No smaller bucket is slower.
+        One step of least mean squares: bucket time and slope share the correction by their weight
+        in this step. A bucket that no step has used is scaled by the same factor. A used bucket
+        moves a little toward that value, so that a disturbed measurement is forgotten even if the
+        bucket is avoided because of it. No smaller bucket becomes slower than a larger one.
         """
         index = self._index(lanes)
         usual = self.sizes.sizes[index] * self._usual_reach
@@ -132,7 +131,7 @@ class PhaseCosts:
         return self.sizes.sizes.index(size)
 
     def _tabulate(self) -> None:
-        """Derive what is predicted: no bucket is faster than a smaller one."""
+        """Compute the predictions: no bucket is faster than a smaller one."""
         self._table = list(accumulate(self._bases, max))
 
 
@@ -144,11 +143,11 @@ class StepCosts:
     """Indexed by whether the full sampler runs."""
     prefill: tuple[PhaseCosts, PhaseCosts]
     reach: Callable[[int], int]
-    """Context -> positions that the newest token of it attends to, over all layers."""
+    """Context length -> positions that its newest token attends to, summed over layers."""
 
     def attended(self, start: int, count: int) -> int:
         """Return the positions that `count` tokens from position `start` attend to."""
-        return count * self.reach(start + (count + 1) // 2)  # as many as the middle one, each
+        return count * self.reach(start + (count + 1) // 2)  # approximated by the middle token
 
 
 def calibrate(
@@ -162,12 +161,12 @@ def calibrate(
 ) -> StepCosts:
     """Return the costs of prepared steps, measured on padding.
 
-    Every bucket is measured at position 0 and one of each phase behind `context` positions, in
-    turns, several rounds; the fastest round counts, which a busy machine disturbs least. What took
-    far more than `useful_seconds` twice is measured no more: no such step will run beside rows that
-    decode. What a chunk attends to of itself is taken off the time of its bucket, for predictions
-    count it among what its tokens attend to.
-    Steps with the full sampler begin as those without.
+    Every bucket is measured at position 0, and one bucket of each phase after `context` positions,
+    in several interleaved rounds. The fastest round counts, because load on the machine disturbs it
+    least. Buckets that twice took far longer than `useful_seconds` are skipped: no such step runs
+    with decoding rows. The attention of a chunk to itself is subtracted from its bucket's time,
+    because predictions count it as attended positions. Steps with the full sampler start with the
+    costs of greedy steps.
     """
     points: list[tuple[Phase, int, int]] = []
     far: dict[Phase, tuple[Phase, int, int]] = {}

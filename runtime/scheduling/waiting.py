@@ -1,4 +1,4 @@
-"""Requests without a row, in the order in which they are served. No torch."""
+"""The queue of requests without a row, in the order of service. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def _is_alive(request: Request) -> bool:
 
 
 class WaitingQueue:
-    """A heap by `Request.order`. Requests that ended stay in it until they surface."""
+    """A heap by `Request.order`. Ended requests are removed later, in batches."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
         self._num_alive = 0
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._num_alive
 
     def __iter__(self) -> Iterator[Request]:
-        """Those requests, in any order."""
+        """The requests that have not ended, in any order."""
         return (request for _, request in self._heap if _is_alive(request))
 
     def push(self, request: Request) -> None:
@@ -35,7 +35,7 @@ class WaitingQueue:
         self._num_alive += 1
 
     def head(self) -> Request | None:
-        """Return the request to be served first, or None."""
+        """Return the first request in the order of service, or None."""
         while self._heap:
             request = self._heap[0][1]
             if _is_alive(request):
@@ -44,13 +44,13 @@ class WaitingQueue:
         return None
 
     def pop(self) -> None:
-        """Take the head out."""
+        """Remove the head."""
         assert self.head() is not None, "the queue is empty"
         heapq.heappop(self._heap)
         self._num_alive -= 1
 
     def drop_ended(self) -> None:
-        """Note that one of the requests has ended."""
+        """Count one of the requests as ended."""
         self._num_alive -= 1
         if len(self._heap) > 2 * self._num_alive + 64:
             self._heap = [entry for entry in self._heap if _is_alive(entry[1])]

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for the libraries, found at start by STEPGRAPH_KERNEL_DIR=DIR (default: the "
+        help="folder for the libraries; set STEPGRAPH_KERNEL_DIR to it at run time (default: the "
         "user's cache, where every start looks)",
     )
     parser.add_argument(
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["native"],
         metavar="CPU",
         help="CPUs to compile for, as the compiler names them (x86-64-v3, x86-64-v4, znver4, ...); "
-        "a start takes the library that uses most of its CPU (default: native, this machine's)",
+        "a start selects the best library for its CPU (default: native, this machine)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
     options = parser.parse_args(argv)
     if options.quiet:
         os.environ["STEPGRAPH_QUIET"] = "1"

@@ -1,13 +1,13 @@
-"""Compiles recorded kernel calls for a GPU that need not be there, and says what the kernels take.
+"""Compiles recorded launches for a GPU, without a device, and reports their resources.
 
-`record_kernel_calls` writes down the kernels that a step would call; here each call becomes machine
-code for a compute capability, specialised as Triton's own launcher would: an integer of 1 is a
-constant, and integers and addresses that 16 divides are known to be so. Triton brings the assembler
-and the program that reads registers and memory out of the result, so no CUDA is needed.
+`record_kernel_calls` records the launches of a step. This module compiles each launch for a compute
+capability, with the specialisation of Triton's launcher: an integer of 1 is a constant, and
+integers and addresses divisible by 16 are marked so. Triton ships the assembler and the program
+that reads registers and memory from the result, so no CUDA installation is needed.
 
     python -m stepgraph.runtime.tools.compile_ahead --model preset:llama-3.2-1b --rows 1 8 32
 
-compiles the kernels of the decode and prefill steps of a model, and prints a table.
+compiles the kernels of a model's decode and prefill steps, and prints a table.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ __all__ = [
 ]
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Compute capability -> bytes of shared memory that a program may have. Source: CUDA Programming
+"""Compute capability -> maximum bytes of shared memory per program. Source: CUDA Programming
 Guide, "Technical Specifications per Compute Capability"."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
 class CompileAheadError(RuntimeError):
-    """Kernels cannot be compiled here, or not for that device."""
+    """Kernels cannot be compiled in this process, or not for this compute capability."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledKernel:
-    """A kernel as it would run on a device; sizes in bytes, of memory a program or a thread has."""
+    """A compiled kernel; sizes in bytes, per program or per thread."""
 
     name: str
     capability: int
     constants: dict[str, Any]
-    """With numbers that became constants because they are 1, and tensors that are None."""
+    """Constants, including integers that are 1 and tensors that are None."""
     num_warps: int
     num_stages: int
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     shared_bytes: int
     stack_bytes: int
-    """Of a thread; what does not fit the registers is spilled there."""
+    """Local memory per thread, for spilled registers."""
     local_bytes: int
     seconds: float
-    """That compiling took; near zero where Triton's cache on disk had it."""
+    """Compilation time; near zero if Triton's disk cache has the kernel."""
     parameters: tuple[str, ...]
-    """Names of the parameters that are left, as `order` counts them."""
+    """Names of the parameters that are not constants, indexed as in `order`."""
     order: PtxSummary
     ptx: str
     cubin: bytes
@@ -100,12 +100,12 @@ class CompiledKernel:
 
     @property
     def title(self) -> str:
-        """Its name, or that of the operation that it is called as."""
+        """The name of the kernel, or of the operation that launches it."""
         return str(self.constants.get("NAME", self.name.strip("_")))
 
     @property
     def choices(self) -> str:
-        """The constants that tell this kernel from others of its name, as text."""
+        """The constants that distinguish this kernel from others with its name, as text."""
         constants = [
             f"{name}={value}"
             for name, value in self.constants.items()
@@ -115,7 +115,7 @@ class CompiledKernel:
 
     @property
     def loads(self) -> str:
-        """Bytes of the widest load of a thread from each tensor, as text; * if before the wait."""
+        """Bytes of a thread's widest load from each tensor, as text; * if before the wait."""
         return " ".join(
             f"{self.parameters[index]}:{width}{'*' * (index in self.order.early_loads)}"
             for index, width in sorted(self.order.loads.items())
@@ -124,7 +124,7 @@ class CompiledKernel:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be: spilled registers, too much shared memory, a broken order."""
+        """Faults: spilled registers, too much shared memory, violations of the order rule."""
         found = list(self.order.faults)
         if self.stack_bytes or self.local_bytes:
             found.append(f"spills ({self.stack_bytes} + {self.local_bytes} bytes)")
@@ -144,7 +144,7 @@ def compile_kernel_calls(calls: Iterable[KernelCall], capability: int) -> Iterat
 
     Raises:
         CompileAheadError: kernels are interpreted in this process, or the capability is unknown.
-        triton.CompilationError: what Triton does not compile.
+        triton.CompilationError: Triton cannot compile a kernel.
     """
     _check(capability)
     target = GPUTarget("cuda", capability, 32)
@@ -217,7 +217,7 @@ def early_reads(calls: Sequence[KernelCall], kernels: Sequence[CompiledKernel]) 
 
 
 def _check(capability: int) -> None:
-    """Raise CompileAheadError where nothing can be compiled for this capability."""
+    """Raise CompileAheadError if kernels cannot be compiled for this capability."""
     if INTERPRETED:
         raise CompileAheadError(
             "kernels are interpreted in this process: start it without TRITON_INTERPRET=1"
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tokens=options.tokens,
                 capability=capability,
             )
-            # Products of more rows are the library's untuned, and these kernels' where tuned so.
+            # Untuned products of more rows use cuBLAS; tuned ones can use these kernels.
             if many := [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]:
                 steps += record_steps(
                     options.model,
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
-    """Return what kernels take as a table in Markdown, aligned to be read as text."""
+    """Return the resources of kernels as an aligned Markdown table."""
     head = ("kernel", "sm", "constants", "registers", "shared", "stack", "local", "loads", "s")
     rows = [
         (
@@ -357,7 +357,7 @@ def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m stepgraph.runtime.tools.compile_ahead",
-        description="Compile the kernels of a model's steps for a GPU that need not be there.",
+        description="Compile the kernels of a model's steps for a GPU, without a device.",
     )
     parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
     parser.add_argument(
@@ -367,19 +367,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="compile decode steps of up to 4 rows with pairs of products as one kernel too",
+        help="also compile decode steps of up to 4 rows with fused pairs of products",
     )
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="as of bench.py, so the next ones",
+        help="as in bench.py, like the next flags",
     )
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the docstrings of the classes that configure an engine.
+"""Generates docs/configuration.md from the docstrings of the configuration classes.
 
 python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md
 """
@@ -28,16 +28,16 @@ _PREAMBLE = """\
 
 The fields of `EngineConfig`, which `Engine.from_pretrained` takes, and of `SamplingParams`, which a
 request takes. Both are frozen dataclasses with keyword arguments; `help(EngineConfig)` and
-`help(SamplingParams)` print the same text. A value of another type or out of its range is refused
-when the object is made.
+`help(SamplingParams)` print the same text. The constructor raises an error for a value of the wrong
+type or outside its range.
 """
 
 
 def described_fields(configured: type) -> dict[str, str]:
-    """Return what the section Attributes of a dataclass's docstring says of each field.
+    """Return the description of each field from the Attributes section of a class's docstring.
 
     Raises:
-        ValueError: the section does not have each field once, in the order of the class.
+        ValueError: the section does not list each field once, in the order of the class.
     """
     _, _, rest = inspect.getdoc(configured).partition("\nAttributes:\n")  # type: ignore[union-attr]
     section = textwrap.dedent(re.split(r"^(?=\S)", rest, maxsplit=1, flags=re.MULTILINE)[0])
@@ -70,7 +70,7 @@ def _section(configured: type) -> str:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    """Write the page to the one path that is given; return the exit status."""
+    """Write the page to the given path; return the exit status."""
     try:
         (path,) = map(Path, arguments)
         write_file(path, reference())

@@ -59,10 +59,10 @@ _STANDARD_DEVIATION = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One kernel, as often as a layer has it: once."""
+    """One kernel launch, with its tensors and its reference."""
 
     name: str
-    """As in `step_costs.py`."""
+    """Name of the operation, as in `step_costs.py`."""
     run: Callable[[int], None]
     """Runs it over copy number `i` (modulo their number) of what it reads."""
     outputs: Callable[[], Sequence[Tensor]]
@@ -70,11 +70,11 @@ class KernelCase:
     results: Callable[[], Sequence[Tensor]]
     """Results of the last call over copy 0, as `reference` returns them."""
     reference: Callable[[], Sequence[Tensor]]
-    """The same in plain torch, from the current inputs, which it does not change."""
+    """Returns the same results in plain PyTorch, from the current inputs, without changing them."""
     updates: tuple[Tensor, ...] = ()
-    """Tensors that it overwrites with a result, and that it or an earlier kernel reads."""
+    """Tensors that the kernel updates in place: it or an earlier kernel reads them."""
     library: Callable[[int], object] | None = None
-    """The library's product of the same shape, without norm, activation and residual."""
+    """The cuBLAS product of the same shape, without norm, activation and residual."""
 
 
 def decode_cases(
@@ -122,7 +122,7 @@ def decode_cases(
     attended_TK = shapes.activations(rows, attends.features)
     rotation = shapes.rotation(plan, attention.qk_norm, rows)
 
-    # Families that norm what attention and MLP return leave it to the next kernel to add that.
+    # In families with output norms, the next kernel adds the residual.
     normed = out.norm is not None
 
     def pending(out: Tensor = x_next) -> Pending | None:
@@ -169,11 +169,11 @@ def decode_cases(
 
     def project(i: int) -> None:
         linear = vocabulary[i % len(vocabulary)]
-        scores.clear()  # its memory may be taken again
+        scores.clear()  # its memory can be reused
         scores[:] = head(x, norms[i % copies], linear, softcap, pending())
 
     def picked() -> list[Tensor]:
-        """The logits, and that of the token which the chunks lead to."""
+        """The logits, and the logit of the token selected from the chunk maxima."""
         logits_TV, maxima_TC, ids_TC = scores
         id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
         return [logits_TV, logits_TV.gather(1, id_T1), *added]
@@ -256,7 +256,7 @@ def run_prefill_layers(
 ) -> None:
     """Run the kernels of a layer that prefills a chunk of one row, and of one that decodes it.
 
-    Those around the library's matrix products; with weights of 8 bits these products too.
+    These are the kernels around cuBLAS products; with 8-bit weights also the products.
     """
     plan, shapes = model_plan(model), _Tensors(config, device)
     layer = plan.layers[0].operations
@@ -330,7 +330,7 @@ def _form(attend: Attend, config: ResolvedConfig) -> AttentionForm:
 
 
 class _Tensors:
-    """Makes random tensors; on "meta" they only have shapes."""
+    """Creates random tensors; on "meta" they only have shapes."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -367,7 +367,7 @@ class _Tensors:
 
 
 class _Cache:
-    """A cache in which all rows have their context, in blocks in no order."""
+    """A cache with the context of all rows, in randomly ordered blocks."""
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class _Cache:
             self._fill(model, config, device, copies)
 
     def newest(self, arena: Tensor) -> list[Tensor]:
-        """The last block of each row in the first layer, keys and values, as they would be read."""
+        """Keys and values in the last block of each row in the first layer, dequantised."""
         last, size = self.batch.block_tables[0, :, -1:], self.batch.block_size
         return [read_blocks(side, last, size, self._storage) for side in arena[0]]
 
@@ -413,7 +413,7 @@ class _Cache:
         device: torch.device,
         copies: int,
     ) -> None:
-        """Write random keys and values to all slots, as many at a time as a prompt has."""
+        """Write random keys and values to all slots, 8,192 tokens at a time."""
         size = config.block_size
         slots = self.arena.shape[2] * size
         for layer in range(copies):

@@ -1,7 +1,7 @@
-"""The products of a model's decode steps as problems to be tuned: shapes, candidates, tensors.
+"""Tuning problems for the products of a model's decode steps: shapes, candidates, tensors.
 
-A problem is what `linear_timing` can time: a key, configurations, and operands that run with one of
-them and measure the error of the result. To tune another operation, add a class with the members of
+`linear_timing` times a problem: a key, configurations, and operands that run with a configuration
+and measure the error of the result. To tune another operation, add a class with the members of
 `Problem` (see `pair_problems.py`), a kind of `LinearConfig`, and a rule in
 `linear_configs.config_error`.
 """
@@ -47,7 +47,7 @@ class TimedOperands(Protocol):
 
 
 class Problem(Protocol):
-    """What can be tuned."""
+    """An operation that can be tuned."""
 
     @property
     def title(self) -> str:

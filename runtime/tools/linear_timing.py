@@ -1,10 +1,10 @@
-"""How long products take on a device, by configuration: what tuning decides by.
+"""Times products on a device, by configuration, for the tuner.
 
 A product is timed as it runs in a step: captured in a CUDA graph, one launch after the other with
 dependent launch between them, over weights that are not in the L2 cache. For that there are copies
-of the weight, read in turn, that are together larger than the cache. Configurations take turns, so
-that whatever disturbs the device for a while spares none of them, and their medians are compared.
-Numbers are random, and a configuration whose result is wrong is out.
+of the weight, read in turn, that are together larger than the cache. Configurations are timed
+interleaved, so that disturbances affect all of them, and compared by their medians. Inputs are
+random, and a configuration with a wrong result is rejected.
 """
 
 from __future__ import annotations

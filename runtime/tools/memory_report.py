@@ -1,4 +1,4 @@
-"""What a model would take of a device, without loading it and without the device being there."""
+"""The memory plan of a model, without loading the model or owning the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _CONTEXTS = (1024, 8192)
-"""Tokens of context beside the model's own that rows are counted for."""
+"""Context length for which the number of rows is reported, in addition to the model's own."""
 
 
 _MOST_BYTES = 2**60
@@ -63,8 +63,8 @@ def explain_memory(
         source: as `Engine.from_pretrained`; only the configuration is read.
         config: how the engine would run; `device` and `mode` are those of a CUDA device in its
             fastest mode where `device_memory` is given and they are `auto`.
-        device_memory: bytes of a device that need not be there; None: the device of `config`, with
-            what it has free now.
+        device_memory: bytes of a hypothetical device; None: the device of `config` with its free
+            memory.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -150,16 +150,16 @@ class _Question:
         tokens = _most(own, lambda tokens: self._fits(rows, tokens))
         if not tokens:
             return "none fits"
-        return f"{tokens:,} tokens" + (", all that the model has" if tokens == own else "")
+        return f"{tokens:,} tokens" + (", the model's maximum" if tokens == own else "")
 
     def _rows(self, tokens: int) -> str:
         rows = _most(MAX_ROWS, lambda rows: self._fits(rows, tokens))
         if not rows:
             return "none fits"
-        return f"{rows:,}" + (", as many as an engine takes" if rows == MAX_ROWS else "")
+        return f"{rows:,}" + (", the engine's maximum" if rows == MAX_ROWS else "")
 
     def _fits(self, rows: int, tokens: int) -> bool:
-        """Whether `rows` requests of `tokens` tokens fit at once, beside whole prefill chunks."""
+        """Whether `rows` requests of `tokens` tokens fit together, with full prefill chunks."""
         config = dataclasses.replace(
             self.config, max_num_seqs=rows, max_model_len=tokens, buckets=None
         )

@@ -1,4 +1,4 @@
-"""Pairs of products as problems to be tuned: one kernel against a kernel for each of them.
+"""Tuning problems for pairs of products: one fused kernel against two separate kernels.
 
 See `linear_problems.py`, whose protocols these are. Shapes: T rows, K input features of the first
 product, D hidden_size, N output features of the second.

@@ -1,4 +1,4 @@
-"""What each kernel of a decode step on a GPU must move, and how long that takes at least.
+"""Bytes that each kernel of a decode step on a GPU must move, and the time this takes at least.
 
 A decode step is `begin`, five operations a layer, `head` and `greedy`. Up to four rows each of them
 is one kernel; for more rows the norm before a product and its epilogue (residual, activation, sum

@@ -1,4 +1,4 @@
-"""What a decode step on a GPU is predicted to take, kernel by kernel, without loading the model."""
+"""Predicts the time of a decode step on a GPU, kernel by kernel, without loading the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def explain_step(
             other kernels, as those of latent attention are.
     """
     model = resolve_source(source, config_only=True).config
-    # The device need not be there, and says nothing about dtypes.
+    # The device can be hypothetical and does not determine dtypes.
     resolved = ResolvedConfig.resolve(
         dataclasses.replace(config, device="cpu", mode="eager"), model
     )

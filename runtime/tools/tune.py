@@ -2,7 +2,7 @@
 
 python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
 
-What is found lies in the user's cache, where engines that start later look it up (`tuning.py`).
+Results are stored in the user's cache, where later engine starts look them up (`tuning.py`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=_positive,
         default=[1, 2, 4, 8, 16, 32],
-        help="of decode steps (default: 1 2 4 8 16 32)",
+        help="rows of decode steps (default: 1 2 4 8 16 32)",
     )
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")

@@ -227,12 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", default="preset:llama-3.2-1b", help="as of bench.py; shapes only"
+        "--model", default="preset:llama-3.2-1b", help="as in bench.py; only its shapes are used"
     )
-    parser.add_argument("--dtype", default="auto", help="of the model (default: auto, as stored)")
+    parser.add_argument("--dtype", default="auto", help="dtype (default: auto, as stored)")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
-    parser.add_argument("--replays", type=int, default=1000, help="of each captured graph")
+    parser.add_argument("--replays", type=int, default=1000, help="replays of each captured graph")
     parser.add_argument("--kernel", nargs="+", help="names (default: all, and the layer)")
     parser.add_argument("--json", type=Path, help="write the results to this file after each check")
     options = parser.parse_args(arguments)

@@ -1,1 +1,1 @@
-"""The contract and the torch reference of each operation."""
+"""The contract and the PyTorch reference of each operation."""

@@ -1,4 +1,4 @@
-"""Gated activations in plain torch. Shapes: T tokens, F features."""
+"""Gated activations in plain PyTorch. Shapes: T tokens, F features."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ block 2, and position 20 of a row lives in block `block_tables[row, 1]`, offset 
 
 The tokens of a call are a `RaggedBatch` (`batch.py`). Token t of row r = `token_rows[t]` attends to
 the positions 0 ... p of r with p = `positions[t]`, or with a window w to p - w + 1 ... p. All T
-tokens are written before any is read, so the tokens of a row see each other, causally. Memory that
-no such position reaches is never used, not even multiplied by zero: a recycled block may hold NaN,
-and what has left the window belongs to others. A padded token has the null row, position 0 and slot
-0; its output is finite and means nothing.
+tokens are written before any is read, so the tokens of a row see each other, causally. No other
+memory affects the result, not even multiplied by zero: a recycled block may contain NaN, and blocks
+that left the window may belong to other rows. A padded token has the null row, position 0 and slot
+0; its output is finite and undefined.
 
-Latent attention has one side only: no v, and the values are the first E elements of the keys.
+Latent attention stores no v: the values are the first E elements of the keys.
 """
 
 from collections.abc import Callable
@@ -36,20 +36,20 @@ __all__ = [
 
 
 class AttentionForm(NamedTuple):
-    """What a layer's attention is, besides its tensors; constants of a compiled step."""
+    """Parameters of a layer's attention other than tensors; constants of a compiled step."""
 
     scale: float
-    """Multiplies q . k."""
+    """Factor of q . k."""
     window: int = 0
-    """Tokens that a token attends to, itself included; 0: all before it."""
+    """Tokens that a token attends to, itself included; 0: all previous tokens."""
     softcap: float = 0.0
-    """Scores s become softcap * tanh(s / softcap); 0: they stay."""
+    """Scores s become softcap * tanh(s / softcap); 0: off."""
     storage: str = "model"
-    """How the arena stores vectors: `model` (the dtype of q), `int8` or `fp8`."""
+    """Storage of vectors in the arena: `model` (the dtype of q), `int8` or `fp8`."""
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
     sinks: Tensor | None = None
-    """`[H]`: a logit of each head in the softmax that stands for no value; plain attention only."""
+    """`[H]`: attention sink of each head, a softmax logit without value; plain attention only."""
 
 
 _SCHEMA = (
@@ -58,7 +58,7 @@ _SCHEMA = (
     " int? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
     " str storage, int value_dim) -> Tensor"
 )
-"""torch operators take no dataclasses. `_flat` makes these arguments and `_unflat` reads them."""
+"""Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them."""
 _BEFORE_FORM = 14
 """Arguments before those of the form."""
 
@@ -86,7 +86,7 @@ def _flat(
 
 
 def _unflat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of `PagedAttention` that `_flat` was given, with one layer group."""
+    """Inverse of `_flat`: return the arguments of `PagedAttention`, with one layer group."""
     q, k, v, arena, layer, positions, slots, token_rows, rows, tables, *sizes = arguments[
         :_BEFORE_FORM
     ]
@@ -106,14 +106,14 @@ def _unflat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _fake(q_THD: Tensor, *arguments: Any) -> Tensor:
-    """Return what the operation returns, without computing it: for torch.compile."""
+    """Return an empty result of the right shape, for torch.compile."""
     return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], arguments[-1])
 
 
 def define_paged_attention(name: str, on_cuda: PagedAttention) -> PagedAttention:
-    """Define the operator `stepgraph::<name>`, which is `on_cuda` on CUDA, and return its caller.
+    """Define the operator `stepgraph::<name>`, which runs `on_cuda` on CUDA; return its wrapper.
 
-    torch.compile does not look into it.
+    The operator is opaque to torch.compile.
     """
     torch.library.define(f"stepgraph::{name}", _SCHEMA)
     torch.library.impl(
@@ -146,12 +146,12 @@ def reference_paged_attention(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
-    """Plain torch; static shapes and no synchronisation, so it can be captured. `[T, H, E]`.
+    """Attention `[T, H, E]` in plain PyTorch, with static shapes and no synchronisation.
 
-    q, k and v share one dtype, and the arena too where it stores the model's; the softmax is in
+    q, k and v have one dtype, also the arena's if it stores the model's dtype. The softmax is in
     float32. `arena[place.position]` is written in place. The cost is that of reading
-    `batch.read_blocks` blocks for each row. A uniform batch attends in one call, each row over
-    its own blocks; a ragged one reads a row after the other, masked for all tokens.
+    `batch.read_blocks` blocks for each row. A uniform batch attends in one call, each row over its
+    own blocks. A ragged batch reads one row after the other, masked for all tokens.
     """
     slots_T = batch.slots[place.group]
     for side, x_TGX in zip(arena[place.position], (k_TGD, v_TGE), strict=False):
@@ -163,13 +163,13 @@ def reference_paged_attention(
 def reference_attend(
     q_THD: Tensor, arena: Tensor, place: LayerPlace, batch: RaggedBatch, form: AttentionForm
 ) -> Tensor:
-    """The second half of `reference_paged_attention`, of keys and values that are written."""
+    """The second half of `reference_paged_attention`, after keys and values are written."""
     kv, device = arena[place.position], q_THD.device
     position_L = torch.arange(batch.read_blocks * batch.block_size, device=device)
     seen_TL = position_L <= batch.positions[:, None]
     if form.window:
         seen_TL &= position_L > batch.positions[:, None] - form.window
-    # Not block_tables[row]: an index that is a tensor of no dimension is read by the host.
+    # Not block_tables[row]: indexing with a 0-d tensor synchronises with the host.
     tables = batch.block_tables[place.group].index_select(0, batch.rows)
     tables_RB = tables[:, : batch.read_blocks]
     if batch.tokens_per_row is not None:
@@ -188,10 +188,10 @@ def reference_attend(
 paged_attention = define_paged_attention("paged_attention", reference_paged_attention)
 """The operation as `torch.ops.stepgraph.paged_attention`; opaque to torch.compile.
 
-Arguments and result as in `reference_paged_attention`, which is what runs on CUDA. On CPU, after
-`load_cpu_ops`, each token costs what its own length (or window) asks for whatever `read_blocks` is,
-and its result is bitwise the same in any batch; there a RuntimeError tells of arguments that do not
-fit together, an IndexError of an index out of range.
+Arguments and result as in `reference_paged_attention`, which runs on CUDA. On a CPU, after
+`load_cpu_ops`, the cost of a token depends on its own length (or window), not on `read_blocks`, and
+its result is bitwise the same in any batch. The CPU operator raises RuntimeError for inconsistent
+arguments, and IndexError for an index out of range.
 """
 
 
@@ -218,7 +218,7 @@ def plain_paged_attention(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
-    """`reference_paged_attention` as an operation that torch.compile does not look into."""
+    """`reference_paged_attention` as an operation that is opaque to torch.compile."""
     out: Tensor = torch.ops.stepgraph.plain_paged_attention.default(
         *_flat(q_THD, k_TGD, v_TGE, arena, place, batch, form), form.sinks
     )
@@ -233,7 +233,7 @@ def _attend_uniform(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> Tensor:
-    """Every row over blocks of its own; its tokens and the heads of a group are the queries."""
+    """Attend each row to its own blocks; queries are the row's tokens and a group's heads."""
     (t, h, d), n = q_THD.shape, batch.tokens_per_row
     assert n is not None
     seen_RNL = seen_TL.view(-1, n, seen_TL.shape[1])
@@ -257,7 +257,7 @@ def _attend_row(
     block_size: int,
     form: AttentionForm,
 ) -> Tensor:
-    """All tokens over the blocks of one row. Meant for the tokens of that row only."""
+    """Attend all tokens to the blocks of one row. Results are valid for tokens of that row."""
     t, h, d = q_THD.shape
     seen_by_row_L = (own_T[:, None] & seen_TL).any(0)
     k_GLD, v_GLE = _keys_and_values(kv, table_B, seen_by_row_L[:, None], q_THD, block_size, form)
@@ -271,7 +271,7 @@ def _attend_row(
 def _keys_and_values(
     kv: Tensor, tables: Tensor, seen: Tensor, q_THD: Tensor, block_size: int, form: AttentionForm
 ) -> tuple[Tensor, Tensor]:
-    """What is read of the blocks, in the dtype of q, with zeros where no token looks."""
+    """Read the blocks in the dtype of q, with zeros at positions that no token attends to."""
     sides = [
         read_side(side, tables, block_size, form.storage).masked_fill(~seen, 0).to(q_THD.dtype)
         for side in kv

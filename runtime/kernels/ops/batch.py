@@ -1,17 +1,17 @@
 """The tokens of one forward pass, as every kernel receives them.
 
-Shapes: T tokens, R rows, G layer groups. The tokens of a row are neighbours in T and follow one
-another in position. A decode step is a uniform batch of 1 token a row, a verify step one of 1 + k,
-a prefill step is ragged. The batch says which it is; nothing is concluded from sizes.
+Shapes: T tokens, R rows, G layer groups. The tokens of a row are contiguous in T and have
+consecutive positions. A decode step is a uniform batch of 1 token per row, a verify step a uniform
+batch of 1 + k, and a prefill step is ragged. `tokens_per_row` tells them apart; sizes do not.
 
     ragged, rows 4 (positions 0-2) and 1 (positions 7-8), 3 tokens of padding, null row 9
 
         positions         0  1  2  7  8  0  0  0
         token_rows        4  4  4  1  1  9  9  9
         rows              4  1  9  9
-        query_start_loc   0  3  5  5  5              tokens behind the last one are padding
+        query_start_loc   0  3  5  5  5              tokens from the last entry on are padding
 
-    uniform, 2 tokens a row, rows 4 (positions 7-8) and 1 (positions 3-4), one row of padding
+    uniform, 2 tokens per row, rows 4 (positions 7-8) and 1 (positions 3-4), one row of padding
 
         positions         7  8  3  4  0  0
         token_rows        4  4  1  1  9  9
@@ -30,7 +30,7 @@ __all__ = ["LayerPlace", "RaggedBatch"]
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer finds its part of the cache."""
+    """The place of a layer in the cache."""
 
     group: int
     """Its layer group: the first coordinate of block tables and slots."""
@@ -40,7 +40,7 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """Where the tokens of one forward pass stand and where their keys and values go."""
+    """Positions of the tokens of one forward pass, and the slots of their keys and values."""
 
     positions: Tensor
     """int64 `[T]`: position of each token in its sequence; 0 for padding."""
@@ -54,7 +54,7 @@ class RaggedBatch:
     block_tables: Tensor
     """int32 `[G, max_num_seqs + 1, max_blocks_per_row]`: the read index of every row."""
     read_blocks: int
-    """Columns of the block tables that may be read: all positions lie below them."""
+    """Columns of the block tables that may be read; all positions are within them."""
     block_size: int
     """Slots of a block."""
     tokens_per_row: int | None
@@ -64,7 +64,7 @@ class RaggedBatch:
     of a ragged batch; None where the batch is uniform."""
 
     def of_rows(self, part: slice) -> RaggedBatch:
-        """Return the same for some neighbouring rows of a uniform batch."""
+        """Return the batch of some consecutive rows of a uniform batch."""
         assert self.tokens_per_row is not None, "the rows of a ragged batch have no common length"
         n = self.tokens_per_row
         start, stop, _ = part.indices(len(self.rows))

@@ -14,9 +14,9 @@ from .layer_plan import LayerPlan, ModelPlan
 
 
 class LinearTensors(NamedTuple):
-    """A linear layer as it is stored: its weight, and what its sums are multiplied by and added to.
+    """A linear layer as stored: weight, scales and bias.
 
-    The weight is packed where kernels pack; scales are those of `quantise_weight`.
+    The weight is packed if the kernels pack weights; scales are those of `quantise_weight`.
     """
 
     weight: Tensor
@@ -30,7 +30,7 @@ class BoundLayer:
 
     plan: LayerPlan
     tensors: Mapping[str, Tensor]
-    """Of the whole model by their full names."""
+    """Tensors of the whole model by full name."""
     index: int
     place: LayerPlace
 
@@ -49,17 +49,17 @@ class BoundModel:
 
     plan: ModelPlan
     tensors: Mapping[str, Tensor]
-    """By full names; a quantised weight `NAME.weight` has scales `NAME.scales`."""
+    """Tensors by full name; a quantised weight `NAME.weight` has scales `NAME.scales`."""
     places: tuple[LayerPlace, ...]
-    """Of the layers."""
+    """Place of each layer in the cache."""
     storage: str
-    """How the arena stores vectors: `model`, `int8` or `fp8`."""
+    """Storage of vectors in the arena: `model`, `int8` or `fp8`."""
     embedding_factor: float
-    """`embedding_scale` as a number of the model's dtype."""
+    """`embedding_scale` rounded to the model's dtype."""
     frequencies: Tensor
-    """float32 `[rope_kinds, rope_dim / 2]`: radians that pairs of elements turn a position."""
+    """float32 `[rope_kinds, rope_dim / 2]`: rotation of each pair of elements, radians/position."""
     amplitudes: Tensor
-    """float32 `[rope_kinds]`: cosines and sines are multiplied by it."""
+    """float32 `[rope_kinds]`: factor of cosines and sines."""
 
     @property
     def layers(self) -> list[BoundLayer]:
@@ -76,7 +76,7 @@ class BoundModel:
 
     @property
     def embedding(self) -> LinearTensors:
-        """The embedding as it is stored."""
+        """The embedding as stored."""
         return _linear_tensors(self.tensors, self.plan.embedding.name)
 
     @property

@@ -1,8 +1,8 @@
-"""Picking from a large vocabulary: a random token, and the largest logits.
+"""Selection from a large vocabulary: a random token, or the largest logits.
 
-Shapes: B lanes, V vocabulary, N = ceil(V / C) chunks of C = 128 neighbouring tokens. Both pick
-chunks first and tokens in them afterwards, so that running sums and selections see N or a few times
-128 numbers and never V.
+Shapes: B lanes, V vocabulary, N = ceil(V / C) chunks of C = 128 consecutive tokens. Both functions
+select chunks first and tokens within them second, so that running sums and selections process N or
+a few times 128 numbers instead of V.
 """
 
 import torch
@@ -16,8 +16,8 @@ def uniform(seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
 
     It is number `position` of a SplitMix64 generator (Steele, Lea, Flood: Fast splittable
     pseudorandom number generators, OOPSLA 2014; constants of Vigna's splitmix64.c). The state of
-    that generator is a counter, so any of its numbers can be had alone. It starts at the hash of
-    the seed: else seeds that differ by a multiple of the increment would share their streams.
+    that generator is a counter, so any of its numbers can be computed alone. It starts at the hash
+    of the seed, so that seeds that differ by a multiple of the increment have different streams.
 
     Args:
         seed_B: int64, any value.
@@ -31,7 +31,7 @@ def uniform(seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
 def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Return a token for each lane, int64 `[B]`, by inverting the distribution function.
 
-    A token without weight is never drawn. A lane without any weight, or with NaN, gets some id of
+    A token of weight 0 is never drawn. A lane with only zeros, or with NaN, gets an arbitrary id of
     the vocabulary. Running sums are in float64: float32 would round away the tail of a vocabulary.
 
     Args:
@@ -51,20 +51,20 @@ def draw(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 def largest(values_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values and int64 ids `[B, count]` of the `count <= V` largest elements, descending."""
     values_BNC = _chunked(values_BV, fill=float("-inf"))
-    # The largest elements lie in the chunks with the largest maxima, at most one chunk for each.
+    # The largest elements are in the chunks with the largest maxima, at most one chunk per element.
     chunks = values_BNC.amax(-1).topk(min(count, values_BNC.shape[1]), dim=-1).indices
     values, at = _take_chunks(values_BNC, chunks).flatten(1).topk(count, dim=-1)
     ids = chunks.gather(1, at // _CHUNK) * _CHUNK + at % _CHUNK
-    # Only values that are -inf themselves can tie with the filling and leave the vocabulary.
+    # Only -inf ties with the padding, so only then can an index exceed the vocabulary.
     return values, ids.clamp(max=values_BV.shape[1] - 1)
 
 
 def _first_above(
     until_BX: torch.Tensor, mass_BX: torch.Tensor, target_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the first index with mass whose running sum is above the target, int64 `[B]`.
+    """Return the first index of positive weight whose running sum exceeds the target, int64 `[B]`.
 
-    Rounding may leave none: then it is the last index with mass. Without any mass it is 0.
+    If rounding leaves none, it is the last index of positive weight. Without weight it is 0.
     """
     count = mass_BX.shape[1]
     index_X = torch.arange(count, device=mass_BX.device)
@@ -76,7 +76,7 @@ def _first_above(
 
 
 def _chunked(values_BV: torch.Tensor, fill: float) -> torch.Tensor:
-    """`[B, V]` as `[B, N, 128]`, filled up at the end."""
+    """`[B, V]` as `[B, N, 128]`, padded at the end."""
     padded = F.pad(values_BV, (0, -values_BV.shape[1] % _CHUNK), value=fill)
     return padded.view(padded.shape[0], -1, _CHUNK)
 
@@ -87,7 +87,7 @@ def _take_chunks(values_BNC: torch.Tensor, chunks_BK: torch.Tensor) -> torch.Ten
 
 
 def _int64(bits: int) -> int:
-    """The int64 with the bits of a number of 64 bits whose highest one is set."""
+    """The int64 with the bits of an unsigned 64-bit number whose highest bit is set."""
     return bits - (1 << 64)
 
 
@@ -104,5 +104,5 @@ def _mix64(z_B: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(bits_B: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift as if unsigned: `>>` of an int64 draws in copies of its sign."""
+    """Logical right shift; `>>` of an int64 is arithmetic."""
     return (bits_B >> count) & ((1 << (64 - count)) - 1)

@@ -1,11 +1,11 @@
-"""Keys and values as 8-bit numbers with a scale a vector: the plain torch reference.
+"""8-bit keys and values with one scale per vector: the PyTorch reference.
 
 A vector x is stored as `data * scale` with `scale = amax(|x|) / 127` for int8 and `/ 448` for fp8
 (float8_e4m3fn, whose largest number is 448). The scale is rounded up to bfloat16 before it divides,
 so no element exceeds the range and the rounding of the scale costs no accuracy.
 
-Inside the arena (see `cache/arena.py`) a head of a block is `block_size * (D + 2)` bytes, two of
-each slot being its scale:
+In the arena (see `cache/arena.py`) a head of a block has `block_size * (D + 2)` bytes, with a
+two-byte scale per slot:
 
     D bytes of slot 0 | D bytes of slot 1 | ... | scale 0 | scale 1 | ...
 """
@@ -21,15 +21,15 @@ DATA_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def quantise(x: Tensor, storage: str) -> tuple[Tensor, Tensor]:
     """Return data `[..., D]` as bytes (uint8) and scales `[...]` in bfloat16 of vectors `[..., D]`.
 
-    A vector of zeros has scale 0; one with NaN or infinity has a scale that is neither finite nor
-    zero, so that it stays visible.
+    A vector of zeros has scale 0. A vector with NaN or infinity has a non-finite scale, so that the
+    error remains visible.
     """
     x = x.float()
     amax = x.abs().amax(-1)
     exact = amax / LARGEST[storage]
     scale = exact.to(torch.bfloat16)
     bits = scale.view(torch.int16)
-    # The next bfloat16 away from zero is the next integer; infinity stays what it is.
+    # The next bfloat16 away from zero is the next integer; infinity is unchanged.
     scale = torch.where(scale.float() < exact, (bits + 1).view(torch.bfloat16), scale)
     divisor = torch.where(scale == 0, 1.0, scale.float())
     scaled = (x / divisor[..., None]).clamp(-LARGEST[storage], LARGEST[storage])
@@ -51,8 +51,8 @@ def write_blocks(
     Args:
         side: the arena of one side: `[num_blocks, G, block_size, D]`, or if quantised bytes
             `[num_blocks, G, block_size * (D + 2)]`.
-        slots_T: int64, where each token goes.
-        x_TGD: what is stored.
+        slots_T: int64, slot of each token.
+        x_TGD: vectors to store.
         block_size: slots of a block.
         storage: `model`, `int8` or `fp8`.
     """
@@ -72,9 +72,9 @@ def write_blocks(
 
 
 def read_blocks(side: Tensor, tables: Tensor, block_size: int, storage: str) -> Tensor:
-    """Return what the blocks `[..., B]` hold, `[..., G, B * block_size, D]`, in order.
+    """Return the contents of the blocks `[..., B]`, in order: `[..., G, B * block_size, D]`.
 
-    In the arena's dtype, or float32 where it is quantised; `side` as in `write_blocks`.
+    In the arena's dtype, or float32 if it is quantised; `side` as in `write_blocks`.
     """
     gathered = side[tables.long()].transpose(len(tables.shape) - 1, len(tables.shape))
     if storage == "model":

@@ -1,8 +1,8 @@
-"""The operations that decoder layers are made of, with traits, shapes and names of parameters.
+"""The operations of decoder layers, with their traits, shapes and parameters.
 
-The operations of a layer are a chain. Each takes the value that the one before it returned: a
-tensor `[T, features]`, or a tuple of parts. `Residual` adds the value to the hidden states that the
-layer, or the last `Residual`, began with, and the sum is the next value.
+The operations of a layer are a chain. Each takes the value that the previous one returned: a tensor
+`[T, features]`, or a tuple of parts. `Residual` adds the value to the hidden states at the start of
+the layer, or after the previous `Residual`. The sum is the next value.
 
 Shapes: T tokens, H query heads, G key/value heads, E head_dim, F features.
 """
@@ -23,17 +23,17 @@ ActivationName = Literal["silu", "gelu_tanh"]
 class Parameter(NamedTuple):
     """A parameter of the model: tensors of a checkpoint stacked along the first dimension.
 
-    Those with two dimensions, and only those, are the weights of linear layers, which kernels may
-    quantise and pack; what is read otherwise is stored as it is.
+    Parameters with two dimensions, and only those, are weights of linear layers, which kernels may
+    quantise and pack. Others are stored unchanged.
     """
 
     name: str
-    """In the plan of a layer relative to the layer."""
+    """Name of the parameter, in a layer plan relative to the layer."""
     sources: tuple[str | None, ...]
-    """Names in the checkpoint, of a layer likewise; None stands for zeros."""
+    """Names in the checkpoint, in a layer plan relative to the layer; None: zeros."""
     source_shapes: tuple[Shape, ...]
     viewed_as: Shape | None = None
-    """The shape that the stack is given, if it is another."""
+    """Shape to which the stacked tensor is reshaped, if any."""
 
     @property
     def stacked_shape(self) -> Shape:
@@ -52,7 +52,7 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def parts(self, parameter: Tensor) -> Iterator[tuple[str | None, Tensor]]:
@@ -61,7 +61,7 @@ class Parameter(NamedTuple):
         yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
 
     def within(self, ours: str, theirs: str) -> Parameter:
-        """Return the parameter with its name and its sources behind these prefixes."""
+        """Return the parameter with prefixed name and sources."""
         sources = tuple(source if source is None else theirs + source for source in self.sources)
         return self._replace(name=ours + self.name, sources=sources)
 
@@ -71,7 +71,7 @@ class Operation:
     """One operation of a layer."""
 
     name: str
-    """Of its scope in profiles."""
+    """Name of its scope in profiles."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -80,12 +80,12 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What a message calls it."""
+        """Name of the operation in messages."""
         return self.name
 
     @property
     def traits(self) -> frozenset[str]:
-        """Names of the fields that are not as they are by default."""
+        """Names of the fields with other values than their defaults."""
         own = fields(self)
         return frozenset(
             f.name for f in own if f.default is not MISSING and getattr(self, f.name) != f.default
@@ -110,14 +110,14 @@ class Norm(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Operation):
-    """A product with a weight `[out_features, in_features]`, and a bias or none."""
+    """A product with a weight `[out_features, in_features]`, with an optional bias."""
 
     weight: Parameter
     bias: Parameter | None = None
     split: tuple[int, ...] = ()
-    """Sizes of the parts that the result is split into, in units; empty: it stays one tensor."""
+    """Sizes of the parts of the result, in units; empty: one tensor."""
     unit: int = 1
-    """Elements of a unit; of more than one the parts are `[T, units, unit]`."""
+    """Elements of a unit; with more than one, parts are `[T, units, unit]`."""
     part: int | None = None
     """The part of the value that is multiplied; None: the value is one tensor."""
 
@@ -128,7 +128,7 @@ class Linear(Operation):
 
     @property
     def in_features(self) -> int:
-        """Features of what is multiplied."""
+        """Features of the input."""
         return self.weight.shape[1]
 
     @property
@@ -174,7 +174,7 @@ class Attend(Operation):
     softcap: float = 0.0
     """Scores s become softcap * tanh(s / softcap); 0: they stay."""
     sinks: Parameter | None = None
-    """A logit of each head that takes part in the softmax and stands for no value, `[H]`."""
+    """`[H]`: attention sink of each head, a softmax logit without a value."""
     shared_values: bool = False
     """The first elements of a key are the value: latent attention, whose cache has one side."""
 
@@ -195,7 +195,7 @@ class Attend(Operation):
 
     @property
     def has_plain_softmax(self) -> bool:
-        """Whether it is softmax(scale * q . k) over values as wide as keys: torch has it fused."""
+        """Whether it is softmax(scale * q . k) with value_dim = head_dim, as in PyTorch's SDPA."""
         return not self.softcap and self.sinks is None and self.value_dim == self.head_dim
 
     @property
@@ -204,7 +204,7 @@ class Attend(Operation):
 
     @property
     def sides(self) -> int:
-        """Of the cache: keys and values, or one for both."""
+        """Sides of the cache: 2 for keys and values, 1 if they are shared."""
         return 1 if self.shared_values else 2
 
 
@@ -215,7 +215,7 @@ class Activate(Operation):
     function: ActivationName
     features: int
     limit: float = 0.0
-    """The gate is clamped to at most this, up to this on both sides; 0: neither is."""
+    """The gate is clamped to at most this value, `up` to +- this value; 0: off."""
     alpha: float = 1.0
     """The gate is multiplied by it inside the sigmoid of silu."""
     up_offset: float = 0.0
@@ -227,7 +227,7 @@ class Residual(Operation):
 
 
 class LatentOperation(Operation):
-    """Of multi-head latent attention (DeepSeek-V2)."""
+    """An operation of multi-head latent attention (DeepSeek-V2)."""
 
     @property
     def title(self) -> str:
@@ -254,7 +254,7 @@ class LatentRotate(LatentOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesToLatent(LatentOperation):
-    """Bring the queries to the latent space: (queries `[T, H, E]`, latent, rotated key).
+    """Project the queries to the latent space: (queries `[T, H, E]`, latent, rotated key).
 
     It and `LatentToValues` share one parameter, `[H, keys + values, rank]`.
     """
@@ -282,7 +282,7 @@ class LatentKeys(LatentOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentToValues(LatentOperation):
-    """Project the values out of what attention returns, `[T, H * rank]`."""
+    """Project the output of attention, mixtures of latents `[T, H * rank]`, to values."""
 
     kv_up: Parameter
     keys: int
@@ -297,7 +297,7 @@ Known = Mapping[type[Operation], frozenset[str]]
 
 
 def unsupported(operation: Operation, known: Known) -> str | None:
-    """Return what a backend does not know of an operation, or None if it supports it.
+    """Return the part of an operation that a backend does not support, or None.
 
     A trait that is added to an operation is unsupported until a backend lists it.
     """
@@ -308,9 +308,9 @@ def unsupported(operation: Operation, known: Known) -> str | None:
 
 
 UNEQUAL_LAYERS = "layers that differ in more than windows and rotations"
-"""What a message calls a plan that is not uniform."""
+"""Name of a non-uniform plan in messages."""
 KNOWN_TO_ATTENTION: Known = {Attend: frozenset({"window", "softcap", "shared_values"})}
-"""To the paged attention kernels, of a CPU and of Triton."""
+"""Supported by the paged attention kernels, in C++ and Triton."""
 KNOWN_TO_LAYERS: Known = {
     Norm: frozenset({"offset"}),
     Linear: frozenset({"bias", "split", "unit"}),
@@ -320,4 +320,4 @@ KNOWN_TO_LAYERS: Known = {
     Activate: frozenset(),
     Residual: frozenset(),
 }
-"""To the C++ stack of layers and to the Triton kernels of a layer."""
+"""Supported by the C++ layer stack and the Triton kernels of a layer."""

@@ -21,7 +21,7 @@ class LayerPlan:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Of all operations, each once."""
+        """Parameters of all operations, each once."""
         return tuple(dict.fromkeys(p for op in self.operations for p in op.parameters))
 
     @cached_property

@@ -6,8 +6,8 @@ A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 o
 read from first to last byte. A step holds, for each feature of the block, one 32-bit word: w = 2
 consecutive input features in bfloat16 (steps = ceil(K / 2)), or w = 1 in float32 (steps = K). Of
 int8 weights (`weight_storage.py`) a step holds w = 2 bytes for each feature, whatever the dtype of
-the model. What K or N lack to whole steps and blocks is zero. It takes the place of the weight:
-besides `packed_linear` it serves the embedding that a model ties to its head (`packed_embedding`).
+the model. Incomplete steps and blocks are padded with zeros. The packed weight replaces the
+original: `packed_embedding` reads it for a tied embedding.
 
 The fast version computes each output as one chain of multiply-adds in the order of K, whatever T:
 row t of `packed_linear(x, ...)` is bitwise the same in any batch.
@@ -90,14 +90,14 @@ def packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
     """Rows `tokens_T` (int64) of the packed weight, `[T, k]`: `F.embedding` for a tied head.
 
     Runs on CPU after `load_cpu_ops`. Raises IndexError for a token outside the weight's blocks;
-    what the last block has behind the last row are rows of zeros.
+    padding rows of the last block are zeros.
     """
     rows: Tensor = torch.ops.stepgraph.packed_embedding.default(tokens_T, packed, k)
     return rows
 
 
 def reference_packed_embedding(tokens_T: Tensor, packed: Tensor, k: int) -> Tensor:
-    """What `packed_embedding` does, in plain torch."""
+    """`packed_embedding` in plain PyTorch."""
     return packed[tokens_T // BLOCK, :, tokens_T % BLOCK].flatten(1)[:, :k]
 
 
@@ -130,8 +130,8 @@ def reference_linear(
 ) -> Tensor:
     """`F.linear` with the signature of `packed_linear`, over the weight as it is.
 
-    A weight of 8-bit numbers (`quantise_weight`) is brought to float32 as a whole: right
-    everywhere, fast nowhere. Scales of whole rows, `[N]`, are applied to the sums.
+    An 8-bit weight (`quantise_weight`) is converted to float32 as a whole, which is correct on
+    every device but slow. Scales of whole rows, `[N]`, are applied to the sums.
     """
     assert weight_NK.shape[0] == out_features
     if scales is None:

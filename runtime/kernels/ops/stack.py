@@ -2,11 +2,10 @@
 
 Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
 rotation. The arithmetic is that of `models/operations.py`, with results rounded to the model's
-dtype at the same places; what is fused or shared out among threads, and how, is said in
-`csrc/stack.cpp`. Like the operations it is made of, it computes a row's result bitwise the same in
-any batch and with any number of threads.
+dtype at the same places; `csrc/stack.cpp` describes fusion and threading. The result of a row is
+bitwise the same in any batch and with any number of threads.
 
-Weights are no arguments: a stack is created once over them and known by a handle.
+Weights are not arguments: a stack is created once over them, and calls pass its handle.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class GatedLayer(NamedTuple):
 
 
 def stack_obstacle(plan: ModelPlan) -> str | None:
-    """Return what keeps the layers of a model from the C++ stack, or None."""
+    """Return the reason why the C++ stack does not support a model's layers, or None."""
     for op in plan.operations:
         if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
             return missing
@@ -133,27 +132,27 @@ class Stack(Protocol):
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
-        """Normed hidden states `[T, D]` behind the last layer; writes keys and values.
+        """Run all layers and the final norm: `[T, D]`; writes keys and values.
 
         Cosines and sines are float32. All positions are below `batch.read_blocks` blocks.
         """
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Bytes that steps of at most `tokens` tokens keep beside their tensors."""
+        """Bytes of workspace for steps of at most `tokens` tokens."""
 
     def close(self) -> None:
-        """Let go of the weights; `run` may not be called any more. Idempotent."""
+        """Release the weights; `run` must not be called afterwards. Idempotent."""
 
 
 class DecodeResult(NamedTuple):
-    """What a decode step leaves for whoever picks tokens; T rows, V vocabulary, C chunks."""
+    """Input of the sampler after a decode step; T rows, V vocabulary, C chunks."""
 
     logits: Tensor
     """`[T, V]` in the model's dtype."""
     positions: Tensor
-    """int64 `[T]`: of the tokens that went in."""
+    """int64 `[T]`: positions of the input tokens."""
     maxima: Tensor
-    """float32 `[T, C]`: the largest logit of each chunk of neighbouring tokens."""
+    """float32 `[T, C]`: the largest logit of each chunk of consecutive tokens."""
     ids: Tensor
     """int32 `[T, C]`: its token."""
 
@@ -188,7 +187,7 @@ class DecoderStack:
     def __init__(self, model: BoundModel) -> None:
         """Raises RuntimeError for weights that do not fit together.
 
-        The plan is one that `stack_obstacle` has nothing against.
+        `stack_obstacle` must be None for the plan.
         """
         number: int = torch.ops.stepgraph.stack_create.default(model.norm, *stack_arguments(model))
         # A tensor, so that compiled code does not depend on the number.
@@ -197,7 +196,7 @@ class DecoderStack:
         self._close = weakref.finalize(self, torch.ops.stepgraph.stack_destroy.default, number)
 
     def close(self) -> None:
-        """Let go of the weights; `run` raises RuntimeError from now on."""
+        """Release the weights; `run` raises RuntimeError afterwards."""
         self._close()
 
     def workspace_bytes(self, tokens: int) -> int:

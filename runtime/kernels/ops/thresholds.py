@@ -1,4 +1,4 @@
-"""The weight from which top-k and top-p keep tokens: by sorting, and without.
+"""The smallest weight that top-k and top-p keep, with and without sorting.
 
 Shapes: B lanes, V vocabulary. Weights are probabilities up to a factor, the highest being 1.
 """
@@ -34,9 +34,9 @@ def reference_thresholds(
 def bisect_thresholds(
     weights_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor
 ) -> torch.Tensor:
-    """Do what `reference_thresholds` does without sorting, with fixed shapes and 30 reductions.
+    """`reference_thresholds` without sorting, with fixed shapes and 30 reductions.
 
-    Bit patterns of floats that are not negative are ordered like their values. So the highest
+    Bit patterns of non-negative floats are ordered like their values. So the highest
     weight w with `count(weights >= w) >= k` is found exactly, bit by bit, and the one that enough
     mass reaches up to the rounding of sums. A compiler fuses each pass into one reduction.
     """

@@ -1,8 +1,8 @@
 """Weights of linear layers as 8-bit numbers with scales.
 
 int8: row n of a weight is stored as q[n] and one float32 scale[n] = amax(|w[n]|) / 127; the number
-that it stands for is q[n, k] * scale[n]. Rounding is to nearest, half to even, so a number is off
-by half a scale at most. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
+represented is q[n, k] * scale[n]. Rounding is to nearest, half to even, so the error is at most
+half a scale. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
 float32 and multiplies the sum by scale[n] (see `linear.py`).
 
 fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), and every 128 neighbours of a
@@ -31,7 +31,7 @@ SCALE_BYTES = 4
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127, "fp8": 448}
 _NUMBERS_AT_A_TIME = 1 << 24
-"""Quantised at once: bounds the float32 copies of a large weight."""
+"""Maximum elements quantised at once, which bounds float32 copies of a large weight."""
 
 
 def quantised_dtype(storage: WeightStorage) -> torch.dtype | None:
@@ -67,7 +67,7 @@ def quantise_weight(weight_NK: Tensor, storage: WeightStorage = "int8") -> tuple
         part = slice(start, start + rows)
         weight = F.pad(weight_NK[part].float(), (0, -k % block)).unflatten(1, (-1, block))
         scale = weight.abs().amax(-1) / largest
-        # Weights that are shapes alone (of steps that are recorded) hold nothing to complain of.
+        # "meta" weights (of recorded steps) have no values to check.
         if not scale.is_meta and len(bad := (~scale.isfinite()).any(-1).nonzero()):
             raise ValueError(f"row {start + int(bad[0])} holds NaN or infinity")
         numbers = weight / torch.where(scale == 0, 1.0, scale)[..., None]

@@ -1,11 +1,11 @@
-"""Reads from a kernel's PTX what it loads and stores, and when it waits for earlier kernels.
+"""Analyses a kernel's PTX: its loads and stores, and its wait for earlier kernels.
 
-The order rule of programmatic dependent launch, which nothing checks at run time: what an earlier
-kernel wrote is loaded after `griddepcontrol.wait`, nothing is written before it, and every program
-passes it exactly once. Triton moves loads (its pipeliner hoisted dependent ones over a wait inside
-a loop: triton #11905), so the rule is checked on what the compiler made, not on what was written.
+The order rule of programmatic dependent launch is not checked at run time: a kernel loads the
+results of earlier kernels after `griddepcontrol.wait`, writes nothing before it, and every program
+executes it exactly once. Triton moves loads (its pipeliner hoisted dependent loads over a wait in a
+loop: triton #11905), so the rule is checked on the compiled code instead of the source.
 
-Addresses are followed from the parameters through the registers: a load belongs to each parameter
+Addresses are traced from the parameters through the registers: a load belongs to each parameter
 that its address may come from. Source of the syntax: PTX ISA, "Instruction Statements".
 """
 
@@ -29,7 +29,7 @@ _BRACKET = re.compile(r"\[([^\]]*)\]")
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[a-z]+(\d+)$")
 
 _EFFECTS = ("ld.", "st.", "cp.", "red.", "atom.", "bra")
-"""What does more than compute a register from others."""
+"""Instructions that do more than compute a register from others."""
 
 WAIT = "griddepcontrol.wait"
 LAUNCH_DEPENDENTS = "griddepcontrol.launch_dependents"
@@ -37,26 +37,26 @@ LAUNCH_DEPENDENTS = "griddepcontrol.launch_dependents"
 
 @dataclass(frozen=True, slots=True)
 class PtxSummary:
-    """Of one kernel. Parameters are counted as in its PTX, tensors and numbers alike."""
+    """Memory order of one kernel. Parameters are numbered as in its PTX."""
 
     loads: dict[int, int]
-    """Parameter -> bytes of the widest load of a thread from it."""
+    """Parameter -> bytes of a thread's widest load from it."""
     early_loads: frozenset[int]
-    """Parameters that are loaded from before the wait, but for what only prefetches use: a hint
-    may be out of date. Without a wait, none."""
+    """Parameters loaded before the wait, except for values that only prefetches use, which may be
+    stale. Empty without a wait."""
     stores: frozenset[int]
-    """Parameters that are written to."""
+    """Parameters that the kernel writes to."""
     waits: int
     lets_dependents_start: bool
     faults: tuple[str, ...]
-    """What breaks the order rule whatever the tensors hold; empty for a kernel without a wait."""
+    """Violations of the order rule for any tensors; empty for a kernel without a wait."""
 
 
 class _Statement(NamedTuple):
     opcode: str
     operands: str
     guard: str
-    """The register that decides whether it is carried out; empty: it always is."""
+    """The predicate register; empty: always executed."""
 
 
 def summarize_ptx(ptx: str) -> PtxSummary:
@@ -97,7 +97,7 @@ def summarize_ptx(ptx: str) -> PtxSummary:
 def _order_faults(
     statements: list[_Statement], labels: dict[str, int], waits: list[int], early_store: bool
 ) -> tuple[str, ...]:
-    """Say what is wrong about the place of the wait."""
+    """Return the violations of the position of the wait."""
     if not waits:
         return ()
     wait, faults = waits[0], []
@@ -141,7 +141,7 @@ def _pointer_sources(
         f"{kernel}_param_{i}": i for i, p in enumerate(parameters.split(",")) if ".ptr" in p
     }
     sources: dict[str, set[int]] = defaultdict(set)
-    shared: set[int] = set()  # of all that is passed on through shared memory
+    shared: set[int] = set()  # for all values passed through shared memory
     size = -1
     while size != (size := len(shared) + sum(map(len, sources.values()))):
         for opcode, operands, _guard in statements:
@@ -192,13 +192,13 @@ def _used_early(statements: list[_Statement], wait: int) -> set[int]:
 
 
 def _target(operands: str) -> tuple[str, str]:
-    """Split operands into what is written and what is read."""
+    """Split operands into written and read ones."""
     target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
     return target, rest
 
 
 def _sources_of(text: str | None, sources: dict[str, set[int]]) -> set[int]:
-    """Return what the registers in a piece of text come from."""
+    """Return the origins of the registers in a piece of text."""
     if text is None:
         return set()
     return set().union(*(sources[r] for r in _REGISTER.findall(text) if r in sources))
