@@ -252,7 +252,7 @@ class StepLoop:
             assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """LaunchedStep the plan, unless it is empty."""
+        """Launch the plan, unless it is empty."""
         for preemption in plan.preempted:
             request = preemption.request
             request.status = RequestStatus.WAITING
