@@ -80,7 +80,7 @@ def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -
             read_blocks=SimpleNamespace(largest=7),
             prefill_key=lambda tokens, width, full: key if tokens == 32 and not full else None,
         ),
-        library=SimpleNamespace(launch=launch),
+        library=SimpleNamespace(run=launch),
     )
 
 
