@@ -105,7 +105,7 @@ def test_the_one_right_command_is_printed(flags, what, capsys, tmp_path, monkeyp
 
 
 @needs_nvtx
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nsys_runs_the_same_command_line_once(told, fake_nsys, tmp_path, monkeypatch, capfd):
     """The whole way: what is printed is what is run, and that takes the profile.
 
