@@ -1,17 +1,45 @@
-"""Raises an exception at the n-th line that the package executes."""
+"""Raises an exception at the n-th line that the package executes.
+
+Never where a `with` block ends, just before `__exit__`: no signal is handled there, and a lock that
+is left locked would stop later tests.
+"""
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from stepgraph import runtime
 
 PACKAGE = str(Path(runtime.__file__).parent.parent)  # as code objects name it
 ROOMS = tuple(f"{PACKAGE}/{room}/" for room in ("runtime", "cache", "graphs", "profiling"))
+
+
+_WITH_ENDS: dict[int, tuple[CodeType, frozenset[int]]] = {}  # by id: hashing code takes long
+
+
+def with_ends(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which the calls of `__exit__` begin, with an error and without."""
+    known = _WITH_ENDS.get(id(code))
+    if known is not None:
+        return known[1]
+    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL")]
+    ends = set()
+    for before, *some in zip(found, found[1:], found[2:], found[3:], found[4:], strict=False):
+        names = [i.opname for i in some]
+        if all(i.opname == "LOAD_CONST" and i.argval is None for i in some[:3]):
+            if names[3] == "CALL":
+                ends.add(some[0].offset)
+                if before.opname == "SWAP":  # below a value that is returned
+                    ends.add(before.offset)
+        elif names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
+            ends.add(some[0].offset)
+    _WITH_ENDS[id(code)] = code, frozenset(ends)
+    return _WITH_ENDS[id(code)][1]
 
 
 class LineFault:
@@ -28,7 +56,7 @@ class LineFault:
             code = frame.f_code
             traced = code.co_filename.startswith(ROOMS) and not code.co_name.startswith("<")
             return self._trace if traced else None
-        if event == "line":
+        if event == "line" and frame.f_lasti not in with_ends(frame.f_code):
             self.lines += 1
             if self.lines == self.at:
                 code = frame.f_code
