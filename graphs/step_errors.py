@@ -12,7 +12,7 @@ class StepPreparationError(RuntimeError):
         """Name the step, its kind (None if it could not be created) and the cause."""
         how = "could not be made" if kind is None else f"could not be prepared (kind {kind!r})"
         reason = f"{type(cause).__name__}: {cause}"
-        # Ending a failed capture raises another error; the first one tells the reason.
+        # Ending a failed capture raises another error; the first one has the reason.
         first: BaseException = cause
         while first.__context__ is not None:
             first = first.__context__

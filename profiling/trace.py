@@ -38,7 +38,7 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
     """Record what runs inside, and write it as a compressed trace in the Chrome format.
 
     The device is synchronised at both ends, so that the trace holds the work that was launched
-    inside. Recording costs some microseconds for each operator and range: a trace tells where the
+    inside. Recording costs some microseconds for each operator and range: a trace shows where the
     time goes, not how much of it there is.
 
     Args:

@@ -92,7 +92,7 @@ def annotate(
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             calls[correlation] = event
         elif event.get("cat") in DEVICE_CATEGORIES:
-            # Without a correlation nothing tells which call launched it.
+            # Without a correlation id, the call that launched it is unknown.
             launched[id(event) if correlation is None else correlation].append(event)
     for correlation, work in launched.items():
         work.sort(key=lambda event: event["ts"])

@@ -207,7 +207,7 @@ def test_every_foreign_module_is_declared() -> None:
     project = declared["project"]
     build = {_name(line) for line in declared["build-system"]["requires"]}
     required = {_name(line) for line in project["dependencies"]}
-    required.add("triton")  # of torch for CUDA; `kernels/triton` is imported where that is there
+    required.add("triton")  # a dependency of torch for CUDA; only `kernels/triton` imports it
     optional = {
         _name(line) for group in project["optional-dependencies"].values() for line in group
     }

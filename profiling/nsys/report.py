@@ -72,7 +72,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """Tells it apart from others of its phase; the name of a kernel is in brackets."""
+        """The name within its phase; kernel names are in brackets."""
         if self.layer is not None:
             return f"layer {self.layer}"
         return self.name if self.named else f"[{self.name}]"
@@ -139,8 +139,8 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
         ExportError: see `export.read_export` and `steps.traced_steps`.
         NamesFileError: the file of names cannot be read, or is of another version.
     """
-    beside = trace.with_name(trace.stem + SUFFIX)
-    path = beside if names_path is None and beside.exists() else names_path
+    default = trace.with_name(trace.stem + SUFFIX)
+    path = default if names_path is None and default.exists() else names_path
     known = KernelNames() if path is None else load(path)
     export = read_export(trace)
     steps, notes = traced_steps(export)
@@ -160,7 +160,7 @@ def read_report(trace: Path, names_path: Path | None = None) -> Report:
     if tally.activities and path is None:
         notes.append(
             "no names of captured nodes, so kernels go by their own: a profile of bench.py writes"
-            f" them beside the trace (NAME{SUFFIX}), or give --names"
+            f" them next to the trace (NAME{SUFFIX}), or give --names"
         )
     if tally.activities and path is not None and not tally.matched:
         notes.append(f"no kernel is one of a captured step of {path}: those of another engine?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
         raise ConfigError(f"{model}: {error}") from error
 
 
-class BenchmarkRun:
+class BenchmarkRun(ABC):
     """One run of the command line."""
 
     all_modes = False
@@ -93,9 +94,9 @@ class BenchmarkRun:
         """The content of `--output-json`; has an entry as soon as it is measured."""
         self.steps = MeasuredSteps(options)
 
+    @abstractmethod
     def run(self) -> None:
         """Measure, and write the document after each entry."""
-        raise NotImplementedError
 
     def say(self, text: str) -> None:
         """Print progress to stderr."""

@@ -153,7 +153,7 @@ class Engine:
 
         Requests of smaller `priority` are served first, and preempted last. Only requests with the
         same `cache_salt` share the cached blocks of a common beginning. Give each tenant a salt
-        that others cannot guess: otherwise the time of a first token tells whether a prompt was
+        that others cannot guess: otherwise the time of a first token reveals whether a prompt was
         sent before.
 
         Raises:

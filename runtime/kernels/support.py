@@ -47,7 +47,7 @@ class Gap(NamedTuple):
 def native_gaps(
     device_type: str, dtype: torch.dtype, weights: WeightStorage, plan: ModelPlan
 ) -> tuple[Gap, ...]:
-    """Return what of a model runs in plain PyTorch beside native kernels.
+    """Return the operations of a model that have no native kernel and run in plain PyTorch.
 
     Args:
         device_type: `cpu` or `cuda`.

@@ -87,7 +87,7 @@ def bind(
         case LatentToValues():
             return _latent_to_values(operation, module)
         case _:
-            raise NotImplementedError(f"no plain version of {operation}")
+            raise TypeError(f"no plain version of {operation}")
 
 
 def _norm(op: Norm, module: Module) -> Run:

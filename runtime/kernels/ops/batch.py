@@ -2,7 +2,7 @@
 
 Shapes: T tokens, R rows, G layer groups. The tokens of a row are contiguous in T and have
 consecutive positions. A decode step is a uniform batch of 1 token per row, a verify step a uniform
-batch of 1 + k, and a prefill step is ragged. `tokens_per_row` tells them apart; sizes do not.
+batch of 1 + k, and a prefill step is ragged. `tokens_per_row` says which; sizes do not.
 
     ragged, rows 4 (positions 0-2) and 1 (positions 7-8), 3 tokens of padding, null row 9
 

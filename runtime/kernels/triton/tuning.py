@@ -1,7 +1,7 @@
 """What linear layers were tuned to on this machine's device: a file, read once by a process.
 
 Engines look up and never tune: what is not in the file runs with `default_config`. The file is
-written by `python -m stepgraph.runtime.tools.tune`, beside the CPU kernels in the user's
+written by `python -m stepgraph.runtime.tools.tune`, next to the CPU kernels in the user's
 cache (`cache_directory`). An entry holds for one kernel, one shape of its weight, one class of
 rows, one pair of dtypes, one device, one version of Triton and one source of the kernels; after any
 of these changed it is found no more, and a newer one is put beside it.
