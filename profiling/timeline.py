@@ -168,6 +168,13 @@ class Timeline:
         oldest = self._recorded % self._capacity if self._recorded > self._capacity else 0
         return ring[oldest:] + ring[:oldest]
 
+    def latest(self) -> StepRecord | None:
+        """Return the last step, or None before the first."""
+        if not self._recorded:
+            return None
+        start = (self._recorded - 1) % self._capacity * _LAYOUT.size
+        return self._unpack(_LAYOUT.unpack_from(self._buffer, start))
+
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, steps, joined, blocks_in_use, collected_ns = values
         timed = None if device_ns == _NOT_TIMED else device_ns

@@ -8,14 +8,17 @@ from .engine.request_output import CompletionOutput, OutputDelta, RequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
+    DeadlineUnreachableError,
     EngineBusyError,
     EngineClosedError,
     EngineFailedError,
     EngineForkedError,
+    EngineUnavailableError,
     KernelBuildError,
     KernelSelfTestError,
     MemoryBudgetError,
     NonFiniteLogitsError,
+    OverloadedError,
     RequestError,
     StepgraphError,
     StepPreparationError,
@@ -25,10 +28,20 @@ from .loading.tokenizer import TextTokenizer
 from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
 from .request import TokenLogprobs
 from .sampling_params import SamplingParams
+from .service.async_engine import AsyncEngine
+from .service.health import Health
+from .service.request_handle import Delta
+from .service.service_config import ServiceConfig
+from .service.streams import AsyncStream
 
 __all__ = [
     "Engine",
     "EngineConfig",
+    "AsyncEngine",
+    "AsyncStream",
+    "ServiceConfig",
+    "Delta",
+    "Health",
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",
@@ -42,14 +55,17 @@ __all__ = [
     "StepgraphError",
     "CheckpointError",
     "ConfigError",
+    "DeadlineUnreachableError",
     "EngineBusyError",
     "EngineClosedError",
     "EngineFailedError",
     "EngineForkedError",
+    "EngineUnavailableError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
     "NonFiniteLogitsError",
+    "OverloadedError",
     "RequestError",
     "StepPreparationError",
 ]

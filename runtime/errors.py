@@ -13,14 +13,17 @@ __all__ = [
     "StepgraphError",
     "CheckpointError",
     "ConfigError",
+    "DeadlineUnreachableError",
     "EngineBusyError",
     "EngineClosedError",
     "EngineFailedError",
     "EngineForkedError",
+    "EngineUnavailableError",
     "KernelBuildError",
     "KernelSelfTestError",
     "MemoryBudgetError",
     "NonFiniteLogitsError",
+    "OverloadedError",
     "RequestError",
     "StepPreparationError",
 ]
@@ -83,4 +86,27 @@ class EngineFailedError(StepgraphError, RuntimeError):
     """A step failed or an exception interrupted it: the engine cannot be used any more.
 
     `__cause__` is the failure.
+    """
+
+
+class EngineUnavailableError(StepgraphError, RuntimeError):
+    """An `AsyncEngine` drains, sleeps or restarts, and takes no requests now."""
+
+
+class OverloadedError(StepgraphError, RuntimeError):
+    """An `AsyncEngine` refused a request, because too many wait already.
+
+    Attributes:
+        retry_after: predicted seconds until such a request can be queued.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineUnreachableError(OverloadedError):
+    """An `AsyncEngine` refused a request whose first token would come after its deadline.
+
+    `retry_after` is by how many seconds it would be late.
     """

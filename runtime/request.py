@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
 
 __all__ = [
+    "AbortReason",
     "FinishReason",
     "Request",
     "RequestGroup",
@@ -36,9 +37,12 @@ __all__ = [
     "TokenLogprobs",
 ]
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+AbortReason = Literal["abort", "deadline"]
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """`stop`: an end-of-sequence or stop token, or a stop string. `length`: `max_tokens` or the
-longest sequence the engine can hold. `abort`: `Engine.abort`. `error`: see `RequestOutput.error`;
+longest sequence the engine can hold. `abort`: `Engine.abort`. `deadline`: a deadline of
+`AsyncEngine` passed. `error`: see `RequestOutput.error`;
 the tokens before it are valid.
 """
 
@@ -256,3 +260,11 @@ class RequestGroup:
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(request.status is _FINISHED for request in self.requests)
+
+    def end(self, reason: AbortReason) -> None:
+        """End the completions of a group that was never queued."""
+        for request in self.requests:
+            assert request.status is RequestStatus.WAITING
+            request.status = _FINISHED
+            request.finish_reason = reason
+            request.siblings = []

@@ -25,9 +25,11 @@ from ..loading.tokenizer import TextTokenizer
 from ..models.decoder import Decoder
 from ..prompt_embeds import EncodedContent, PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
+from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingParams
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
+from .engine_load import EngineLoad
 from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .intake import Intake, Prompt
@@ -161,8 +163,7 @@ class Engine:
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, not {priority!r}")
+        _check_priority(priority)
         return self._shared.submit(
             partial(
                 self._intake.accept,
@@ -174,15 +175,55 @@ class Engine:
             request_id,
         )
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; the next `step` returns its final output, with reason `abort`.
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestGroup:
+        """Check and tokenise a prompt, for a later `queue`. Any thread may call it at any time.
+
+        Raises:
+            RequestError: as `add_request`.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._shared.check_usable()
+        _check_priority(priority)
+        own = SamplingParams() if params is None else params
+        return self._intake.accept(request_id, prompt, own, priority, cache_salt)
+
+    def queue(self, group: RequestGroup) -> None:
+        """Queue a prepared request, once.
+
+        Raises:
+            RequestError: its id is in use.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._shared.submit(lambda _: group, group.id)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How many rows are taken. Read it in the thread that runs the steps."""
+        loop = self._loop
+        scheduler = loop.scheduler
+        return EngineLoad(
+            scheduler.max_num_seqs,
+            scheduler.num_running,
+            scheduler.num_waiting + loop.num_posted,
+        )
+
+    def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
+        """End a request; the next `step` returns its final output, with the reason given.
 
         Its row and blocks are free when this returns, or from the next step on if another call runs
         the loop. If the current step ends the request, the reason is that of the step.
 
         Returns False, and does nothing, if there is no unfinished request of this id.
         """
-        return self._shared.abort(request_id)
+        return self._shared.abort(request_id, reason)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has requests to run or outputs to return."""
@@ -454,6 +495,11 @@ class Engine:
         _ = self._loop
         assert self._parts is not None
         return self._parts
+
+
+def _check_priority(priority: int) -> None:
+    if not isinstance(priority, int):
+        raise RequestError(f"priority must be an integer, not {priority!r}")
 
 
 def _one_each(

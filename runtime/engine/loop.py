@@ -25,6 +25,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -35,7 +36,7 @@ from ..errors import NonFiniteLogitsError
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..kernels.ops.feedback import NON_FINITE
-from ..request import FinishReason, Request, RequestGroup, RequestStatus
+from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
@@ -117,9 +118,9 @@ class StepLoop:
         """Queue the requests of a group in the next step. Any thread may call it at any time."""
         self._posted.append((self.add, group))
 
-    def post_abort(self, group: RequestGroup) -> None:
+    def post_abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
         """End the requests of a group in the next step, with an output. Any thread, any time."""
-        self._posted.append((self.abort, group))
+        self._posted.append((partial(self.abort, reason=reason), group))
 
     def post_discard(self, group: RequestGroup) -> None:
         """End the requests of a group in the next step, without output. Any thread, any time."""
@@ -142,13 +143,13 @@ class StepLoop:
             self.scheduler.add(request)
             self.counts["requests"] += 1
 
-    def abort(self, group: RequestGroup) -> None:
+    def abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
         """End the unfinished requests of a group. The next step returns their output."""
         if self.groups.get(group.id) is not group or group.finished:
             return
         for request in group.requests:
             if request.status is not _FINISHED:
-                self._finish(request, "abort")
+                self._finish(request, reason)
         self._changed[group] = None
 
     def discard(self, group: RequestGroup) -> None:

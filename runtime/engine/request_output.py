@@ -58,13 +58,22 @@ class CompletionOutput:
     @property
     def delta(self) -> OutputDelta:
         """What is new since the previous output of the request."""
+        return self.delta_since(self._first_token, self._first_char)
+
+    def delta_since(self, token: int, char: int) -> OutputDelta:
+        """Return the tokens from number `token`, and the text from character `char`.
+
+        Any thread may call it while the engine runs steps.
+        """
         detokenizer = self._request.detokenizer
-        text = ""
-        if detokenizer is not None:
-            text = detokenizer.text_between(self._first_char, self._num_chars)
-        new = slice(self._first_token, self._num_tokens)
+        text = "" if detokenizer is None else detokenizer.text_between(char, self._num_chars)
+        new = slice(token, self._num_tokens)
         token_ids = self._request.output_slice(new.start, new.stop)
         return OutputDelta(text, tuple(token_ids), tuple(self._request.logprobs[new]))
+
+    def token_ns_since(self, token: int) -> tuple[int, ...]:
+        """Return when the host received the tokens from number `token`; see `RequestTiming`."""
+        return tuple(self._request.token_ns[token : self._num_tokens])
 
     @property
     def token_ids(self) -> list[int]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import EngineClosedError, EngineFailedError, EngineForkedError, RequestError
-from ..request import RequestGroup
+from ..request import AbortReason, RequestGroup
 from .access import LoopAccess
 from .forks import call_in_children
 from .loop import StepLoop
@@ -112,13 +112,13 @@ class SharedLoop:
             self._tickets.release(ticket)
             raise
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
         """End a request; see `Engine.abort`."""
         loop = self.open_loop
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.group is None or ticket.group.finished or ticket.abort_posted:
             return False
-        loop.post_abort(ticket.group)
+        loop.post_abort(ticket.group, reason)
         ticket.abort_posted = True
         self._settle("abort")
         return True

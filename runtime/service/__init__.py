@@ -1,0 +1,1 @@
+"""Serving: the asynchronous engine, its admission control, and the HTTP service."""

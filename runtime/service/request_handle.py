@@ -1,0 +1,184 @@
+"""A request of an `AsyncEngine`, from its submission to its last output. Does not import torch.
+
+    PREPARING   tokenised and checked, in a preparation thread
+    QUEUED      in the admission queue
+    RUNNING     in the engine: waiting for its blocks, prefilled, decoding or swapped out
+    ENDED       has its last output or its error
+
+The step thread stores the newest output; the consumer computes deltas from the positions that it
+has read. However slow the consumer is, a handle holds one output and one state.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ..request import AbortReason, FinishReason, RequestGroup, TokenLogprobs
+
+if TYPE_CHECKING:  # it needs torch
+    from ..engine.request_output import RequestOutput
+
+__all__ = ["Delta", "DeltaReader", "HandleState", "Mailbox", "RequestHandle"]
+
+
+class HandleState(enum.Enum):
+    """The state of a request; see the module."""
+
+    PREPARING = enum.auto()
+    QUEUED = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Mailbox(Protocol):
+    """Wakes the consumers of its requests, all of them at once."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no consumer can read its requests any more."""
+
+    def post(self, handle: RequestHandle) -> None:
+        """Note that a request has news. The next `flush` wakes its consumer."""
+
+    def flush(self) -> None:
+        """Wake the consumers of the requests that have news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a completion has gained since the previous delta of its stream.
+
+    Several steps may be joined in one delta if the consumer is slower than the engine.
+    """
+
+    request_id: str
+    index: int
+    """Number of the completion, from 0 to `SamplingParams.n` - 1."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """One entry a token; empty unless `SamplingParams.logprobs` was given."""
+    token_ns: tuple[int, ...]
+    """When the host received each token, on the clock of `time.perf_counter_ns`."""
+    finish_reason: FinishReason | None
+    """Why the completion ended, in its last delta."""
+
+
+class RequestHandle:
+    """State of one request. The step thread changes it, once it is prepared."""
+
+    __slots__ = (
+        "abort_reason",
+        "cache_salt",
+        "deadline_ns",
+        "error",
+        "first_token_deadline_ns",
+        "group",
+        "id",
+        "mailbox",
+        "num_charged",
+        "num_prompt_tokens",
+        "output",
+        "posted",
+        "priority",
+        "started_ns",
+        "state",
+        "streams",
+        "submitted_ns",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        mailbox: Mailbox,
+        *,
+        streams: bool,
+        tenant: str,
+        priority: int,
+        submitted_ns: int,
+        deadline_ns: int | None,
+        first_token_deadline_ns: int | None,
+    ) -> None:
+        """Begin in state `PREPARING`.
+
+        `streams` is whether the consumer reads more than the last output. Times are on the clock of
+        `time.perf_counter_ns`.
+        """
+        self.id = request_id
+        self.mailbox = mailbox
+        self.streams = streams
+        self.tenant = tenant
+        self.priority = priority
+        self.submitted_ns = submitted_ns
+        self.deadline_ns = deadline_ns
+        self.first_token_deadline_ns = first_token_deadline_ns
+        self.state = HandleState.PREPARING
+        self.group: RequestGroup | None = None
+        """Its requests, once it is prepared."""
+        self.num_prompt_tokens = 0
+        self.started_ns: int | None = None
+        """When it entered the engine."""
+        self.num_charged = 0
+        """Output tokens that its tenant's counter contains."""
+        self.output: RequestOutput | None = None
+        """The newest output."""
+        self.error: BaseException | None = None
+        """Why it was refused, or lost."""
+        self.abort_reason: AbortReason | None = None
+        """Set once it should end early."""
+        self.posted = False
+        """Whether its mailbox has news of it that the consumer has not seen."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether `output` or `error` is final."""
+        return self.state is HandleState.ENDED
+
+    @property
+    def has_first_token(self) -> bool:
+        """Whether any of its completions has a token."""
+        return self.group is not None and any(r.num_output for r in self.group.requests)
+
+
+class DeltaReader:
+    """Reads the deltas of a handle. For one consumer."""
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+        self._positions: list[tuple[int, int]] = []
+        """Tokens and characters read, of each completion that has not ended."""
+        self._ended: set[int] = set()
+
+    def read(self) -> list[Delta]:
+        """Return what each completion gained since the last call; an empty list for nothing."""
+        output = self._handle.output
+        if output is None:
+            return []
+        if not self._positions:
+            self._positions = [(0, 0)] * len(output.completions)
+        deltas = []
+        for index, completion in enumerate(output.completions):
+            if index in self._ended:
+                continue
+            tokens, chars = self._positions[index]
+            if completion.num_tokens == tokens and completion.finish_reason is None:
+                continue
+            gained = completion.delta_since(tokens, chars)
+            self._positions[index] = (completion.num_tokens, chars + len(gained.text))
+            if completion.finish_reason is not None:
+                self._ended.add(index)
+            deltas.append(
+                Delta(
+                    self._handle.id,
+                    index,
+                    gained.text,
+                    gained.token_ids,
+                    gained.logprobs,
+                    completion.token_ns_since(tokens),
+                    completion.finish_reason,
+                )
+            )
+        return deltas

@@ -1,0 +1,79 @@
+"""`ServiceConfig`: how an `AsyncEngine` admits, watches and restarts. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..bounded_repr import bounded_repr
+from ..errors import ConfigError
+
+__all__ = ["ServiceConfig"]
+
+MAX_COUNT = 1 << 40
+MAX_SECONDS = 1e9
+MAX_WEIGHT = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """Limits of an `AsyncEngine`. Every field has a default.
+
+    Attributes:
+        max_queued_requests: maximum requests that wait for a row, those being tokenised included,
+            1 to 2^40. More are refused with `OverloadedError`.
+        max_queued_tokens: maximum prompt tokens of the waiting requests, 1 to 2^40.
+        tenant_weights: tenant → its share of the engine relative to others, above 0 to 10^6.
+            Tenants without an entry have weight 1.
+        preparation_threads: threads that tokenise prompts and render chat templates, 1 to 64.
+        stall_seconds: a step that takes longer makes `health().ready` False, above 0.
+        max_restarts: how often a failed engine is restarted within `restart_window` seconds, 0 to
+            2^40; 0 never restarts.
+        restart_window: seconds, above 0.
+        switch_interval: seconds after which Python passes the interpreter lock to a waiting thread,
+            above 0. It is a setting of the whole process (`sys.setswitchinterval`); None leaves
+            it. Python's default of 5 ms lets an event loop delay a step by that much.
+
+    Raises:
+        ConfigError: a value has a wrong type or is out of range.
+    """
+
+    max_queued_requests: int = 256
+    max_queued_tokens: int = 1 << 20
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    preparation_threads: int = 1
+    stall_seconds: float = 30.0
+    max_restarts: int = 0
+    restart_window: float = 600.0
+    switch_interval: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_integer("max_queued_requests", 1, MAX_COUNT)
+        self._check_integer("max_queued_tokens", 1, MAX_COUNT)
+        self._check_integer("preparation_threads", 1, 64)
+        self._check_integer("max_restarts", 0, MAX_COUNT)
+        _check_positive("stall_seconds", self.stall_seconds, MAX_SECONDS)
+        _check_positive("restart_window", self.restart_window, MAX_SECONDS)
+        if self.switch_interval is not None:
+            _check_positive("switch_interval", self.switch_interval, MAX_SECONDS)
+        if not isinstance(self.tenant_weights, Mapping):
+            raise _refusal("tenant_weights", self.tenant_weights, "a mapping of names to numbers")
+        for tenant, weight in self.tenant_weights.items():
+            if not isinstance(tenant, str):
+                raise _refusal("a key of tenant_weights", tenant, "a string")
+            _check_positive(f"tenant_weights[{bounded_repr(tenant)}]", weight, MAX_WEIGHT)
+
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _refusal(name, value, f"an integer from {low} to {high}")
+
+
+def _check_positive(name: str, value: object, high: float) -> None:
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not valid or not 0 < value <= high:  # type: ignore[operator]
+        raise _refusal(name, value, f"a number above 0 and up to {high:g}")
+
+
+def _refusal(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"ServiceConfig: {name} is {bounded_repr(value)}; allowed is {allowed}")
