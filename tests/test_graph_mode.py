@@ -20,7 +20,7 @@ from stepgraph.runtime import (
     SamplingParams,
 )
 
-from .fake_graphs import FakeCapturer, FakeGraphs, NotCapturableError, make_fake_graphs  # noqa: F401
+from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
 if TYPE_CHECKING:
     from conftest import TinyModel
