@@ -150,7 +150,7 @@ def test_quantised_storage(
 
 @pytest.mark.parametrize("pack", [None, pack_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3"])
 def test_weights_take_the_bytes_that_were_planned(
     tiny: Callable[[str], TinyModel],
     variant: str,
