@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,35 +105,80 @@ def test_a_header_that_lies(checkpoint: Path, lie: str) -> None:
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("length", [0, 2**24, 2**63, 2**64 - 1])
-def test_a_header_of_a_length_that_lies(checkpoint: Path, length: int) -> None:
+CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    **{
+        f"cut at {size}": (lambda content, size=size: content[:size], "is truncated")
+        for size in (0, 4, 100, -1, -2000)
+    },
+    **{
+        f"header of {size} bytes": (
+            lambda _, size=size: struct.pack("<Q", size) + b"{}" * 20,
+            r"model\.safetensors",
+        )
+        for size in (0, 2**24, 2**63, 2**64 - 1)
+    },
+    "git-lfs pointer": (
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+        "git lfs pull",
+    ),
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_file_that_is_no_safetensors(checkpoint: Path, content: str) -> None:
     path = checkpoint / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", length) + b"{}" * 20)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    change, message = CONTENTS[content]
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
         CheckpointReader(checkpoint)
 
 
-def test_an_index_of_many_missing_shards_is_cut(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    shards = {f"t{i}": f"{'x' * 200}-{i}.safetensors" for i in range(5000)}
-    index = checkpoint / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(CheckpointError, match="and 4995 more") as caught:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", None])
+def test_no_safetensors(checkpoint: Path, name: str | None) -> None:
+    """Pickles are refused unread."""
+    (checkpoint / "model.safetensors").rename(checkpoint / (name or "notes.txt"))
+    message = f"(?s){name}.*safetensors.*save_pretrained"
+    if name is None:
+        message = r"neither model\.safetensors nor"
+    with pytest.raises(CheckpointError, match=message):
         CheckpointReader(checkpoint)
-    assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    "shard", ["../a", "/etc/passwd", "a/b", "a\0b", "", ".", "..", "x" * 5000, 3, None]
-)
-def test_an_index_that_names_no_file_of_the_directory(checkpoint: Path, shard: Any) -> None:
+NO_FILES = ["../a", "/etc/passwd", "a/b", "a\0b", "", ".", "..", "x" * 5000, 3, None]
+INDICES = [
+    *("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}'),
+    *(json.dumps({"weight_map": {"a": name}}) for name in NO_FILES),
+]
+
+
+@pytest.mark.parametrize("content", INDICES)
+def test_an_index_that_names_no_file_of_the_directory(checkpoint: Path, content: str) -> None:
     (checkpoint / "model.safetensors").unlink()
-    index = checkpoint / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    (checkpoint / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError) as caught:
         CheckpointReader(checkpoint)
     assert str(checkpoint) in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_an_index_of_many_missing_shards_is_cut(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    shards = {f"t{i}": f"{i:04}{'x' * 150}.safetensors" for i in range(5000)}
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    message = "lacks shards .* 0000x.* 0001x.* and 4995 more"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        CheckpointReader(checkpoint)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_index_that_names_a_tensor_of_no_shard(checkpoint: Path) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"model.extra.weight": "a.safetensors"}}))
+    message = r"a\.safetensors does not hold model\.extra\.weight"
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(checkpoint)
 
 
 def test_weights_are_not_read_before_the_tokenizer(
