@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.allocators import GroupAllocator
@@ -14,13 +13,6 @@ from .cache_rig import hashes_of, spec
 
 def make(pool: BlockPool, block_size: int, window: int | None = None) -> GroupAllocator:
     return GroupAllocator(pool, LayerGroup(0, spec(window), (0,)), block_size)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
-        make(BlockPool(4), 0)
-    with pytest.raises(AssertionError):
-        make(BlockPool(4), 2).grow("a", -1)
 
 
 @given(block_size=st.integers(1, 9), totals=st.lists(st.integers(0, 60), max_size=10))
