@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,38 +18,9 @@ from stepgraph.runtime.loading.loader import (
     iter_weights,
     read_config,
 )
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "tied": {"tie_word_embeddings": True},
-    "untied": {"tie_word_embeddings": False},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "wide heads": {"head_dim": 22, "num_key_value_heads": 1},
-    "one kv head each": {"num_key_value_heads": 4, "dtype": "float16"},
-}
-
-
-def save_model(directory: Path, *, shard: str = "5GB", **changes: Any) -> LlamaForCausalLM:
-    settings: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-    }
-    config = LlamaConfig(**(settings | changes))
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(config).to(getattr(torch, str(config.dtype).removeprefix("torch.")))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-2.0, 2.0)
-    model.generation_config = GenerationConfig(eos_token_id=[2, 5])
-    model.save_pretrained(directory, max_shard_size=shard)
-    return model
+if TYPE_CHECKING:
+    from conftest import TinyModel
 
 
 def load_all(
@@ -58,7 +30,7 @@ def load_all(
         return dict(iter_weights(reader, read_config(directory), dtype, progress=progress))
 
 
-def reference(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+def reference(model: Any) -> dict[str, torch.Tensor]:
     """The fused weights, assembled from the modules of transformers' model."""
     fused = {"embed_tokens.weight": model.model.embed_tokens.weight}
     for i, layer in enumerate(model.model.layers):
@@ -81,17 +53,10 @@ def reference(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in fused.items()}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    save_model(directory)
-    return directory
-
-
 @pytest.fixture
-def single(saved: Path, tmp_path: Path) -> Path:
-    """A copy of a one-file checkpoint, to be broken."""
-    return shutil.copytree(saved, tmp_path / "single")
+def single(base: TinyModel, tmp_path: Path) -> Path:
+    """A copy of a one-file checkpoint, to be changed."""
+    return shutil.copytree(base.directory, tmp_path / "single")
 
 
 def rewrite(path: Path, tensors: dict[str, torch.Tensor], *drop: str) -> None:
@@ -104,43 +69,43 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("shard", ["5GB", "8KB"])
-    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("variant", ["base", "one_kv_head", "biases", "odd", "sharded"])
     def test_equal_to_the_modules_of_transformers(
-        self, tmp_path: Path, variant: str, shard: str
+        self, tiny: Callable[[str], TinyModel], variant: str
     ) -> None:
-        model = save_model(tmp_path, shard=shard, **VARIANTS[variant])
-        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "8KB")
-        loaded = load_all(tmp_path)
-        expected = reference(model)
-        layout = fused_layout(read_config(tmp_path))
+        model = tiny(variant)
+        files = list(model.directory.glob("*.safetensors"))
+        assert (len(files) > 1) == (variant in ("odd", "sharded"))
+        loaded = load_all(model.directory)
+        expected = reference(model.reference)
+        layout = fused_layout(read_config(model.directory))
         assert list(loaded) == list(layout)
         assert loaded.keys() == expected.keys()
         for name, tensor in loaded.items():
             assert tensor.shape == layout[name].shape
             assert tensor.is_contiguous()
-            torch.testing.assert_close(tensor, expected[name].float(), rtol=0, atol=0)
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
     def test_cast_to_the_dtype_asked_for(self, single: Path) -> None:
         half = load_all(single, torch.float16)
         for name, tensor in load_all(single).items():
             torch.testing.assert_close(half[name], tensor.half(), rtol=0, atol=0)
 
-    def test_the_index_decides_between_duplicates(self, tmp_path: Path) -> None:
-        save_model(tmp_path, shard="8KB")
-        expected = load_all(tmp_path)
-        path = tmp_path / "model.safetensors.index.json"
+    def test_the_index_decides_between_duplicates(
+        self, tiny: Callable[[str], TinyModel], tmp_path: Path
+    ) -> None:
+        directory = shutil.copytree(tiny("sharded").directory, tmp_path / "sharded")
+        expected = load_all(directory)
+        path = directory / "model.safetensors.index.json"
         weight_map = json.loads(path.read_text())["weight_map"]
         for shard in set(weight_map.values()) - {weight_map["model.norm.weight"]}:
-            rewrite(tmp_path / shard, {"model.norm.weight": torch.full((32,), torch.nan)})
-        torch.testing.assert_close(load_all(tmp_path), expected, rtol=0, atol=0)
+            rewrite(directory / shard, {"model.norm.weight": torch.full((48,), torch.nan)})
+        torch.testing.assert_close(load_all(directory), expected, rtol=0, atol=0)
 
     def test_harmless_extra_tensors(self, single: Path) -> None:
-        shutil.rmtree(single)
-        save_model(single, tie_word_embeddings=True)
         expected = load_all(single)
         extra = {
-            "lm_head.weight": torch.randn(61, 32),
+            "lm_head.weight": torch.randn(97, 48),
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(4).double(),
         }
         rewrite(single / "model.safetensors", extra)
@@ -151,14 +116,14 @@ class TestWeights:
     @pytest.mark.parametrize("terminal", [False, True])
     def test_progress_is_for_a_terminal(
         self,
-        saved: Path,
+        base: TinyModel,
         capfd: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
         terminal: bool,
     ) -> None:
         if terminal:
             monkeypatch.setenv("FORCE_COLOR", "1")  # rich: as if stderr were a terminal
-        load_all(saved, progress=True)
+        load_all(base.directory, progress=True)
         out, err = capfd.readouterr()
         assert out == ""
         assert ("loading weights" in err and "100%" in err) == terminal
@@ -177,21 +142,21 @@ class TestContradictions:
         rewrite(
             single / "model.safetensors",
             {
-                "model.norm.weight": torch.randn(33),
-                "model.layers.7.mlp.up_proj.weight": torch.randn(40, 32),
-                "model.layers.0.mlp.down_proj.weight": torch.randn(32, 40).double(),
+                "model.norm.weight": torch.randn(49),
+                "model.layers.7.mlp.up_proj.weight": torch.randn(80, 48),
+                "model.layers.0.mlp.down_proj.weight": torch.randn(48, 80).double(),
             },
             "model.layers.1.self_attn.k_proj.weight",
         )
         lines = [line.strip() for line in self.refusal(single).splitlines()]
-        assert "missing: model.layers.1.self_attn.k_proj.weight [16, 32]" in lines
-        assert "shape: model.norm.weight expected [32], found [33]" in lines
-        assert "unexpected: model.layers.7.mlp.up_proj.weight [40, 32]" in lines
+        assert "missing: model.layers.1.self_attn.k_proj.weight [32, 48]" in lines
+        assert "shape: model.norm.weight expected [48], found [49]" in lines
+        assert "unexpected: model.layers.7.mlp.up_proj.weight [80, 48]" in lines
         assert any("down_proj.weight in model.safetensors is F64" in line for line in lines)
         assert len(lines) == 5
 
     def test_long_lists_are_cut(self, single: Path) -> None:
         edit_json(single / "config.json", attention_bias=True, mlp_bias=True)
         lines = self.refusal(single).splitlines()
-        assert lines[-1].strip() == "... and 4 more", "14 biases, the first ten by name"
+        assert lines[-1].strip() == "... and 11 more", "21 biases, the first ten by name"
         assert len(lines) == 1 + 10 + 1
