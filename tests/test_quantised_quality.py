@@ -22,8 +22,7 @@ WEIGHTS = [{"weight_dtype": "int8"}, {"weight_dtype": "fp8"}]
 @pytest.mark.parametrize(
     ("mode", "num_tokens", "window", "storages"),
     [
-        ("compile", 500, 250, KV),
-        ("eager", 400, 200, WEIGHTS[:1]),
+        ("compile", 500, 250, [*KV, *WEIGHTS[:1]]),
         pytest.param("eager", 500, 250, [*KV, *WEIGHTS], marks=pytest.mark.slow),
         pytest.param("compile", 1 << 16, 1024, [*KV, *WEIGHTS[:1]], marks=pytest.mark.slow),
     ],
