@@ -26,6 +26,8 @@ from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
+from .cache_rig import record_allocations
+
 VOCAB = 11
 
 Windows = tuple[int | None, ...]
@@ -189,19 +191,8 @@ class FakeRunner:
         self._drafts = random.Random(0)
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
-        self._fresh: list[int] = []  # blocks handed out since contents were last forgotten
-        self._watch_allocations()
-
-    def _watch_allocations(self) -> None:
-        pool = self.scheduler.cache._pool
-        allocate = pool.allocate
-
-        def watched(n: int) -> list[int]:
-            blocks = allocate(n)
-            self._fresh += blocks
-            return blocks
-
-        pool.allocate = watched  # type: ignore[method-assign]
+        # Blocks handed out since contents were last forgotten.
+        self._fresh = record_allocations(scheduler.cache._pool)
 
     def swap_out(self, plan: StepPlan) -> None:
         self._stages = ["swap_out"]

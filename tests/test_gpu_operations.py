@@ -21,7 +21,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED, record_ke
 from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 
-from .fake_graphs import Tape
+from .operation_tape import Tape
 
 if TYPE_CHECKING:
     from conftest import TinyModel
