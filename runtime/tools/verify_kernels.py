@@ -32,6 +32,7 @@ from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.fusion import kernel_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
+from ..kernels.triton.operations import Operations
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
@@ -90,6 +91,7 @@ def check_operations(
     context: int,
     replays: int = 1000,
     kernels: Sequence[str] | None = None,
+    operations: Operations | None = None,
 ) -> Iterator[Verified]:
     """Yield a result for each kernel of a decode step, dependent launch off, then on (on CUDA).
 
@@ -103,8 +105,9 @@ def check_operations(
         context: tokens of each row, the newest included.
         replays: of each captured graph.
         kernels: names of those to check; None: all, and the layer.
+        operations: to check; None: the Triton kernels.
     """
-    cases = decode_cases(model, config, device, rows=rows, context=context)
+    cases = decode_cases(model, config, device, rows=rows, context=context, operations=operations)
     tolerance = TOLERANCE[config.dtype]
     captured = replays if device.type == "cuda" else 0
     switches = (False, True) if device.type == "cuda" else (False,)
@@ -132,9 +135,9 @@ def _verify(
     device: torch.device,
 ) -> Verified:
     """Return `found` with the outcome of running these cases in order; tensors stay as they are."""
-    tensors = {id(t): t for case in cases for t in (*case.outputs(), *case.updates)}
+    tensors = {id(t): t for case in cases for t in (*case.outputs(), *case.updates())}
     saved = [(tensor, tensor.clone()) for tensor in tensors.values()]
-    updates = [(t, t.clone()) for case in cases for t in case.updates]
+    updates = [(t, t.clone()) for case in cases for t in case.updates()]
 
     def prepare() -> None:
         """Poison what is only written, and restore what is updated in place."""
