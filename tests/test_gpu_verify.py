@@ -38,7 +38,7 @@ def check(
     resolved = ResolvedConfig.resolve(config, model)
     return list(
         check_operations(
-            model, resolved, DEVICE, rows=rows, context=7, replays=20,
+            model, resolved, rows=rows, context=7, replays=20,
             kernels=kernels or None, operations=operations,
         )
     )  # fmt: skip

@@ -20,7 +20,7 @@ from ..engine.startup import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions, StepKey
-from ..kernels import AttentionForm, LayerPlace, kernels_for, select_kernels
+from ..kernels import AttentionForm, LayerPlace, RaggedBatch, kernels_for, select_kernels
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
 from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.paired_layers import every_pair
@@ -30,7 +30,6 @@ from ..models.decoder import Decoder
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
 from .memory_report import resolve_absent
-from .random_tensors import RandomCache, RandomTensors
 
 __all__ = ["RecordedStep", "record_paged_attention", "record_steps"]
 
@@ -153,27 +152,37 @@ def record_paged_attention(
     form = AttentionForm(
         attend.scale, attend.window, attend.softcap, resolved.storage, attend.value_dim
     )
-    cache = RandomCache(model, resolved, _META, rows=1, context=resolved.max_model_len, layers=1)
-    random = RandomTensors(resolved.dtype, resolved.weights, _META)
+    arena = Arena(
+        layer_groups(model, resolved)[:1],
+        _BLOCKS,
+        resolved.block_size,
+        resolved.dtype,
+        _META,
+        resolved.storage,
+    ).tensor
+    blocks = resolved.max_blocks_per_row
+    table = torch.empty(1, 1, blocks, dtype=torch.int32, device=_META)
     steps: list[RecordedStep] = []
     for size in tokens:
-        queries = random.normal(size, attend.heads, attend.head_dim)
-        keys = random.normal(size, attend.kv_heads, attend.head_dim)
+        queries = torch.empty(
+            size, attend.heads, attend.head_dim, dtype=resolved.dtype, device=_META
+        )
+        keys = queries[:, : attend.kv_heads]
         values = None if attend.shared_values else keys
         index = torch.empty(size, dtype=torch.int64, device=_META)
-        chunk = dataclasses.replace(
-            cache.batch,
+        chunk = RaggedBatch(
             positions=index,
             slots=index[None],
             token_rows=index,
             rows=index[:1],
+            block_tables=table,
+            read_blocks=blocks,
+            block_size=resolved.block_size,
             tokens_per_row=size,
         )
         rows = dataclasses.replace(chunk, rows=index, tokens_per_row=1)
         with record_kernel_calls(capability) as calls:
             for batch in (chunk, rows):
-                triton_paged_attention(
-                    queries, keys, values, cache.arena, LayerPlace(0, 0), batch, form
-                )
+                triton_paged_attention(queries, keys, values, arena, LayerPlace(0, 0), batch, form)
         steps.append(RecordedStep(f"paged attention of {size} tokens", calls))
     return steps

@@ -85,7 +85,6 @@ class Verified:
 def check_operations(
     model: ModelConfig,
     config: ResolvedConfig,
-    device: torch.device,
     *,
     rows: int,
     context: int,
@@ -99,15 +98,16 @@ def check_operations(
 
     Args:
         model: one that `kernel_obstacle` has nothing against.
-        config: dtype, storage of weights and cache, block size.
-        device: a CUDA device, or the CPU in Triton's interpreter, where nothing is captured.
+        config: dtype, storage of weights and cache, block size, and the device: a CUDA device, or
+            the CPU in Triton's interpreter, where nothing is captured.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
         replays: of each captured graph.
         kernels: names of those to check; None: all, and the layer.
         operations: to check; None: the Triton kernels.
     """
-    cases = decode_cases(model, config, device, rows=rows, context=context, operations=operations)
+    device = config.device
+    cases = decode_cases(model, config, rows=rows, context=context, operations=operations)
     tolerance = TOLERANCE[config.dtype]
     captured = replays if device.type == "cuda" else 0
     switches = (False, True) if device.type == "cuda" else (False,)
@@ -135,17 +135,14 @@ def _verify(
     device: torch.device,
 ) -> Verified:
     """Return `found` with the outcome of running these cases in order; tensors stay as they are."""
-    tensors = {id(t): t for case in cases for t in (*case.outputs(), *case.updates())}
-    saved = [(tensor, tensor.clone()) for tensor in tensors.values()]
-    updates = [(t, t.clone()) for case in cases for t in case.updates()]
+    outputs = {id(t): t for case in cases for t in case.outputs()}
+    saved = [(tensor, tensor.clone()) for tensor in outputs.values()]
 
     def prepare() -> None:
-        """Poison what is only written, and restore what is updated in place."""
+        """Poison what is only written."""
         for case in cases:
             for tensor in case.outputs():
                 tensor.fill_(math.nan if tensor.is_floating_point() else 0)
-        for tensor, before in updates:
-            tensor.copy_(before)
 
     try:
         expected = reference()
@@ -259,7 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in check_operations(
             model,
             config,
-            device,
             rows=rows,
             context=options.context,
             replays=options.replays,
