@@ -3,9 +3,9 @@
     python -m stepgraph.runtime.tools.verify_kernels --model preset:llama-3.2-1b --rows 1 8 32
 
 Each kernel runs with the arguments of a step with random weights, into poisoned outputs, with
-dependent launch off and on. On a CUDA device each kernel, and all of them in the order of a layer (`layer`),
-are also captured and replayed many times. Every replay must leave the same bits; different bits
-mean a race. Prints a line for each check; the exit status is 1 if one failed.
+dependent launch off and on. On a CUDA device each kernel, and all of them in the order of a layer
+(`layer`), are also captured and replayed many times. Every replay must leave the same bits;
+different bits mean a race. Prints a line for each check; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
