@@ -29,6 +29,7 @@ from ..kernels.triton.split_attention import Partials
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
+from .random_tensors import cloned
 
 __all__ = ["KernelCase", "decode_cases"]
 
@@ -171,7 +172,7 @@ def decode_cases(
     if copies > 1:  # two are more than any cache holds
         heads.append(BoundArguments(head.signature, head.arguments.copy()))
         (linear,) = _linears(head)
-        heads[1].arguments["linear_"] = linear._replace(weight=linear.weight.clone())
+        heads[1].arguments["linear_"] = cloned(linear)
     return [*cases, KernelCase("head", "head", native, heads)]
 
 

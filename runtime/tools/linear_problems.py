@@ -25,7 +25,7 @@ from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.tuning import TuningKey, is_tight, tuning_key
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
-from .random_tensors import RandomTensors
+from .random_tensors import RandomTensors, cloned
 
 __all__ = ["LinearProblem", "Operands", "Problem", "TimedOperands", "problems_of"]
 
@@ -192,10 +192,7 @@ class Operands:
         rows, k = problem.rows, problem.k
         random = RandomTensors(problem.dtype, problem.weights, device)
         first = random.linear(problem.stored_rows, k)
-        self.linears = [first] + [
-            GpuLinear(*(None if tensor is None else tensor.clone() for tensor in first))
-            for _ in range(copies - 1)
-        ]
+        self.linears = [first, *(cloned(first) for _ in range(copies - 1))]
         self.x_TK, self.norm = random.normal(rows, k), random.norm(k)
         self.pending: Pending | None = None
         if problem.pending:

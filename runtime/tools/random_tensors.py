@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import WeightStorage, quantise_weight
 from ..kernels.triton.linear import GpuLinear, GpuNorm
 
-__all__ = ["RandomTensors"]
+__all__ = ["RandomTensors", "cloned"]
 
 
 class RandomTensors:
@@ -38,3 +38,13 @@ class RandomTensors:
         if self._weights == "model":
             return GpuLinear(weight)
         return GpuLinear(*quantise_weight(weight, self._weights))
+
+
+def cloned(linear: GpuLinear) -> GpuLinear:
+    """Return a copy of a layer, in memory of its own."""
+    weight, scales, bias = linear
+    return GpuLinear(
+        weight.clone(),
+        None if scales is None else scales.clone(),
+        None if bias is None else bias.clone(),
+    )
