@@ -248,15 +248,12 @@ def test_a_file_that_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch,
     text, reason = BAD[name]
     path = tmp_path / "old.json"
     path.write_text(text)
-    with pytest.raises(ResultsError) as caught:
-        read_results(path, None)
-    message = str(caught.value)
-    assert message.startswith(f"cannot compare with {path}: ")
-    assert reason in message
-    assert "\n" not in message
     assert run_bench(monkeypatch, f"--compare {path} {RESULTS}/demo.json") == 1
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"bench.py: error: {message}\n")
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"bench.py: error: cannot compare with {path}: ")
+    assert reason in line
 
 
 json_values = st.recursive(
@@ -294,7 +291,6 @@ def test_no_value_makes_a_comparison_fail_in_another_way(tmp_path_factory, path,
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_bytes(b"\xff\xfe{}"), "it is no JSON"),
-        (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, capsys, make, reason):

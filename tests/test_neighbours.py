@@ -201,16 +201,10 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert spinning(word="peer_runner") == []
 
 
-def open_peer(rows: int = 2, python: str = sys.executable) -> Peer:
-    return Peer(
-        PeerSpec("vllm", python),
-        ROOT / "runtime" / "demo",
-        dtype="bfloat16",
-        threads=1,
-        rows=rows,
-        tokens=64,
-        batch_tokens=16,
-    )
+def open_peer(rows: int = 2) -> Peer:
+    limits = {"threads": 1, "rows": rows, "tokens": 64, "batch_tokens": 16}
+    spec = PeerSpec("vllm", sys.executable)
+    return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", **limits)
 
 
 def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
@@ -225,12 +219,9 @@ def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
     peer.close()
 
 
-def test_a_peer_that_cannot_load_says_why(fake_vllm: Path) -> None:
+def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerError, match=r"^vllm: MemoryError: seven rows are too many$"):
         open_peer(rows=7)
-
-
-def test_a_peer_that_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.write_text(FAKE_VLLM.replace("FAIL_AT", "4"))
     with closing(open_peer()) as peer:
         peer.prefill([[1], [2]], 32)
