@@ -151,6 +151,10 @@ def test_what_earlier_files_do_not_tell():
     (entry,) = compared(document(old), document(new))["entries"]
     assert (entry["low"], entry["repetitions_old"]) == (None, 0)
     assert "too few to compare" in comparison_text(result | {"entries": [entry]})
+    for samples in (None, {"step_ms": None}):
+        old["samples"] = samples
+        (entry,) = compared(document(old), document(new))["entries"]
+        assert entry["repetitions_old"] == 0
 
 
 @pytest.mark.parametrize("scenario", ["interference", "churn"])

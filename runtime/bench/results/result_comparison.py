@@ -197,7 +197,7 @@ def _repetitions(case: Mapping[str, Any]) -> Sequence[float]:
     medians: Sequence[float] | None = case.get("repetition_ms")
     if medians is not None:
         return medians
-    samples: Sequence[float] = case.get("samples", {}).get("step_ms", ())
+    samples: Sequence[float] = (case.get("samples") or {}).get("step_ms") or ()
     each = case["output_len"] - 1
     if case.get("steps_per_launch", 1) != 1 or each < 1 or len(samples) % each:
         return ()
