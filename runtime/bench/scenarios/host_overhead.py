@@ -200,30 +200,27 @@ def measure_host(
     points = [(queued[0], num_blocks[0])]
     points += [(waiting, num_blocks[0]) for waiting in queued[1:]]
     points += [(queued[0], blocks) for blocks in num_blocks[1:]]
-    return [cost for count in rows for cost in _measure(count, points, num_steps, seed)]
+    costs = []
+    for count in rows:
+        rigs = [
+            HostRig(count, waiting, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
+            for waiting, blocks in points
+        ]
+        for rig in rigs:
+            rig.run(WARMUP_STEPS)
+        times: list[list[int]] = [[] for _ in rigs]
+        gc.collect()
+        interleave(
+            [partial(_turn, rig, ns, num_steps) for rig, ns in zip(rigs, times, strict=True)],
+            -(-num_steps // TURN),
+        )
+        for point, ns in zip(points, times, strict=True):
+            costs.append(HostCost(count, *point, Summary.of(t / 1000 for t in ns)))
+    return costs
 
 
-def _measure(
-    rows: int, points: Sequence[tuple[int, int]], num_steps: int, seed: int
-) -> list[HostCost]:
-    rigs = [
-        HostRig(rows, queued, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
-        for queued, blocks in points
-    ]
-    for rig in rigs:
-        rig.run(WARMUP_STEPS)
-    samples: list[list[int]] = [[] for _ in rigs]
-    gc.collect()
-
-    def turn(rig: HostRig, times: list[int]) -> None:
-        times += rig.run(min(TURN, num_steps - len(times)))
-
-    sides = [partial(turn, rig, times) for rig, times in zip(rigs, samples, strict=True)]
-    interleave(sides, -(-num_steps // TURN))
-    return [
-        HostCost(rows, queued, blocks, Summary.of(ns / 1000 for ns in times))
-        for (queued, blocks), times in zip(points, samples, strict=True)
-    ]
+def _turn(rig: HostRig, times: list[int], num_steps: int) -> None:
+    times += rig.run(min(TURN, num_steps - len(times)))
 
 
 def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:
