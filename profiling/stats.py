@@ -137,3 +137,16 @@ class RequestTiming:
         """(end-to-end - TTFT) / (n - 1), the mean of the gaps; None for a single token."""
         gaps = len(self.token_ns) - 1
         return (self.token_ns[-1] - self.token_ns[0]) / gaps / _NS_PER_MS if gaps else None
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some spans lasted.
+
+    Args:
+        spans: begin and end of each, in the order of their begin, in any unit of time.
+    """
+    total, until = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
