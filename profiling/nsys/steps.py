@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from .. import dictionary
+from ..stats import covered
 from .export import Activity, Call, Export, ExportError, Range, in_order, process_of
 
-__all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "covered_ns", "traced_steps"]
+__all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "traced_steps"]
 
 _PHASES: Final = {dictionary.REPLAY: "decode", dictionary.PREFILL: "prefill"}
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
@@ -236,7 +237,8 @@ class _Turns:
             totals[found.name] += end - found.start_ns
         wait_ns = sum(call.end_ns - call.start_ns for call in _outermost(calls, _WAITS))
         in_thread_ns = totals["replay"] + totals["prefill"] if self._in_thread else 0
-        device, busy_ns = None, None
+        device: tuple[int, int] | None = None
+        busy_ns: float | None = None
         if self._in_thread:
             work = [(found.start_ns, end) for found, end in inside if found.name in _PHASES]
             device, busy_ns = (work[0][0], work[-1][1]), in_thread_ns
@@ -245,7 +247,7 @@ class _Turns:
             timed = in_order([activity for activity in every if activity.is_timed])
             if timed:
                 device = timed[0].start_ns, max(activity.end_ns for activity in timed)
-                busy_ns = covered_ns(timed)
+                busy_ns = covered((activity.start_ns, activity.end_ns) for activity in timed)
 
         def values(name: str) -> list[int]:
             return [part.numbers[name] for part in parts if name in part.numbers]
@@ -295,15 +297,6 @@ def _relate(steps: Sequence[TracedStep]) -> None:
         if follows and before.device_ns is not None and step.device_ns is not None:
             step.gap_us = max(0, step.device_ns[0] - before.device_ns[1]) / 1e3
             step.step_us = (step.device_ns[1] - before.device_ns[1]) / 1e3
-
-
-def covered_ns(activities: Iterable[Activity]) -> int:
-    """Return how long at least one of some activities ran, given in the order of their begin."""
-    total, until = 0, 0
-    for activity in activities:
-        total += max(0, activity.end_ns - max(activity.start_ns, until))
-        until = max(until, activity.end_ns)
-    return total
 
 
 def _within(call: Call, start_ns: int, end_ns: int) -> bool:
