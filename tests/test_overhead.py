@@ -125,32 +125,23 @@ def test_what_is_measured_is_what_a_steady_step_does(is_async_device: bool, time
     assert records == [("record", 14)] * STEPS
 
 
-def test_its_records_are_those_of_steps() -> None:
-    timeline, watch = Timeline(10), CollectorWatch()
-    instrument_steps(4, timeline, watch)
-    watch.close()
-    records = timeline.records()
-    assert [record.step for record in records] == [0, 1, 2, 3]
-    assert all(r.started_ns < r.ended_ns and r.host_ns > 0 for r in records)
+def test_listeners_and_scopes_are_in_the_measurement() -> None:
+    entered: list[str] = []
 
+    @contextlib.contextmanager
+    def scope(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
 
-def test_the_measurement_says_what_it_rests_on() -> None:
-    overhead = measure_overhead(rounds=3, steps=7)
-    assert (overhead.rounds, overhead.launches_per_round) == (3, 7)
-    assert overhead.ns_per_launch > 0
-
-
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"steps": 0}, {"rounds": -1}])
-def test_a_measurement_of_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        measure_overhead(**wrong)
-
-
-def test_whoever_listens_is_in_the_measurement() -> None:
     heard = Heard()
     with ranges.listening(heard):
-        measure_overhead(rounds=2, steps=3)
-    assert heard.names("push").count("step") == 3 * 3  # one round warms up
+        overhead = measure_overhead(rounds=2, steps=3, scope=scope, scopes=5)
+    assert (overhead.rounds, overhead.launches_per_round) == (2, 3)
+    assert overhead.ns_per_launch > 0
+    assert heard.names("push").count("step") == 3 * 3, "one round warms up"
+    assert len(entered) == 3 * 3 * 5
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        measure_overhead(steps=0)
 
 
 def test_the_scopes_of_a_launch_are_counted(open_engine: Callable[..., Engine]) -> None:
@@ -167,18 +158,6 @@ def test_a_replay_has_no_scopes(
 ) -> None:
     engine = open_engine("base", mode="graph", compile=False, max_model_len=64)
     assert scopes_of_a_launch(engine) == 0
-
-
-def test_scopes_are_in_the_measurement() -> None:
-    entered: list[str] = []
-
-    @contextlib.contextmanager
-    def scope(name: str) -> Iterator[None]:
-        entered.append(name)
-        yield
-
-    measure_overhead(rounds=2, steps=3, scope=scope, scopes=5)
-    assert len(entered) == 3 * 3 * 5
 
 
 def test_the_share_is_that_of_the_fastest_step(open_engine: Callable[..., Engine]) -> None:
