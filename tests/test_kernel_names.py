@@ -292,17 +292,16 @@ def test_a_listener_receives_the_scopes_of_every_thread_until_it_ends() -> None:
 
 
 def test_a_capture_that_fails_leaves_nothing() -> None:
-    source = Nodes()
-    with attribution.recording() as names, attribution.step(Key()):
-        with (
-            pytest.raises(MemoryError),
-            attribution.capturing(lambda: source),
-            operation("down"),
-        ):
+    def fail(source: Nodes) -> None:
+        with operation("down"):
             source.launch("a")
             raise MemoryError("no room")
-        assert operation("a") is operation("b")
-        assert source.launched == ["a"]  # the graph may be gone: its nodes are not listed
+
+    source = Nodes()
+    with attribution.recording() as names, pytest.raises(MemoryError):
+        run_capture(source, fail)
+    assert operation("a") is operation("b")
+    assert source.launched == ["a"], "the graph may be gone: its nodes are not listed"
     assert names == KernelNames()
 
 

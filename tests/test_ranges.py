@@ -172,9 +172,9 @@ def test_the_dictionary_is_sound() -> None:
 def test_wrong_names_and_payloads_fail_with_and_without_a_listener(
     emit: Callable[..., object], arguments: tuple[Any, ...], message: str, listening: bool
 ) -> None:
-    with ranges.listening(Heard()) if listening else contextlib.nullcontext():
-        with pytest.raises(ValueError, match=message):
-            emit(*arguments)
+    listener = ranges.listening(Heard()) if listening else contextlib.nullcontext()
+    with listener, pytest.raises(ValueError, match=message):
+        emit(*arguments)
 
 
 def test_integers_of_numpy_arrive_as_integers() -> None:
