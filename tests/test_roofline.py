@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from stepgraph.profiling.bandwidth import measure_read_bandwidth
-from stepgraph.profiling.roofline import Roofline, floor_seconds, fraction, step_bytes, step_flops
+from stepgraph.profiling.roofline import Roofline, floor_seconds, step_flops
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ def test_floors_of_known_models(shape: Shape, floors: dict[int, tuple[int, int |
     for rows, pair in floors.items():
         for context, microseconds in zip((1024, 8192), pair, strict=True):
             if microseconds is not None:
-                moved = step_bytes(
-                    2 * shape.weights_per_step, rows, context * shape.kv_bytes_per_token
-                )
+                moved = 2 * shape.weights_per_step + rows * context * shape.kv_bytes_per_token
                 assert floor_seconds(moved, 4.3e12) * 1e6 == pytest.approx(microseconds, abs=1)
 
 
@@ -80,18 +78,16 @@ def test_roofline_reports_a_measured_step() -> None:
         "floor_ms": 0.5,
         "fraction": 0.5,
     }
-    assert fraction(floor=3e-3, measured=1e-3) == pytest.approx(3.0)
+    assert roofline.fraction(2.5e-4) == 2.0, "above 1 where a cache holds the model"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: step_bytes(-1, 1, 1), "weight_bytes_per_step is -1"),
-        (lambda: step_bytes(1, 1, -4), "kv_bytes_per_row is -4"),
         (lambda: step_flops(1, -2, 1, 1, 1, 1), "rows is -2"),
         (lambda: floor_seconds(1, 0.0), r"bandwidth_bytes_per_s is 0\.0; it must be positive"),
         (lambda: floor_seconds(1, math.nan), "bandwidth_bytes_per_s is nan"),
-        (lambda: fraction(1.0, 0.0), r"measured is 0\.0"),
+        (lambda: Roofline(1, 0, 1.0).fraction(0.0), r"measured_seconds is 0\.0"),
         (lambda: Roofline(-1, 0, 1.0), "bytes_per_step is -1"),
         (lambda: Roofline(1, 0, -1.0), r"bandwidth_bytes_per_s is -1\.0"),
     ],
