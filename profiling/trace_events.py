@@ -239,12 +239,12 @@ def _separate_overlaps(events: list[Event]) -> None:
             if row == len(added):
                 highest[pid] += 1
                 added.append(highest[pid])
-                told = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
+                row_metadata = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
                 name = {"name": f"stream {tid}, overlapping"}
-                events.append({**told, "name": "thread_name", "args": name})
+                events.append({**row_metadata, "name": "thread_name", "args": name})
                 if isinstance(tid, int):
                     order = {"sort_index": tid}
-                    events.append({**told, "name": "thread_sort_index", "args": order})
+                    events.append({**row_metadata, "name": "thread_sort_index", "args": order})
             arrow = arrows.get((pid, tid, event.get("args", {}).get("correlation")))
             for moved in (event, arrow) if row else ():
                 if moved is not None and moved["ts"] == event["ts"]:

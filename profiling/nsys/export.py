@@ -262,7 +262,7 @@ class _ExportReader:
     def _numbers(self, text: Any, text_id: Any, binary: Any) -> dict[str, int]:
         """The step numbers in a structured payload: JSON, or bytes.
 
-        Bytes (`nsys export --include-blobs=true`) end in the struct, behind a header.
+        Bytes (`nsys export --include-blobs=true`) are a header followed by the struct.
         """
         if isinstance(binary, bytes) and len(binary) >= _NUMBERS.size:
             values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
@@ -322,7 +322,7 @@ class _ExportReader:
     def graph_trace(
         self, calls: Sequence[Call], activities: Sequence[Activity]
     ) -> GraphTrace | None:
-        """How nsys was told to trace graphs; where the export does not say, what it recorded."""
+        """Return how graphs were traced, from the settings in the export or from the activities."""
         settings = ("name", "value")
         for name, value in self._select("META_DATA_CAPTURE", settings, settings):
             mode = str(value).lower()
