@@ -87,7 +87,7 @@ class DeviceMonitor:
             import pynvml as nvml
         except ImportError:
             return None
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the PCI address
         place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         try:
             nvml.nvmlInit()  # counts its callers; the library stays as long as the process

@@ -121,9 +121,10 @@ def match_work(
     for kind in {one.kind for one in work} - {"kernel"}:
         own = [one for one in work if one.kind == kind]
         nodes = [node for node in step.nodes if node.kind == kind]
-        by_id = {node.tools_id: node for node in nodes if node.tools_id is not None}
+        by_id: dict[int | None, Node] = {node.tools_id: node for node in nodes}
+        by_id.pop(None, None)
         if by_id:
-            nodes_of_kind[kind] = [by_id.get(one.node_id) for one in own]  # type: ignore[arg-type]
+            nodes_of_kind[kind] = [by_id.get(one.node_id) for one in own]
         else:
             nodes_of_kind[kind] = [*nodes] if len(nodes) == len(own) else [None] * len(own)
     left = {kind: iter(nodes) for kind, nodes in nodes_of_kind.items()}
