@@ -309,7 +309,7 @@ def _cost(name: str, weights: int, other: int, product: _Product = _ONE_KERNEL) 
 
 
 def floor_bytes(costs: Sequence[KernelCost]) -> int:
-    """Return the bytes of the step's floor: weights and cache (`roofline.step_bytes`)."""
+    """Return the bytes of the step's floor: the weights and the cache of every row."""
     return sum(cost.launches * (cost.weight_bytes + cost.cache_bytes) for cost in costs)
 
 
