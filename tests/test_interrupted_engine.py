@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -108,9 +109,9 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", USES)
 def test_an_exception_at_some_lines(name: str) -> None:
     lines = lines_of(name)
-    for error in (KeyboardInterrupt, MemoryError):
-        for at in range(1, lines + 1, max(1, lines // 12)):
-            interrupt(name, at, error)
+    errors = itertools.cycle((KeyboardInterrupt, MemoryError))
+    for at, error in zip(range(1, lines + 1, max(1, lines // 16)), errors, strict=False):
+        interrupt(name, at, error)
 
 
 @pytest.mark.slow

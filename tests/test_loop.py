@@ -34,11 +34,11 @@ def test_max_tokens_wastes_no_step(in_flight: int) -> None:
 def test_an_aborted_request_is_reported_by_the_next_step() -> None:
     rig = Rig(max_num_seqs=1)
     running, waiting = rig.group(3, n=1), rig.group(3, n=2)
-    rig.loop.add(running)
-    rig.loop.add(waiting)
+    rig.loop.requests.add(running)
+    rig.loop.requests.add(waiting)
     rig.step(2)
-    rig.loop.abort(waiting)
-    rig.loop.abort(running)
+    rig.loop.requests.abort(waiting)
+    rig.loop.requests.abort(running)
     assert rig.cache.num_free_blocks == rig.cache.usable_blocks
     outputs = {output.request_id: output for output in rig.loop.step()}
     assert set(outputs) == {running.id, waiting.id}
