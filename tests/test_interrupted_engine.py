@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,6 +16,14 @@ from .line_faults import LineFault
 
 BYSTANDER = [8, 1, 8, 2, 8]
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_handler() -> Iterator[None]:
+    """A fault at the end of a critical section leaves the engine's handler of SIGINT installed."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def close_and_open(engine: Engine) -> None:

@@ -74,7 +74,7 @@ def watch_admission(rig: Rig) -> None:
         head = scheduler._waiting.head()
         if (
             head is not None
-            and scheduler._running.has_free_row
+            and scheduler._running.free_rows
             and not made.preempted
             and made.prefill_tokens < budget
             and len(made.prefill) < scheduler.max_prefill_rows

@@ -203,6 +203,7 @@ def test_log_probabilities_are_those_of_their_lane() -> None:
 
 def growth_of(run: Callable[[], object]) -> int:
     """Bytes that Python holds more after `run`."""
+    gc.collect()
     tracemalloc.start()
     try:
         run()  # what is made once, and kept for the next time

@@ -125,7 +125,7 @@ def _start(
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         with _preparation_bar(shown=progress) as report:
-            runner.steps.prepare(report, captured)
+            runner.library.prepare(report, captured)
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)

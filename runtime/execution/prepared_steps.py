@@ -1,12 +1,12 @@
-"""Makes, compiles and captures the steps of a runner before the first request."""
+"""Makes the steps of a runner, which its library compiles and captures at the start."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from ...graphs.library import PreparationWatcher, StepLibrary
+from ...graphs.library import StepLibrary
 from ...graphs.steps import (
     CapturedStep,
     CompiledStep,
@@ -24,25 +24,23 @@ if TYPE_CHECKING:
 __all__ = ["PreparedSteps"]
 
 
-class BindFunctions(Protocol):
-    """Makes the step functions over the tensors of a runner."""
-
-    def __call__(self, *, compiled: bool) -> StepFunctions: ...
-
-
 class PreparedSteps:
     """The steps of a mode. Keys without a prepared step run as plain PyTorch."""
 
     def __init__(
-        self, config: ResolvedConfig, keys: Sequence[StepKey], bind: BindFunctions
+        self,
+        config: ResolvedConfig,
+        keys: Sequence[StepKey],
+        make_functions: Callable[[bool], StepFunctions],
     ) -> None:
+        """`make_functions`: returns the step functions of a runner, compiled or eager."""
         self._keys = keys
-        self.functions, self._eager = bind(compiled=config.compiled), bind(compiled=False)
+        self.functions, self._eager = make_functions(config.compiled), make_functions(False)
         self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
         self.library = _library(config, self.functions, self._eager, self._capturer, keys)
 
     def compile_kernels(self) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel, before `prepare` runs them."""
+        """Compile the Triton kernels of all steps in parallel, before they are prepared."""
         from ..kernels.triton.precompile import (
             compile_kernels,  # imports triton, which CUDA kernels need
         )
@@ -61,14 +59,6 @@ class PreparedSteps:
         compiled: list[CompiledKernels] = []
         self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
         return compiled[0]
-
-    def prepare(
-        self,
-        progress: Callable[[int, int, StepKey], None] | None = None,
-        watcher: PreparationWatcher[StepKey] | None = None,
-    ) -> None:
-        """Compile and capture every step; see `StepLibrary.prepare`."""
-        self.library.prepare(progress, watcher)
 
     def close(self) -> None:
         """Release all steps and their compiled code."""

@@ -103,7 +103,7 @@ class Runner:
         self.host_arena = host
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
-        bind = partial(
+        make_functions = partial(
             StepFunctions,
             model,
             arena.tensor,
@@ -112,7 +112,7 @@ class Runner:
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
         )
-        self.steps = PreparedSteps(config, self.sizes.keys(), bind)
+        self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
 
     @property

@@ -19,13 +19,14 @@ class RunningRequests:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.rows: dict[Request, int] = {}
+        self.free_rows = list(range(max_num_seqs))
+        """A heap: low rows are given first."""
         self.prefilling: list[Request] = []
         self.ending: set[Request] = set()
         """Requests whose launched steps may have sampled all of their tokens."""
         self._all: list[Request] = []
         self._decoding: list[Request] = []
         self._shown: list[Request] | None = []  # a copy of `_decoding`, until that changes
-        self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._max_num_seqs = max_num_seqs
 
     def __len__(self) -> int:
@@ -42,11 +43,6 @@ class RunningRequests:
         """The request that is served last."""
         return self._all[-1]
 
-    @property
-    def has_free_row(self) -> bool:
-        """Whether another request can join."""
-        return bool(self._free_rows)
-
     def decoding(self) -> list[Request]:
         """Return the decoding requests: the same list object until one joins or leaves.
 
@@ -58,7 +54,7 @@ class RunningRequests:
 
     def join(self, request: Request) -> int:
         """Give a request a row to prefill, and return the row."""
-        row = self.rows[request] = heapq.heappop(self._free_rows)
+        row = self.rows[request] = heapq.heappop(self.free_rows)
         insort(self._all, request, key=order_of)
         insort(self.prefilling, request, key=order_of)
         return row
@@ -83,12 +79,12 @@ class RunningRequests:
             self.ending.remove(request)
         elif request in self._decoding:
             self.stop_decoding(request)
-        heapq.heappush(self._free_rows, self.rows.pop(request))
+        heapq.heappush(self.free_rows, self.rows.pop(request))
 
     def check_integrity(self) -> None:
         """Assert that each row has at most one request, and each request is in one phase."""
         rows = sorted(self.rows.values())
-        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs))
+        assert sorted(rows + self.free_rows) == list(range(self._max_num_seqs))
         assert self.rows.keys() == set(self._all)
         assert len(self.rows) == len(self._all)
         assert self._all == sorted(self._all, key=order_of)

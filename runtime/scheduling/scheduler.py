@@ -123,15 +123,16 @@ class Scheduler:
         Allocates and frees rows and blocks. Requests do not change until the engine launches the
         plan.
         """
-        plan = StepPlan()
+        plan, running = StepPlan(), self._running
         self._num_steps += 1
         due = self._next_events.pop_due(self._num_steps)
-        if due is not None or self._running.prefilling:
+        if due is not None or running.prefilling:
             self._look_at(plan, due or {})
-        plan.decode = self._running.decoding()
-        self._plan_prefill(plan)
-        if plan.preempted:
-            plan.decode = self._running.decoding()
+        plan.decode = running.decoding()
+        if running.prefilling or running.free_rows:
+            self._plan_prefill(plan)
+            if plan.preempted:
+                plan.decode = running.decoding()
         if self.steps_per_launch > 1 and not single:
             self._plan_several_steps(plan)
         if self.tokens_per_row > 1 and not single:
@@ -260,7 +261,7 @@ class Scheduler:
             return
         aside: list[Request] = []
         running = self._running
-        while running.has_free_row and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
+        while running.free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._waiting.head()
             if head is None:
                 break

@@ -133,7 +133,7 @@ class HostRig:
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
         self.runner = Runner(model, config, arena, groups)
         self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
-        self.runner.steps.prepare()
+        self.runner.library.prepare()
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(
             self.cache,
