@@ -73,4 +73,4 @@ class AdmissionControl:
             or self._cache.is_swapped(request.id)
         ):
             return []
-        return [sibling for sibling in request.siblings if sibling in self._running]
+        return [sibling for sibling in request.siblings if sibling in self._running.rows]

@@ -32,9 +32,6 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self.rows
-
     def __iter__(self) -> Iterator[Request]:
         return iter(self._all)
 

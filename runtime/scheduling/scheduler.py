@@ -109,7 +109,7 @@ class Scheduler:
         steps of the next owner are launched after them.
         """
         assert request.status is RequestStatus.FINISHED
-        if request in self._running:
+        if request in self._running.rows:
             self._publishing.publish(request, ends=True)
             self._give_up_row(request)
             self.cache.release(request.id)
@@ -188,7 +188,7 @@ class Scheduler:
         if joining:
             running.prefilling = [request for request in running.prefilling if not request.decoding]
         for request in sorted((*due, *joining), key=order_of):
-            if request not in running:  # preempted for an earlier request
+            if request not in running.rows:  # preempted for an earlier request
                 continue
             if request.reached_max_tokens:
                 if request in due and request not in running.ending:
@@ -246,13 +246,14 @@ class Scheduler:
         return min(self.cache.quiet_until(request.id), self._publishing.next_at(request))
 
     def _plan_prefill(self, plan: StepPlan) -> None:
+        running = self._running
         budget = min(
             self.prefill_chunk, self.max_batch_tokens - len(plan.decode) * self.tokens_per_row
         )
-        for request in tuple(self._running.prefilling):
+        for request in tuple(running.prefilling):
             if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
                 break
-            if request not in self._running:
+            if request not in running.rows:
                 continue
             stop = min(request.num_tokens, request.num_computed + budget)
             if self._make_room(plan, request, stop, may_leave=False):
@@ -260,7 +261,6 @@ class Scheduler:
         if plan.preempted:  # would readmit them with the blocks they just lost
             return
         aside: list[Request] = []
-        running = self._running
         while running.free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._waiting.head()
             if head is None:
@@ -363,7 +363,7 @@ class Scheduler:
         self._publishing.check_integrity(self._running.rows)
         self._headroom.check_integrity(self._running.rows)
         self._waiting.check_integrity()
-        assert not any(request in self._running for request in self._waiting)
+        assert not any(request in self._running.rows for request in self._waiting)
         self._next_events.check_integrity()
         events, ending = self._next_events.all(), self._running.ending
         for request in ending:
