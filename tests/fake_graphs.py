@@ -26,7 +26,7 @@ from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.execution import outputs, runner
+from stepgraph.runtime.execution import outputs, prepared_steps
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
@@ -327,7 +327,9 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(
         ResolvedConfig, "is_async_device", property(lambda self: self.mode == "graph")
     )
-    monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
+    monkeypatch.setattr(
+        prepared_steps, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device)
+    )
     queued(RowState, "update_tables")
     queued(SamplingState, "write_row")
     queued(Arena, "copy_blocks")

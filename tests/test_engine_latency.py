@@ -15,6 +15,8 @@ from stepgraph.runtime.engine import calibration, loop
 from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_functions import StepKey
 
+from .engine_rig import greedy
+
 if TYPE_CHECKING:
     from conftest import TinyModel
 
@@ -124,12 +126,9 @@ def test_calibration_leaves_nothing_behind(open_engine: Callable[..., Engine]) -
     assert stats["padding"] == 0.0
 
 
-@pytest.mark.parametrize("max_itl_ms", [None, 500.0])
-def test_steps_leave_no_cyclic_garbage(
-    open_engine: Callable[..., Engine], base: TinyModel, max_itl_ms: float | None
-) -> None:
+def test_steps_leave_no_cyclic_garbage(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     """Requests that come, decode and go; prompts in several chunks."""
-    engine = open_engine("base", prefill_chunk=16, max_itl_ms=max_itl_ms)
+    engine = open_engine("base", prefill_chunk=16, max_itl_ms=500.0)
     prompts = base.prompts(9, 50, 7, 30, 12, seed=5)
 
     def serve() -> None:

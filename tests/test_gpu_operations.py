@@ -96,7 +96,7 @@ def test_plain_steps_can_be_captured(
         width = runner.sizes.read_blocks.largest
         for key in (StepKey("decode", 2, width, False), StepKey("prefill", 8, width, False)):
             with Tape() as tape:  # which refuses what waits for the device
-                runner._functions.bind(key)()
+                runner.steps.functions.bind(key)()
             assert tape.operations
 
 

@@ -133,7 +133,7 @@ class HostRig:
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
         self.runner = Runner(model, config, arena, groups)
         self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
-        self.runner.prepare()
+        self.runner.library.prepare()
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(
             self.cache,
@@ -155,7 +155,9 @@ class HostRig:
         for number in range(rows):
             self.add(f"row {number}", params or greedy, max_tokens)
         while scheduler.num_running < rows or not all(
-            request.num_output for group in self.loop.groups.values() for request in group.requests
+            request.num_output
+            for group in self.loop.requests.groups.values()
+            for request in group.requests
         ):
             self.loop.step()
         for number in range(queued):
@@ -166,7 +168,7 @@ class HostRig:
         length = PROMPT_LEN + self.rng.randrange(PROMPT_LEN - BLOCK_SIZE)
         prompt = self.rng.choices(range(1, MODEL.vocab_size), k=length)
         params = dataclasses.replace(params, max_tokens=max_tokens)
-        self.loop.add(self._intake.accept(request_id, prompt, params, priority=0))
+        self.loop.requests.add(self._intake.accept(request_id, prompt, params, priority=0))
 
     def run(self, steps: int) -> list[int]:
         """Return the nanoseconds of each of the next steps."""
