@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from stepgraph.runtime import Engine
-from stepgraph.runtime.bench.workload import greedy
 from stepgraph.runtime.engine import calibration, loop
 from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_functions import StepKey
