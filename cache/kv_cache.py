@@ -1,17 +1,16 @@
-"""`KVCache`: the block tables of all requests, as the scheduler uses them. No tensors.
+"""`KVCache`: the cache as the scheduler uses it. No tensors.
 
-`reuse.py` finds the tokens that an admitted request need not compute.
+`block_tables.py` has the blocks that requests hold. This module adds what requests reuse: shared
+prefixes, forked siblings and the host cache. `reuse.py` finds the tokens that an admitted request
+need not compute.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from .allocators import GroupAllocator
-from .blocks import NULL_BLOCK, BlockPool
+from .block_tables import BlockTables, TableChange
+from .blocks import NULL_BLOCK
 from .prefix_hashes import PrefixHashes
 from .reuse import Admitted, find_reuse
 from .spec import LayerGroup
@@ -19,29 +18,11 @@ from .swap import HostBlocks
 
 __all__ = ["Admitted", "KVCache", "TableChange"]
 
-TableChange = tuple[int, int, int]
-"""(group, column, block): an entry of a request's block tables that has changed."""
 
+class KVCache(BlockTables):
+    """The blocks that each request holds in each layer group, and their reuse.
 
-@dataclass(slots=True)
-class _Held:
-    """State of a request that every step checks, so that most steps need not visit the groups."""
-
-    room: int = 0
-    """Tokens that the blocks have room for, in every group."""
-    slides_next: int = sys.maxsize
-    """First position at which a group frees a block."""
-    published: int = 0
-    """Full blocks that `publish` has processed."""
-    verified: int = 0
-    """Full blocks that `verify` has processed."""
-
-
-class KVCache:
-    """The blocks that each request holds in each layer group; all groups share one pool.
-
-    Operations are atomic over the groups: a request grows in all of them or in none. It holds
-    blocks from `admit` on, until `release` or `swap_out`.
+    A request holds blocks from `admit` on, until `release` or `swap_out`.
     """
 
     def __init__(
@@ -65,15 +46,8 @@ class KVCache:
         Raises:
             ValueError: no group, `num_blocks < 2` or `block_size < 1`.
         """
-        if not groups:
-            raise ValueError("a cache needs at least one layer group, got none")
-        self._pool = BlockPool(num_blocks)
-        self._allocators = tuple(GroupAllocator(self._pool, g, block_size) for g in groups)
-        self._sliding = tuple(a for a in self._allocators if a.slides)
-        self._block_size = block_size
-        self._chunk = chunk
+        super().__init__(groups, num_blocks, block_size, chunk)
         self.host = HostBlocks(host_blocks)
-        self._held: dict[str, _Held] = {}
         self.counts = dict.fromkeys(
             ("queried_tokens", "hit_tokens", "forks", "copied_blocks", "swapped_out", "swapped_in"),
             0,
@@ -81,26 +55,6 @@ class KVCache:
         """Tokens queried and found at first admissions, forks, blocks copied for forks, and blocks
         swapped. Updated by `count_admission` and `count_swapped_out`.
         """
-
-    @property
-    def block_size(self) -> int:
-        """Slots of a block."""
-        return self._block_size
-
-    @property
-    def num_groups(self) -> int:
-        """Layer groups, each with a block table of its own."""
-        return len(self._allocators)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no request holds, including those with cached contents."""
-        return self._pool.num_free
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that requests hold."""
-        return self._pool.num_held
 
     @property
     def num_cached_blocks(self) -> int:
@@ -111,17 +65,6 @@ class KVCache:
     def num_evictions(self) -> int:
         """Cached blocks that were allocated again, losing their contents."""
         return self._pool.num_evictions
-
-    @property
-    def usable_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
-        return self._pool.num_blocks - 1
-
-    def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
-        return sum(
-            a.spec.most_blocks(num_tokens, self._block_size, self._chunk) for a in self._allocators
-        )
 
     def admit(
         self,
@@ -161,18 +104,13 @@ class KVCache:
         needed = self._needed(num_tokens, lengths, reuse.tables)
         if needed + headroom > self._pool.num_free:
             return None
-        for allocator, table in zip(self._allocators, reuse.tables, strict=True):
-            allocator.adopt(request_id, table)
-        for i, (allocator, length) in enumerate(zip(self._allocators, lengths, strict=True)):
-            new = allocator.grow(request_id, length * self._block_size)
-            if reuse.copied:
-                found.copies.append((reuse.copied[i], new[0]))
+        new = self._start(request_id, reuse.tables, lengths)
+        if reuse.copied:
+            found.copies.extend(zip(reuse.copied, (blocks[0] for blocks in new), strict=True))
         if found.source == "swap":
             self._take_swapped(request_id, found.swap_in)
-        held = self._held[request_id] = _Held(room=min(lengths) * self._block_size)
-        held.slides_next = self._slides_next(request_id)
         if found.source == "prefix":
-            held.published = found.num_tokens // self._block_size
+            self._held[request_id].published = found.num_tokens // self._block_size
         return found
 
     def count_admission(self, found: Admitted, num_tokens: int, *, first: bool) -> None:
@@ -194,62 +132,6 @@ class KVCache:
     def count_swapped_out(self, num_blocks: int) -> None:
         """Count blocks whose copies to the host have been queued."""
         self.counts["swapped_out"] += num_blocks
-
-    def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
-        """Allocate what tokens 0 to `num_tokens` - 1 need in all groups; never shrinks.
-
-        Returns:
-            The changed entries of the request's block tables (often none); None if too few blocks
-            are free, in which case nothing has changed.
-        """
-        held = self._held[request_id]
-        if num_tokens <= held.room:
-            return []
-        if self.lacking(request_id, num_tokens) > self._pool.num_free:
-            return None
-        changes: list[TableChange] = []
-        for allocator in self._allocators:
-            column = len(allocator.table(request_id))
-            for block in allocator.grow(request_id, num_tokens):
-                changes.append((allocator.index, column, block))
-                column += 1
-        held.room = -(-num_tokens // self._block_size) * self._block_size
-        return changes
-
-    def lacking(self, request_id: str, num_tokens: int) -> int:
-        """Return how many blocks `grow` would allocate, over all groups."""
-        lacking = 0
-        for allocator in self._allocators:
-            lacking += allocator.lacking(request_id, num_tokens)
-        return lacking
-
-    def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
-        """Count the groups in which a request may need more blocks to reach `num_tokens` tokens.
-
-        `decodes`: whether a step computes one token of it, and not up to a chunk.
-        """
-        chunk = 1 if decodes else self._chunk
-        return sum(a.grows(request_id, num_tokens, chunk) for a in self._allocators)
-
-    def quiet_until(self, request_id: str) -> int:
-        """Return the first position at which `slide` or `grow` changes a block table."""
-        held = self._held[request_id]
-        return min(held.room, held.slides_next)
-
-    def slide(self, request_id: str, position: int) -> list[TableChange]:
-        """Free the blocks that the next token, at `position`, no longer reads.
-
-        Returns the entries that are now the null block.
-        """
-        held = self._held[request_id]
-        if position < held.slides_next:
-            return []
-        changes: list[TableChange] = []
-        for allocator in self._sliding:
-            dropped = allocator.slide(request_id, position)
-            changes += [(allocator.index, column, NULL_BLOCK) for column in dropped]
-        held.slides_next = self._slides_next(request_id)
-        return changes
 
     def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
         """Make the blocks that the request's first `num_tokens` tokens fill shareable.
@@ -285,22 +167,6 @@ class KVCache:
         for allocator in self._allocators:
             allocator.withdraw(hashes, num_tokens // self._block_size)
 
-    def release(self, request_id: str) -> None:
-        """Free every block of a request, in all groups.
-
-        A cached block is useful only together with all blocks before it. So the last blocks are
-        freed first, and evicted first.
-        """
-        self._held.pop(request_id, None)
-        forgotten = [allocator.forget(request_id) for allocator in self._allocators]
-        longest = max(live.stop for live, _ in forgotten)
-        self._pool.free(
-            table[column]
-            for column in range(longest - 1, -1, -1)
-            for live, table in forgotten
-            if column in live
-        )
-
     def forget_contents(self) -> None:
         """Drop all cached contents. Requests keep the blocks they hold."""
         self._pool.forget_contents()
@@ -331,18 +197,6 @@ class KVCache:
         """Free the host blocks of a request, if it has any: its tokens will be recomputed."""
         self.host.drop(request_id)
 
-    def block_table(self, request_id: str, group: int = 0) -> Sequence[int]:
-        """The block ids of a request in one group, in position order. Not a copy."""
-        return self._allocators[group].table(request_id)
-
-    def table_of(self, request_id: str) -> list[TableChange]:
-        """Return the entries of a request's tables that hold a block, in all groups."""
-        return [
-            (a.index, column, a.table(request_id)[column])
-            for a in self._allocators
-            for column in a.live_columns(request_id)
-        ]
-
     def _needed(
         self, num_tokens: int, lengths: Sequence[int], tables: Sequence[Sequence[int]]
     ) -> int:
@@ -368,9 +222,6 @@ class KVCache:
             for column in range(a.first_live_column(num_tokens), a.columns(num_tokens))
         ]
 
-    def _slides_next(self, request_id: str) -> int:
-        return min((a.slides_next(request_id) for a in self._sliding), default=sys.maxsize)
-
     def _take_swapped(self, request_id: str, swap_in: list[tuple[int, int]]) -> None:
         swapped = self.host.find(request_id)
         assert swapped is not None, f"request {request_id} is not on the host"
@@ -379,36 +230,7 @@ class KVCache:
         self.host.drop(request_id)
 
     def check_integrity(self) -> None:
-        """Assert that pool and tables agree: every block is free or held as often as counted."""
-        self._pool.check_integrity()
-        held: Counter[int] = Counter()
-        for allocator in self._allocators:
-            for request_id, table in allocator.tables.items():
-                live = allocator.live_columns(request_id)
-                assert all(block == NULL_BLOCK for block in table[: live.start])
-                held.update(table[live.start :])
-        assert NULL_BLOCK not in held, "a block table holds the null block"
-        for block in range(1, self._pool.num_blocks):
-            assert self._pool.ref_count(block) == held[block], (
-                f"block {block} is in {held[block]} block tables, "
-                f"the pool counts {self._pool.ref_count(block)} holders"
-            )
-        first, *others = (a.tables.keys() for a in self._allocators)
-        for requests in others:
-            assert requests == first, "a request holds blocks in one group and not in another"
-        full = [a for a in self._allocators if not a.slides]
-        for request_id in first:
-            assert len({len(a.table(request_id)) for a in full}) <= 1, (
-                "a request grew in one group and not in another"
-            )
-            held_now = self._held[request_id]
-            room = min(len(a.table(request_id)) for a in self._allocators) * self._block_size
-            assert held_now.room == room, (
-                f"request {request_id} counts room for {held_now.room} tokens, it has {room}"
-            )
-            assert held_now.slides_next == self._slides_next(request_id), (
-                f"request {request_id} would not slide at the right time"
-            )
-        assert self._held.keys() == first, "a request is known that holds no table"
+        """Assert that pool, tables and host blocks agree; no swapped request holds blocks."""
+        super().check_integrity()
         self.host.check_integrity()
-        assert not any(self.host.find(r) for r in first), "a swapped request holds blocks"
+        assert not any(self.host.find(r) for r in self._held), "a swapped request holds blocks"

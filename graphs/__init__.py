@@ -1,8 +1,8 @@
-"""Steps of fixed shape: which sizes exist, the buffers they read, how they run, and their library.
+"""Steps of fixed shape: their bucket sizes, input buffers, ways to run, and the library of them.
 
 | module | owns |
 |---|---|
-| `buckets` | which sizes exist, and which one fits n (imports no torch) |
+| `buckets` | bucket sizes, and the smallest one that holds n (imports no torch) |
 | `buffers` | fixed device buffers for a dataclass of tensors, one host mirror, one copy a step |
 | `steps` | a step run eagerly, compiled, or as a captured CUDA graph, with one interface |
 | `library` | key -> step: prepared largest first, with hits, misses, padding, bytes and seconds |

@@ -1,4 +1,4 @@
-"""Which sizes a step is compiled and captured for, and which of them fits n. Imports no torch.
+"""Bucket sizes: what steps are compiled and captured for. Imports no torch.
 
 A step has a fixed shape, so a batch of n runs in the smallest bucket of at least n and the rest of
 the bucket is padding. More buckets cost more compilations and captures at start; fewer buckets cost
@@ -27,10 +27,10 @@ MIN_READ_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, init=False)
 class Buckets:
-    """The sizes that exist, ascending and distinct, whatever order they were given in.
+    """Bucket sizes, in rows, tokens or blocks: sorted in ascending order, without duplicates.
 
     Raises:
-        ValueError: no size at all, or one that is not a positive integer.
+        ValueError: there is no size, or one is not a positive integer.
     """
 
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class Buckets:
 
     @property
     def largest(self) -> int:
-        """The largest size; nothing greater fits."""
+        """The largest size."""
         return self.sizes[-1]
 
     def fit(self, n: int) -> int | None:

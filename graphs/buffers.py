@@ -195,7 +195,7 @@ class StaticBuffers(Generic[T]):
             getattr(self.host, name).fill_(spec.fill)
 
     def addresses(self) -> dict[str, int]:
-        """Return the device address of each field as it is now; it may never change."""
+        """Return the device address of each field. It must stay the same for life."""
         return {name: getattr(self.device, name).data_ptr() for name in self._specs}
 
     def check_integrity(self) -> None:
@@ -217,7 +217,7 @@ class StaticBuffers(Generic[T]):
 
 
 def _field_names(layout: type[object]) -> set[str]:
-    """Return the names that the dataclass `layout`, or the origin of a generic one, is made of."""
+    """Return the constructor's fields of the dataclass `layout`, which may be generic."""
     origin = get_origin(layout) or layout
     if not dataclasses.is_dataclass(origin):
         raise TypeError(f"the layout must be a dataclass, got {layout!r}")

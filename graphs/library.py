@@ -26,10 +26,10 @@ O = TypeVar("O")  # noqa: E741  what a step returns
 
 @dataclass(frozen=True, slots=True)
 class StepReport(Generic[K]):
-    """What one prepared step cost: wall-clock `seconds`, and `bytes` of the device.
+    """The cost of one prepared step: wall-clock `seconds`, and `bytes` of device memory.
 
     `bytes` is the decrease of the device's free memory during the capture, 0 for steps that are not
-    captured. Steps share a pool, so it is what this step added to it.
+    captured. Steps share a memory pool, so it is the growth of the pool.
     """
 
     key: K
@@ -59,7 +59,7 @@ class LibraryStats(Generic[K]):
         steps: prepared steps.
         hits: lookups of a prepared step.
         misses: lookups that fell back to a slower step.
-        missed_keys: the keys of those, in order of their first miss.
+        missed_keys: the keys of those lookups, in the order of their first miss.
         used_lanes: rows or tokens of requests that steps computed.
         padded_lanes: rows or tokens of padding that steps computed.
     """
@@ -122,11 +122,11 @@ class StepLibrary(Generic[K, O]):
         """Make and warm up every step, then capture every step, largest first; all or nothing.
 
         Args:
-            progress: called after each stage of a step with (stages done, stages in all, key).
-            watcher: measures what the stages take.
+            progress: called after each stage of a step with (stages done, all stages, key).
+            watcher: measures the memory of the stages.
 
         Raises:
-            StepPreparationError: a step failed, with its cause. What had been prepared is let go.
+            StepPreparationError: a step failed, with its cause. All steps are dropped.
         """
         assert not self._open, "the library is prepared already"
         try:
@@ -192,7 +192,7 @@ class StepLibrary(Generic[K, O]):
         )
 
     def reports(self) -> list[StepReport[K]]:
-        """Return what each prepared step cost, in the order of preparation."""
+        """Return the cost of each prepared step, in the order of preparation."""
         return [
             StepReport(key, step.kind, step.seconds, step.bytes)
             for key, step in self._steps.items()

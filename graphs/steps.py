@@ -55,8 +55,8 @@ class Step(ABC, Generic[O]):
     Attributes:
         kind: how it runs.
         name: in error messages.
-        seconds: wall-clock seconds that both stages took so far.
-        bytes: device memory that recording allocated and the step holds.
+        seconds: wall-clock seconds of the stages that have run.
+        bytes: device memory that `record` allocated and the step keeps.
     """
 
     kind: ClassVar[StepKind]
@@ -145,7 +145,13 @@ class CompiledStep(Step[O]):
 
 @dataclass(frozen=True, slots=True)
 class Capture(Generic[O]):
-    """A captured callable: `replay()` runs it again, into the same `output`; `bytes` it holds."""
+    """A captured callable.
+
+    Attributes:
+        replay: runs it again, into the tensors of `output`.
+        output: what the recorded run returned.
+        bytes: device memory of the capture.
+    """
 
     replay: Callable[[], None]
     output: O
@@ -243,9 +249,8 @@ class CudaGraphCapturer:
     def capture(self, fn: Callable[[], O]) -> Capture[O]:
         """Record one run of `fn` and replay it once, so that its first run uploads nothing.
 
-        `bytes` is the free memory of the device before, less that after: the pool's growth and the
-        graph's own nodes, whoever allocated them. Nothing is freed or waited for in between, so
-        other threads and processes that use the device blur it.
+        `bytes` is the decrease of the device's free memory: the pool's growth and the graph's
+        nodes. Allocations of other threads and processes at the same time are counted too.
         """
         with torch.cuda.device(self.device):
             self._settle()

@@ -82,7 +82,7 @@ def write_files(contents: Iterable[tuple[Path, str | bytes]]) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Return the file that the path leads to, behind all links."""
+    """Return the file that the path leads to, with all links resolved."""
     target = Path(os.path.realpath(path))
     reason = None
     try:

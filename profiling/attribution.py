@@ -1,14 +1,14 @@
 """Names for the kernels inside a replayed graph.
 
-A replay shows a tool the kernels of a step, and nothing of what the host did when they were
-captured. So the names are recorded at the capture:
+A profiler sees the kernels of a replay without the layers and operations that launched them. They
+are therefore recorded at capture:
 
     with attribution.recording() as names:
         engine = Engine.from_pretrained(...)    # captures its steps
-    names.save("trace.kernels.json")            # beside the trace of a later replay
+    names.save("trace.kernels.json")            # next to the trace of a later replay
 
-Model code names what it launches by `with operation("down"):`. At the boundaries of these scopes
-the new nodes of the graph under capture are listed: they belong to the innermost open scope. A
+Model code opens a scope for each operation: `with operation("down"):`. At the begin and end of
+every scope the new nodes of the graph under capture are assigned to the innermost scope. A
 `NodeSource` lists them (`graph_nodes.py` has CUDA's). Neither torch nor CUDA is imported here.
 """
 
@@ -66,7 +66,7 @@ logger = logging.getLogger("stepgraph.profiling")
 
 
 class AttributionError(RuntimeError):
-    """The nodes of a graph cannot be listed. The message says what is missing."""
+    """The nodes of a graph cannot be listed; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ class CapturedNode:
 
     kind: NodeKind
     kernel: str | None
-    """Name of its device function, where it is known."""
+    """Name of its device function; None: unknown."""
 
 
 class NodeSource(Protocol):
-    """A graph under capture. Whatever it raises ends the attribution, never the capture."""
+    """A graph under capture. Its errors end the attribution, never the capture."""
 
     reason: str | None
-    """What is not known of the nodes, and why; None: nothing."""
+    """Which information about the nodes is missing, and why; None if complete."""
 
     def take(self) -> Sequence[CapturedNode]:
         """Return the nodes captured since the last call, each after those it depends on."""
 
     def tools_ids(self, graph: Any) -> Sequence[int] | None:
-        """Return the id of every node taken, in order, once `graph` can be replayed."""
+        """Return the id of every node taken, in order; `graph` has been instantiated."""
 
 
 class ScopeListener(Protocol):
@@ -119,7 +119,7 @@ it through the module (`attribution.scope_listener`)."""
 def recording() -> Iterator[KernelNames]:
     """Record, at each capture on this thread, which operation every node of the graph belongs to.
 
-    Captures take longer, replays do not. Where nodes cannot be listed, steps have none and
+    Captures take longer, replays do not. If nodes cannot be listed, steps have none, and
     `names.reason` says why.
     """
     names = KernelNames()
@@ -133,12 +133,12 @@ def recording() -> Iterator[KernelNames]:
 def operation(
     name: str, layer: int | None = None
 ) -> contextlib.AbstractContextManager[object, bool | None]:
-    """Return a context manager around the launch of an operation; free without a listener.
+    """Return a context manager around the launch of an operation; does nothing without a listener.
 
     Args:
-        name: of the operation, as in the table of costs for what is counted there.
-        layer: of the model; None: that of the scope around this one, if it has one. A scope for a
-            whole layer has a name of its own, for what no scope inside it names.
+        name: of the operation; for operations with a cost, the name in the table of costs.
+        layer: index of the layer; None: that of the enclosing scope, if any. A scope of a whole
+            layer names the nodes that no scope inside it names.
     """
     listener = scope_listener()
     return NOTHING if listener is None else _Scope(listener, name, layer)
@@ -146,10 +146,10 @@ def operation(
 
 @contextlib.contextmanager
 def listening(listener: ScopeListener) -> Iterator[None]:
-    """Let a listener receive the scopes of all threads, except those of a recorded capture.
+    """Send the scopes of all threads to a listener, except those of a recorded capture.
 
-    A replayed graph runs no scopes, and compiled code only those around it. Of several listeners
-    the latest receives them.
+    A replayed graph enters no scopes, and compiled code only those around it. With several
+    listeners, only the latest receives scopes.
     """
     _replace(lambda: _listeners.append(listener))
     try:
@@ -171,7 +171,7 @@ def _replace(change: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def step(identity: StepIdentity | None) -> Iterator[None]:
-    """Set which step is captured inside; None: one that is not recorded."""
+    """Set the identity of the step that is captured inside; None: it is not recorded."""
     token = _step.set(identity)
     try:
         yield
@@ -183,8 +183,8 @@ def step(identity: StepIdentity | None) -> Iterator[None]:
 def capturing(open_source: Callable[[], NodeSource]) -> Iterator[Tape | None]:
     """Attribute what is captured inside; the capture must have begun, and end after this.
 
-    Yields None without a recording. Otherwise call `finish` of the tape once the graph can be
-    replayed; if the capture fails, nothing of it is kept.
+    Yields None without a recording. Otherwise call `finish` of the tape once the graph is
+    instantiated; a capture that fails leaves no record.
 
     Args:
         open_source: called only in a recording.
@@ -256,7 +256,7 @@ class Tape:
         self._scopes.pop()
 
     def finish(self, graph: object) -> None:
-        """Add the step to the names; `graph` can be replayed now."""
+        """Add the step to the names; `graph` is instantiated."""
         if self._source is not None:
             try:
                 ids = self._source.tools_ids(graph)

@@ -1,4 +1,4 @@
-"""How fast a device reads its memory: the denominator of the roofline, measured, not looked up."""
+"""Measured read bandwidth of a device, the denominator of the roofline."""
 
 import time
 from collections.abc import Callable

@@ -1,8 +1,7 @@
-"""When Python's garbage collector runs, and for how long: it holds up every thread of the process.
+"""Counts and times Python's garbage collections, which stop every thread of the process.
 
-The interpreter calls `gc.callbacks` before and after each collection. One function of this module
-is among them while a `CollectorWatch` is open and alive; each watch counts the collections of the
-process, and each collection emits one mark `collection`.
+The interpreter calls `gc.callbacks` before and after each collection. This module registers one
+callback while any `CollectorWatch` is open and alive. Each collection emits one mark `collection`.
 """
 
 import gc
@@ -19,11 +18,11 @@ __all__ = ["CollectorWatch"]
 class CollectorWatch:
     """Counts and times the collections of the process, in any thread, until it is closed.
 
-    The module holds weak references only: a watch that is dropped unclosed leaves nothing behind.
+    The module holds weak references only: an unclosed watch is unregistered when it is collected.
 
     Attributes:
-        collections: how many there were.
-        total_ns: nanoseconds that all of them took.
+        collections: number of collections.
+        total_ns: their total duration in nanoseconds.
     """
 
     __slots__ = ("__weakref__", "collections", "total_ns")
@@ -37,7 +36,7 @@ class CollectorWatch:
                 gc.callbacks.append(_on_collection)
 
     def close(self) -> None:
-        """Count no more. Idempotent."""
+        """Stop counting. Idempotent."""
         for reference in _watches.copy():
             if reference() is self:
                 _forget(reference)
@@ -60,7 +59,7 @@ def _forget(reference: "weakref.ref[CollectorWatch]") -> None:
 
 
 def _on_collection(phase: str, info: dict[str, Any]) -> None:
-    """Count a collection. The interpreter runs one at a time, and prints what this raises."""
+    """Count a collection. The interpreter runs one at a time, and prints its errors."""
     global _started_ns
     if phase == "start":
         _started_ns = time.perf_counter_ns()

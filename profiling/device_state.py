@@ -1,11 +1,11 @@
 """Clocks, power and throttling of a CUDA device, through NVML.
 
 NVML is the driver's own library; `pynvml` (nvidia-ml-py, the extra "nvml") is imported when a
-device is first read. What is missing (the package, the driver, a query that a card does not
-answer) is None, never an error.
+device is first read. Values that are unavailable (no package, no driver, a query that the card
+does not support) are None, never an error.
 
-CUDA numbers the devices that `CUDA_VISIBLE_DEVICES` leaves, NVML all of them: a device is found by
-its UUID, else by its place on the PCI bus (a slice of a card has a UUID of its own).
+CUDA numbers the devices that `CUDA_VISIBLE_DEVICES` leaves, NVML all of them, so a device is looked
+up by its address on the PCI bus, which the slices of a card share.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _HARMLESS: Final = frozenset({_IDLE, "applications_clocks_setting"})
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """A device at one moment; None for what it does not tell.
+    """The state of a device at one moment; None for unavailable values.
 
     Attributes:
-        sm_mhz: clock of the multiprocessors.
-        memory_mhz: clock of the memory.
-        power_w: power drawn, as the driver averages it.
-        power_limit_w: the limit that is enforced.
-        temperature_c: of the GPU, degrees Celsius.
-        reasons: why clocks are not higher, by name; empty if nothing holds them down.
+        sm_mhz: clock of the multiprocessors in MHz.
+        memory_mhz: clock of the memory in MHz.
+        power_w: average power draw in W, as reported by the driver.
+        power_limit_w: enforced power limit in W.
+        temperature_c: GPU temperature in degrees Celsius.
+        reasons: names of NVML's reasons for lower clocks; empty if there is none.
         persistence: whether the driver stays loaded while no process uses the device.
     """
 
@@ -78,30 +78,23 @@ class DeviceMonitor:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMonitor | None:
-        """Return the monitor of a device; None where it has no NVML."""
+        """Return the monitor of a device; None where NVML does not know it."""
         if device.type != "cuda":
             return None
         import torch
 
         try:
             import pynvml as nvml
-
-            nvml.nvmlInit()  # counts its callers; the library stays as long as the process
         except ImportError:
             return None
-        except nvml.NVMLError:  # no driver, or no library
+        properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the PCI address
+        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        try:
+            nvml.nvmlInit()  # counts its callers; the library stays as long as the process
+            handle = nvml.nvmlDeviceGetHandleByPciBusId("{:08x}:{:02x}:{:02x}.0".format(*place))
+        except nvml.NVMLError:  # no driver, no library, or a card that NVML does not list
             return None
-        properties = torch.cuda.get_device_properties(device)
-        handle = None
-        uuid = getattr(properties, "uuid", None)
-        if uuid is not None:
-            handle = _query(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
-        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        place: list[Any] = [getattr(properties, name, None) for name in names]
-        if handle is None and None not in place:
-            bus_id = "{:08x}:{:02x}:{:02x}.0".format(*place)
-            handle = _query(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
-        return None if handle is None else cls(nvml, handle)
+        return cls(nvml, handle)
 
     def read(self) -> DeviceState:
         """Return the state now."""
@@ -109,7 +102,7 @@ class DeviceMonitor:
         power = query("nvmlDeviceGetPowerUsage")
         limit = query("nvmlDeviceGetEnforcedPowerLimit")
         persistence = query("nvmlDeviceGetPersistenceMode")
-        # Each pair is a query and its name before drivers 535, or one that older drivers answer.
+        # The second of each pair is the query of drivers before 535.
         temperature = query("nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU)
         if temperature is None:
             temperature = query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
@@ -127,16 +120,27 @@ class DeviceMonitor:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return what does not change: the driver, and the highest clocks in MHz."""
+        """Return the driver version, and the highest clocks in MHz."""
         nvml = self._nvml
+        try:
+            driver = nvml.nvmlSystemGetDriverVersion()
+        except nvml.NVMLError:
+            driver = None
         return {
-            "driver": _query(nvml, "nvmlSystemGetDriverVersion"),
+            "driver": driver,
             "max_sm_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
             "max_memory_mhz": self._query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
         }
 
     def _query(self, name: str, *arguments: Any) -> Any:
-        return _query(self._nvml, name, self._handle, *arguments)
+        """Return NVML's answer; None where the package, the driver or the card has none."""
+        function = getattr(self._nvml, name, None)
+        if function is None:  # a package older than the query
+            return None
+        try:
+            return function(self._handle, *arguments)
+        except self._nvml.NVMLError:
+            return None
 
 
 def watch(monitor: DeviceMonitor | None) -> Callable[[], dict[str, Any] | None]:
@@ -162,17 +166,6 @@ def describe_throttling(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     if first and last and _IDLE not in reasons and abs(last - first) > CLOCK_TOLERANCE * first:
         parts.append(f"the SM clock went from {first} to {last} MHz")
     return "; ".join(parts) or None
-
-
-def _query(nvml: Any, name: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or None where the package, the driver or the card has none."""
-    function = getattr(nvml, name, None)
-    if function is None:  # a package older than the query
-        return None
-    try:
-        return function(*arguments)
-    except nvml.NVMLError:
-        return None
 
 
 def _names(bits: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The dictionary of ranges, marks and counters: what their names mean and what they carry.
+"""The dictionary of ranges, marks and counters: their names, meanings and payloads.
 
 Pure data, standard library only: reading a trace needs no NVTX. `markdown` returns the tables of
 docs/profiling.md.
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 DOMAIN: Final = "stepgraph"
-"""The NVTX domain that holds all of this."""
+"""Name of the NVTX domain of all ranges, marks and counters."""
 
 COUNTERS: Final = "step numbers"
 """Name of the counters that `replay` and `prefill` sample, one for each of `STEP_NUMBERS`."""
@@ -54,15 +54,18 @@ class FieldInfo:
 
 
 STEP_NUMBERS: Final = (
-    FieldInfo("step", "number of the step that launches it"),
-    FieldInfo("rows", "rows that decode, without padding; 0 in a prefill"),
-    FieldInfo("bucket", "rows, or tokens of a prefill, that the launch was prepared for"),
-    FieldInfo("tokens", "tokens that it computes, without padding"),
-    FieldInfo("blocks_in_use", "blocks of the cache that requests hold"),
-    FieldInfo("padding", "padding tokens that it computes to fill the bucket"),
+    FieldInfo("step", "number of the step"),
+    FieldInfo("rows", "decoding rows without padding; 0 for a prefill"),
+    FieldInfo(
+        "bucket",
+        "size that the launch was prepared for: rows of a decode step, tokens of a prefill",
+    ),
+    FieldInfo("tokens", "computed tokens without padding"),
+    FieldInfo("blocks_in_use", "cache blocks held by requests"),
+    FieldInfo("padding", "padding tokens that fill the bucket"),
 )
-"""The payload of every launch on the device. Where a launch is several decode steps (tokens +
-padding) / bucket says how many."""
+"""The payload of every launch on the device. A launch runs (tokens + padding) / bucket decode
+steps."""
 
 _COLORS: Final = {
     "step": 0xFF5F6B7A,
@@ -78,13 +81,13 @@ class EventInfo:
     """A range, or a mark: an event without a duration.
 
     Attributes:
-        name: the message a profiler shows. It never holds an id: profilers keep every message.
-        parent: the range that directly encloses it; None for a range that stands alone, and marks.
-        category: "step", "host" (Python at work), "device" (work handed to the device), "start" or
+        name: the message in a profiler. It never contains an id: profilers keep every message.
+        parent: the range that directly encloses it; None for top-level ranges and for marks.
+        category: "step", "host" (work of the host), "device" (launches on the device), "start" or
             "profile".
-        description: what happens in the range, or what the mark reports.
-        payload: what the payload means.
-        fields: of the payload in order, where it is not a single integer of a range.
+        description: what the range covers, or what the mark reports.
+        payload: meaning of the payload of a range.
+        fields: of the payload in order, if it is not a single integer of a range.
     """
 
     name: str
@@ -96,35 +99,41 @@ class EventInfo:
 
     @property
     def color(self) -> int:
-        """0xAARRGGBB, one a category."""
+        """Color of the category as 0xAARRGGBB."""
         return _COLORS[self.category]
 
 
 _NUMBERS: Final = "the step numbers"
 
 _RANGES: Final = (
-    EventInfo(STEP, None, "step", "one turn of the engine", "number of the step it launches"),
+    EventInfo(STEP, None, "step", "one iteration of the engine loop", "step number"),
     EventInfo(
-        PLAN, STEP, "host", "choosing rows, blocks and a chunk of prefill", "number of the step"
+        PLAN, STEP, "host", "scheduling: rows, blocks, at most one prefill chunk", "step number"
     ),
-    EventInfo(SWAP, STEP, "device", "copying blocks to the host cache or back", "blocks"),
-    EventInfo(FORK, STEP, "device", "copying blocks that a fork will write into", "blocks"),
+    EventInfo(SWAP, STEP, "device", "copy blocks to or from the host cache", "number of blocks"),
+    EventInfo(FORK, STEP, "device", "copy blocks before a fork writes to them", "number of blocks"),
     EventInfo(
-        LAUNCH, STEP, "host", "starting the step on the device", "rows that decode, else tokens"
+        LAUNCH,
+        STEP,
+        "host",
+        "start the step on the device",
+        "decoding rows, or tokens if no row decodes",
     ),
     EventInfo(
-        PREPARE, LAUNCH, "host", "writing what changed for the step", "rows that join or decode"
+        PREPARE, LAUNCH, "host", "write changed inputs to pinned memory", "rows that join or decode"
     ),
-    EventInfo(COPY, LAUNCH, "device", "the one copy from mirror to device", "bytes"),
-    EventInfo(REPLAY, LAUNCH, "device", "running a decode step", _NUMBERS, STEP_NUMBERS),
-    EventInfo(PREFILL, LAUNCH, "device", "running a chunk of prompts", _NUMBERS, STEP_NUMBERS),
+    EventInfo(COPY, LAUNCH, "device", "copy changed inputs to the device", "bytes"),
+    EventInfo(REPLAY, LAUNCH, "device", "run a decode step", _NUMBERS, STEP_NUMBERS),
+    EventInfo(PREFILL, LAUNCH, "device", "run a prefill chunk", _NUMBERS, STEP_NUMBERS),
     # With a step in flight the tokens taken in are those of an earlier step than the range around
     # this one launches: nesting alone would name the wrong step.
-    EventInfo(COMMIT, STEP, "host", "taking in a finished step's tokens", "number of that step"),
-    EventInfo(LOAD, None, "start", "reading the weights", "bytes"),
-    EventInfo(WARMUP, None, "start", "making every bucket ready for the first request", "buckets"),
-    EventInfo(CAPTURE, WARMUP, "start", "warming up or capturing one bucket", "bucket"),
-    EventInfo(WINDOW, None, "profile", "what a profile is about, around its steps", "always 0"),
+    EventInfo(COMMIT, STEP, "host", "process the tokens of a finished step", "number of that step"),
+    EventInfo(LOAD, None, "start", "read the weights", "bytes"),
+    EventInfo(
+        WARMUP, None, "start", "prepare every bucket before the first request", "number of buckets"
+    ),
+    EventInfo(CAPTURE, WARMUP, "start", "warm up or capture one bucket", "bucket"),
+    EventInfo(WINDOW, None, "profile", "the profiled window", "always 0"),
 )
 
 _MARKS: Final = (
@@ -132,19 +141,19 @@ _MARKS: Final = (
         COLLECTION,
         None,
         "host",
-        "Python's garbage collector has run",
+        "Python's garbage collector ran",
         fields=(
-            FieldInfo("generation", "the oldest generation that it looked at"),
-            FieldInfo("microseconds", "that it took"),
-            FieldInfo("collected", "objects that it found unreachable"),
+            FieldInfo("generation", "oldest collected generation"),
+            FieldInfo("microseconds", "duration of the collection"),
+            FieldInfo("collected", "number of unreachable objects"),
         ),
     ),
     EventInfo(
         FALLBACK,
         None,
         "device",
-        "no step was prepared for a launch: it runs as a slower one",
-        fields=(FieldInfo("bucket", "rows, or tokens of a prefill, of the step that is missing"),),
+        "no prepared step fits the launch: a slower one runs",
+        fields=(FieldInfo("bucket", "rows (or tokens of a prefill) of the missing step"),),
     ),
 )
 
@@ -162,9 +171,7 @@ def markdown() -> str:
         for i in RANGES.values()
     ]
     marks = [(f"`{i.name}`", i.category, _names(i.fields), i.description) for i in MARKS.values()]
-    counters = [
-        (f"`{COUNTERS}`", _names(STEP_NUMBERS), f"sampled at each `{REPLAY}` and `{PREFILL}`")
-    ]
+    counters = [(f"`{COUNTERS}`", _names(STEP_NUMBERS), f"at each `{REPLAY}` and `{PREFILL}`")]
     fields = [(_NUMBERS, f"`{field.name}`", field.description) for field in STEP_NUMBERS]
     fields += [
         (f"`{mark.name}`", f"`{field.name}`", field.description)
@@ -173,9 +180,9 @@ def markdown() -> str:
     ]
     return "\n\n".join(
         (
-            _table(("range", "inside", "category", "payload", "what happens"), ranges),
-            _table(("mark", "category", "payload", "what has happened"), marks),
-            _table(("counters", "one for each of", "when"), counters),
+            _table(("range", "parent", "category", "payload", "meaning"), ranges),
+            _table(("mark", "category", "payload", "meaning"), marks),
+            _table(("counters", "fields", "sampled"), counters),
             _table(("payload of", "field", "meaning"), fields),
         )
     )

@@ -1,7 +1,7 @@
 """Lists the nodes of a CUDA graph under capture; see `attribution.NodeSource`.
 
-The graph lists its nodes in no promised order, so a scope launched those that were not listed
-before it; among them a node comes after those it depends on. That works with every driver.
+CUDA lists the nodes of a graph in no particular order. The nodes of a scope are those that were not
+listed before it, sorted so that each comes after those it depends on. That works with every driver.
 
 With cuda-bindings and a driver of CUDA 13.1 or later a node also has the id that CUPTI shows in
 traces (`cudaGraphNodeGetToolsId`). Neither torch nor CUDA is imported before a capture is recorded.

@@ -1,10 +1,10 @@
-"""Which node of a captured step each kernel of a replay is.
+"""Assigns the nodes of a captured step to the kernels of a replay.
 
-By the id of the graph node where trace and names have it, else by order and name: a replay in one
-stream runs its nodes in the order of their capture. Where kernels are missing from the trace, or
-there are some that the graph does not have, a longest common subsequence aligns the two (Hunt &
-McIlroy 1976), and a kernel is given the name that *every* longest alignment gives it, or none: a
-layer's kernels have the names of the next layer's, so one alignment among several would guess.
+Kernels are matched by graph node id where both the trace and the names have it, else by order and
+name: a replay in one stream runs its nodes in capture order. If kernels are missing from the trace,
+or some are not in the graph, a longest common subsequence aligns the two (Hunt & McIlroy 1976). A
+kernel gets a node only if *every* longest alignment agrees: all layers have the same kernel names,
+so a single alignment among several would be a guess.
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from .kernel_names import KernelNames, Node, StepNodes
 
-__all__ = ["find_step", "function_name", "match"]
+__all__ = ["DeviceWork", "find_step", "function_name", "match", "match_work"]
 
 MOST_CELLS = 1_000_000
-"""Kernels of a replay times kernels of a step up to which they are aligned: about a second."""
+"""Sequences are aligned up to this product of their lengths: about a second."""
+
+
+class DeviceWork(NamedTuple):
+    """A kernel, a copy or a fill of a replay."""
+
+    kind: str
+    """"kernel", "memcpy" or "memset"."""
+    name: str
+    """Of the kernel."""
+    node_id: int | None
+    """Graph node id, where the trace has it."""
 
 
 def match(
@@ -86,8 +98,41 @@ def find_step(
     return best
 
 
+def match_work(
+    names: KernelNames, phase: str, size: int | None, work: Sequence[DeviceWork]
+) -> tuple[StepNodes, list[Node | None]] | None:
+    """Return what `find_step` does, with copies and fills matched as well.
+
+    Copies and fills have no names: they are matched by id, else by order where none is missing.
+
+    Args:
+        names: of all captured steps.
+        phase: "decode" or "prefill".
+        size: the bucket; None: any.
+        work: of one replay, in the order in which it ran.
+    """
+    kernels = [one for one in work if one.kind == "kernel"]
+    ids = [one.node_id for one in kernels]
+    found = find_step(names, phase, size, [one.name for one in kernels], ids)
+    if found is None:
+        return None
+    step, matched = found
+    nodes_of_kind: dict[str, list[Node | None]] = {"kernel": matched}
+    for kind in {one.kind for one in work} - {"kernel"}:
+        own = [one for one in work if one.kind == kind]
+        nodes = [node for node in step.nodes if node.kind == kind]
+        by_id: dict[int | None, Node] = {node.tools_id: node for node in nodes}
+        by_id.pop(None, None)
+        if by_id:
+            nodes_of_kind[kind] = [by_id.get(one.node_id) for one in own]
+        else:
+            nodes_of_kind[kind] = [*nodes] if len(nodes) == len(own) else [None] * len(own)
+    left = {kind: iter(nodes) for kind, nodes in nodes_of_kind.items()}
+    return step, [next(left[one.kind]) for one in work]
+
+
 def _agree(node: str | None, kernel: str | None) -> bool:
-    """Whether the names may be those of one function; what has no name may be any."""
+    """Whether the names may be of one function; an unknown name (None) may be any."""
     if node is None or kernel is None or node == kernel:
         return True
     if node.startswith("_Z") and kernel.startswith("_Z"):

@@ -1,4 +1,4 @@
-"""Which layer and operation every node of a captured step belongs to: the document beside a trace.
+"""The layer and operation of every node of a captured step, as a JSON file next to a trace.
 
     {"schema_version": 1, "model": str, "device": str, "bandwidth_gb_s": float|null,
      "reason": str|null,
@@ -6,16 +6,16 @@
                 "nodes": [{"layer", "operation", "kind", "kernel", "tools_id"}, ...]}, ...],
      "costs": [{"operation", "launches", "bytes"}, ...]}
 
-Standard library only: a trace is read where there is neither torch nor a device.
+Standard library only: reading a trace needs neither torch nor a device.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, cast, get_args
+from types import UnionType
+from typing import Any, Literal, NoReturn, Protocol, get_args, get_origin, get_type_hints
 
 from .atomic_write import WriteError, write_file
 
@@ -36,10 +36,10 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 SUFFIX = ".kernels.json"
-"""What the name of the file ends in, behind the name of the trace."""
+"""Suffix of the file; the part before it is the name of the trace."""
 
 OTHER = "other"
-"""The operation of what was launched outside of every scope."""
+"""Operation of nodes that were launched outside of every scope."""
 
 NodeKind = Literal["kernel", "memcpy", "memset", "other"]
 Phase = Literal["decode", "prefill"]
@@ -50,7 +50,7 @@ class NamesFileError(ValueError):
 
 
 class StepIdentity(Protocol):
-    """What tells the captured steps of an engine apart; the runtime's `StepKey` has it."""
+    """Identifies a captured step of an engine; the runtime's `StepKey` implements it."""
 
     @property
     def phase(self) -> Phase:
@@ -78,17 +78,17 @@ class Node:
     """A node of a captured graph."""
 
     layer: int | None
-    """None: it is in no layer."""
+    """Index of the layer; None outside of the layers."""
     operation: str
     kind: NodeKind
     kernel: str | None
     """Name of the device function as the driver has it (C++ names mangled); None: unknown."""
     tools_id: int | None
-    """What CUPTI calls the graph node id, of the executable graph; None: unknown."""
+    """CUPTI's graph node id in the executable graph; None: unknown."""
 
     @property
     def label(self) -> str:
-        """`layer/operation`, or the operation of what is in no layer."""
+        """`layer/operation`, or only the operation outside of the layers."""
         return self.operation if self.layer is None else f"{self.layer}/{self.operation}"
 
 
@@ -108,34 +108,35 @@ class StepNodes:
 
     @property
     def kernels(self) -> tuple[Node, ...]:
-        """The nodes that are kernels: what a replay shows among the kernels of a trace."""
+        """The kernel nodes: a replay appears in a trace as these kernels."""
         return tuple(node for node in self.nodes if node.kind == "kernel")
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """What one launch of an operation must read, in the case that was profiled."""
+    """The bytes that an operation must read, in the case that was profiled."""
 
     operation: str
     launches: int
-    """In a step."""
+    """Launches per step."""
     bytes: int
+    """Bytes per launch."""
 
 
 @dataclass(slots=True)
 class KernelNames:
-    """The document: filled by `attribution.recording`, completed by whoever saves it."""
+    """The document: `attribution.recording` fills the steps, the caller the other fields."""
 
     model: str = ""
     device: str = ""
     bandwidth_gb_s: float | None = None
-    """Read bandwidth of the device as measured, in 10^9 bytes a second."""
+    """Measured read bandwidth of the device in GB/s (10^9 bytes per second)."""
     steps: list[StepNodes] = field(default_factory=list)
     """In the order of their capture."""
     costs: list[OperationCost] = field(default_factory=list)
     """May be empty."""
     reason: str | None = None
-    """Why steps have no nodes, or nodes lack a part; each reason once."""
+    """Why steps have no nodes, or nodes no id or name; each reason once."""
 
     @property
     def unattributed(self) -> int:
@@ -163,8 +164,8 @@ def load(path: str | Path) -> KernelNames:
     """Read what `KernelNames.save` wrote.
 
     Raises:
-        NamesFileError: there is no such file, it is no JSON (cut short, perhaps), it is something
-            else than kernel names, or of another version of the schema.
+        NamesFileError: the file cannot be read, is no complete JSON, holds something else than
+            kernel names, or has another schema version.
     """
     source = Path(path)
     try:
@@ -183,7 +184,7 @@ def load(path: str | Path) -> KernelNames:
     if not isinstance(document, dict) or "schema_version" not in document:
         raise NamesFileError(
             f"{source} holds no kernel names: it has no schema_version; such files are written"
-            f" beside a trace and end in {SUFFIX}"
+            f" next to a trace and end in {SUFFIX}"
         )
     version = document["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):
@@ -191,119 +192,56 @@ def load(path: str | Path) -> KernelNames:
             f"{source} is of schema_version {version!r}, this reads {SCHEMA_VERSION}: record the"
             " names again with this version"
         )
-    return _NamesReader(source).names(document)
+    try:
+        names: KernelNames = _read(KernelNames, document, "")
+    except _WrongFieldError as error:
+        raise NamesFileError(f"{source}: {error}. Record the names again") from error
+    return names
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
 
 
-class _NamesReader:
-    """Checks every field of a document on the way."""
+class _WrongFieldError(Exception):
+    """A field of a document has another type or value than it must have."""
 
-    def __init__(self, source: Path) -> None:
-        self._source = source
+    def __init__(self, place: str, value: object, wanted: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        super().__init__(f"{place} is {shown}; it must be {wanted}")
 
-    def names(self, document: Mapping[str, Any]) -> KernelNames:
-        bandwidth = document.get("bandwidth_gb_s")
-        if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):
-            self._fail("bandwidth_gb_s", bandwidth, "a positive number or null")
-        return KernelNames(
-            model=self._text(document, "model", ""),
-            device=self._text(document, "device", ""),
-            bandwidth_gb_s=None if bandwidth is None else float(bandwidth),
-            steps=self._list(document, "steps", "", self._step),
-            costs=self._list(document, "costs", "", self._cost),
-            reason=self._text_or_none(document, "reason", ""),
-        )
 
-    def _step(self, entry: Mapping[str, Any], where: str) -> StepNodes:
-        return StepNodes(
-            phase=cast(Phase, self._one_of(entry, "phase", where, get_args(Phase))),
-            size=self._int(entry, "size", where, 1),
-            read_blocks=self._int(entry, "read_blocks", where, 0),
-            full_sampler=self._flag(entry, "full_sampler", where),
-            steps=self._int(entry, "steps", where, 1),
-            nodes=tuple(self._list(entry, "nodes", where, self._node)),
-        )
+def _read(kind: Any, value: Any, place: str) -> Any:
+    """Return a JSON value as a type of this module; `_WrongFieldError` names the first other one.
 
-    def _node(self, entry: Mapping[str, Any], where: str) -> Node:
-        return Node(
-            layer=self._int_or_none(entry, "layer", where),
-            operation=self._text(entry, "operation", where),
-            kind=cast(NodeKind, self._one_of(entry, "kind", where, get_args(NodeKind))),
-            kernel=self._text_or_none(entry, "kernel", where),
-            tools_id=self._int_or_none(entry, "tools_id", where),
-        )
-
-    def _cost(self, entry: Mapping[str, Any], where: str) -> OperationCost:
-        return OperationCost(
-            operation=self._text(entry, "operation", where),
-            launches=self._int(entry, "launches", where, 1),
-            bytes=self._int(entry, "bytes", where, 0),
-        )
-
-    def _list(
-        self,
-        entry: Mapping[str, Any],
-        name: str,
-        where: str,
-        read: Callable[[Mapping[str, Any], str], Any],
-    ) -> list[Any]:
-        values = entry.get(name)
-        if not isinstance(values, list):
-            self._fail(where + name, values, "a list")
-        found: list[Any] = []
-        for index, value in enumerate(values):
-            place = f"{where}{name}[{index}]"
-            if not isinstance(value, dict):
-                self._fail(place, value, "an object")
-            found.append(read(value, place + "."))
-        return found
-
-    def _text(self, entry: Mapping[str, Any], name: str, where: str) -> str:
-        value = entry.get(name)
-        if not isinstance(value, str):
-            self._fail(where + name, value, "text")
+    Args:
+        kind: a dataclass, a Literal, a union, a list or tuple of one type, or a plain type.
+        value: from the document.
+        place: of the value in the document, such as `steps[0].size`; empty for the document.
+    """
+    if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise _WrongFieldError(place, value, "an object")
+        where, types = f"{place}." if place else "", get_type_hints(kind)
+        return kind(**{n: _read(types[n], value.get(n), where + n) for n in types})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise _WrongFieldError(place, value, "a list")
+        return origin(_read(arguments[0], entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    if origin is Literal:
+        if value not in arguments:
+            raise _WrongFieldError(place, value, f"one of {', '.join(arguments)}")
         return value
-
-    def _text_or_none(self, entry: Mapping[str, Any], name: str, where: str) -> str | None:
-        return None if entry.get(name) is None else self._text(entry, name, where)
-
-    def _int(self, entry: Mapping[str, Any], name: str, where: str, least: int) -> int:
-        value = entry.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self._fail(where + name, value, f"a whole number, at least {least}")
-        return value
-
-    def _int_or_none(self, entry: Mapping[str, Any], name: str, where: str) -> int | None:
-        return None if entry.get(name) is None else self._int(entry, name, where, 0)
-
-    def _flag(self, entry: Mapping[str, Any], name: str, where: str) -> bool:
-        value = entry.get(name)
-        if not isinstance(value, bool):
-            self._fail(where + name, value, "true or false")
-        return value
-
-    def _one_of(
-        self, entry: Mapping[str, Any], name: str, where: str, allowed: Sequence[str]
-    ) -> str:
-        value = entry.get(name)
-        if not isinstance(value, str) or value not in allowed:
-            self._fail(where + name, value, f"one of {', '.join(allowed)}")
-        return value
-
-    def _fail(self, place: str, value: object, wanted: str) -> NoReturn:
-        raise NamesFileError(
-            f"{self._source}: {place} is {_shortened(value)}; it must be {wanted}."
-            " Record the names again"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shortened(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 40 else shown[:37] + "..."
+    if origin is UnionType:
+        return None if value is None else _read(arguments[0], value, place)
+    if kind is float:
+        if type(value) not in (int, float) or not value > 0:
+            raise _WrongFieldError(place, value, "a positive number or null")
+        return float(value)
+    least = 1 if place.rpartition(".")[2] in ("size", "steps", "launches") else 0
+    if type(value) is not kind or (kind is int and value < least):
+        wanted = {int: f"a whole number, at least {least}", str: "text", bool: "true or false"}
+        raise _WrongFieldError(place, value, wanted[kind])
+    return value

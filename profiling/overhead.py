@@ -1,9 +1,9 @@
 """Instrumentation overhead: ranges, scopes, timeline and the watch over the garbage collector.
 
-`instrument_steps` makes the calls that a steady decode step makes for the sake of being observed,
-in their order, and nothing between them; a test compares them with those of an engine's step.
-`measure_overhead` times it in this process, listeners included. An NVTX tool receives these ranges
-in a domain of their own, apart from the steps of engines.
+`instrument_steps` makes the observing calls of a steady decode step, in their order, without the
+work between them; a test compares them with those of an engine's step. `measure_overhead` times it
+in this process, listeners included. An NVTX tool receives these ranges in a separate domain, so
+that they do not mix with the steps of engines.
 """
 
 import time
@@ -20,8 +20,8 @@ __all__ = ["Overhead", "instrument_steps", "measure_overhead"]
 
 DOMAIN = f"{ranges.DOMAIN}.overhead"
 
-# Rounds far shorter than a time slice of a busy system: some are undisturbed. They are spread over
-# some time, because a processor that is slow stays slow for longer than all rounds take.
+# A round is far shorter than a time slice, so some rounds are undisturbed on a busy system. They
+# are spread over time, because a slow phase of a processor can outlast all of them.
 ROUNDS = 200
 STEPS_PER_ROUND = 100
 ROUNDS_AT_ONCE = 20
@@ -33,12 +33,12 @@ Scope = Callable[[str], AbstractContextManager[object, bool | None]]
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What the observation of one launch of a steady decode step takes.
+    """Instrumentation overhead of one launch of a steady decode step.
 
     Attributes:
-        ns_per_launch: nanoseconds, of the fastest round: it is compared with the fastest step, and
-            other processes make either slower.
-        rounds: how often it was timed.
+        ns_per_launch: nanoseconds in the fastest round. It is compared with the fastest step, as
+            other processes slow both down.
+        rounds: number of rounds.
         launches_per_round: launches of each round, timed together.
     """
 
@@ -54,19 +54,17 @@ def instrument_steps(
     *,
     scope: Scope = operation,
     scopes: int = 0,
-    begin: Callable[[], object] | None = None,
-    elapsed_ns: Callable[[], int | None] | None = None,
+    is_async_device: bool = False,
 ) -> None:
-    """Observe `count` steps in which nothing happens.
+    """Run the instrumentation of `count` empty steps.
 
     Args:
-        count: steps.
+        count: number of steps.
         timeline: records them.
         collector: the watch whose time is read.
-        scope: names the operation that a model launches.
-        scopes: how many scopes a launch has; a replayed graph has none.
-        begin: records the event that a device's time is counted from; None: no such device.
-        elapsed_ns: reads what the device worked on the step before; None where it was not timed.
+        scope: opens the scope of an operation.
+        scopes: scopes per launch; a replayed graph has none.
+        is_async_device: whether the host waits for the device and times the wait.
     """
     clock = time.perf_counter_ns
     for number in range(count):
@@ -76,23 +74,20 @@ def instrument_steps(
             with ranges.span(ranges.PLAN, number):
                 pass
             planned = clock()
-            with ranges.span(ranges.LAUNCH, _ROWS):
-                if begin is not None:
-                    begin()
-                with ranges.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0):
-                    worked = clock()
-                    for _ in range(scopes):
-                        with scope("operation"):
-                            pass
-                    device_ns = clock() - worked
+            with (
+                ranges.span(ranges.LAUNCH, _ROWS),
+                ranges.step_span(ranges.REPLAY, number, _ROWS, _ROWS, _ROWS, 1, 0),
+            ):
+                worked = clock()
+                for _ in range(scopes):
+                    with scope("operation"):
+                        pass
+                device_ns = clock() - worked
             launched = clock()
             with ranges.span(ranges.COMMIT, number):
-                waiting = 0 if elapsed_ns is None else clock()
+                waiting = clock() if is_async_device else 0
                 arrived = clock()
-                waited = 0 if elapsed_ns is None else arrived - waiting
-                elapsed = None if elapsed_ns is None else elapsed_ns()
-                if elapsed is not None:
-                    timeline.set_device_ns(number - 1, elapsed)
+                waited = arrived - waiting if is_async_device else 0
             timeline.record(
                 number,
                 _ROWS,
@@ -115,12 +110,11 @@ def measure_overhead(
     *,
     scope: Scope = operation,
     scopes: int = 0,
-    begin: Callable[[], object] | None = None,
-    elapsed_ns: Callable[[], int | None] | None = None,
+    is_async_device: bool = False,
     rounds: int = ROUNDS,
     steps: int = STEPS_PER_ROUND,
 ) -> Overhead:
-    """Time `instrument_steps`; the arguments are those.
+    """Time `rounds` rounds of `instrument_steps` with `steps` steps each.
 
     Raises:
         ValueError: `rounds` or `steps` is less than 1.
@@ -128,7 +122,6 @@ def measure_overhead(
     if rounds < 1 or steps < 1:
         raise ValueError(f"rounds is {rounds} and steps is {steps}; both must be at least 1")
     timeline, collector = Timeline(steps), CollectorWatch()
-    options = {"scope": scope, "scopes": scopes, "begin": begin, "elapsed_ns": elapsed_ns}
     times = []
     try:
         with ranges.in_domain(DOMAIN):
@@ -136,7 +129,14 @@ def measure_overhead(
                 if number and number % ROUNDS_AT_ONCE == 0:
                     time.sleep(PAUSE_SECONDS)
                 started = time.perf_counter_ns()
-                instrument_steps(steps, timeline, collector, **options)  # type: ignore[arg-type]
+                instrument_steps(
+                    steps,
+                    timeline,
+                    collector,
+                    scope=scope,
+                    scopes=scopes,
+                    is_async_device=is_async_device,
+                )
                 times.append((time.perf_counter_ns() - started) / steps)
     finally:
         collector.close()

@@ -1,33 +1,13 @@
-"""What one decode step must move and compute, and how close a measured step came to that.
+"""Bytes and floating-point operations of a decode step, and its fraction of the roofline.
 
-Decode is bound by bytes: whatever the batch, a step reads every weight once and the keys and values
-of every row's context. Their bytes over the read bandwidth of the device is the floor of the step.
-It leaves out what is small beside them: activations, the keys and values a step writes, sampling.
+Decode is memory-bound: at any batch size, a step reads every weight once and the keys and values of
+every row's context. These bytes divided by the read bandwidth of the device are the floor of the
+step. It omits smaller terms: activations, the keys and values that a step writes, sampling.
 
-Plain numbers in, plain numbers out; standard library only.
+Standard library only.
 """
 
 from dataclasses import dataclass
-
-
-def step_bytes(weight_bytes_per_step: int, rows: int, kv_bytes_per_row: int) -> int:
-    """Return the bytes that a decode step must read: the weights, and the cache of every row.
-
-    Args:
-        weight_bytes_per_step: bytes of the weights that a step reads. An output head tied to the
-            embedding counts once; an embedding that is not tied is only gathered from and does
-            not count.
-        rows: rows that decode, without padding.
-        kv_bytes_per_row: what a row reads of the cache, summed over the layers: of each layer the
-            tokens that it attends to (the mean over rows, where they differ), as they are stored.
-
-    Raises:
-        ValueError: if a number is negative.
-    """
-    _require_not_negative(
-        weight_bytes_per_step=weight_bytes_per_step, rows=rows, kv_bytes_per_row=kv_bytes_per_row
-    )
-    return weight_bytes_per_step + rows * kv_bytes_per_row
 
 
 def step_flops(
@@ -71,27 +51,14 @@ def floor_seconds(bytes_per_step: int, bandwidth_bytes_per_s: float) -> float:
     return bytes_per_step / bandwidth_bytes_per_s
 
 
-def fraction(floor: float, measured: float) -> float:
-    """Return floor / measured, both in seconds: 1.0 is the limit.
-
-    Above 1.0 the step did not read memory as the floor assumes: the model fits into a cache.
-
-    Raises:
-        ValueError: if the floor is negative or the measured time is not positive.
-    """
-    _require_not_negative(floor=floor)
-    _require_positive(measured=measured)
-    return floor / measured
-
-
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """The limit of one decode step on one device.
 
     Attributes:
-        bytes_per_step: what the step must read (`step_bytes`).
-        flops_per_step: what the step must compute (`step_flops`).
-        bandwidth_bytes_per_s: read bandwidth of the device, measured.
+        bytes_per_step: bytes that the step must read: the weights, and the cache of every row.
+        flops_per_step: floating-point operations of the step (`step_flops`).
+        bandwidth_bytes_per_s: measured read bandwidth of the device.
 
     Raises:
         ValueError: if bytes or FLOPs are negative, or the bandwidth is not positive.
@@ -113,15 +80,18 @@ class Roofline:
         return floor_seconds(self.bytes_per_step, self.bandwidth_bytes_per_s)
 
     def fraction(self, measured_seconds: float) -> float:
-        """Return which part of a measured step the floor is (see the function `fraction`).
+        """Return floor / measured time: 1.0 is the limit.
+
+        Above 1.0 the step did not read memory as the floor assumes: the model fits into a cache.
 
         Raises:
             ValueError: if the measured time is not positive.
         """
-        return fraction(self.floor_seconds, measured_seconds)
+        _require_positive(measured_seconds=measured_seconds)
+        return self.floor_seconds / measured_seconds
 
     def to_json(self, measured_seconds: float) -> dict[str, float | int]:
-        """Return the floor beside what a measured step reached, as a benchmark reports it."""
+        """Return the floor, and the fraction that a measured step reached, for the JSON."""
         return {
             "bytes_per_step": self.bytes_per_step,
             "bandwidth_gb_s": self.bandwidth_bytes_per_s / 1e9,

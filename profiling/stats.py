@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 REQUIRED_SAMPLES: Final = {50: 1, 90: 10, 99: 100}
-"""Samples that a percentile needs: above the p-th lies one sample in 100/(100 - p), and with fewer
-samples than that the tail is a guess. The median of one sample is that sample."""
+"""Minimum number of samples of a percentile p: 100/(100 - p), so that one sample lies above it. The
+median of one sample is that sample."""
 
 _NS_PER_MS: Final = 1e6
 
@@ -69,7 +69,7 @@ class Summary:
         )
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Return the fields by name, in order, a percentile without support as None."""
+        """Return the fields by name, in order; a percentile of too few samples is None."""
         return asdict(self)
 
 
@@ -88,13 +88,13 @@ def _interpolate(ordered: Sequence[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """When a request came and when each of its tokens was there.
+    """Arrival of a request and the time of each of its tokens.
 
-    Both in nanoseconds of one monotonic clock (`time.perf_counter_ns`); results are milliseconds.
+    Both in nanoseconds on one monotonic clock (`time.perf_counter_ns`); results are milliseconds.
 
     Attributes:
         arrival_ns: when the request was added.
-        token_ns: when each output token was there, in order.
+        token_ns: when each output token was ready, in order.
 
     Raises:
         ValueError: if there is no token, a time is NaN or infinite, or time runs backwards.
@@ -137,3 +137,16 @@ class RequestTiming:
         """(end-to-end - TTFT) / (n - 1), the mean of the gaps; None for a single token."""
         gaps = len(self.token_ns) - 1
         return (self.token_ns[-1] - self.token_ns[0]) / gaps / _NS_PER_MS if gaps else None
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some spans lasted.
+
+    Args:
+        spans: begin and end of each, in the order of their begin, in any unit of time.
+    """
+    total, until = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,4 +1,4 @@
-"""A ring of the last steps and where their time went. Standard library only."""
+"""A ring buffer of the times of the last steps. Standard library only."""
 
 import struct
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ _NOT_TIMED = -1
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Where the time of one step went; times in nanoseconds, none counted twice.
+    """Times of one step in nanoseconds; no time is counted twice.
 
     Attributes:
         step: number of the step.
-        rows: rows that decoded, without padding.
-        bucket: the bucket that the step ran in.
-        prefill_tokens: prompt tokens that the step ran, without padding; 0 for a decode step.
-        started_ns: when the plan began, on the clock of `time.perf_counter_ns`.
-        plan_ns: deciding what the step does.
-        launch_ns: starting it, without what the device did meanwhile.
-        commit_ns: taking in its tokens, without the wait for them.
-        wait_ns: time that the host waited for the device.
-        device_ns: device time of the step; None where it was not timed, or not yet. An asynchronous
-            device is timed on request only. A device that runs in the caller's thread works inside
-            the launch: there this is not part of `launch_ns`.
-        steps: decode steps that were launched together; the times are of all of them.
-        joined: requests that took a row.
-        blocks_in_use: blocks of the cache that requests held at the launch.
-        collected_ns: time of Python's garbage collector between begin and end of the step, part of
-            the phases that it interrupted.
-        is_async_device: whether the device is asynchronous, so that `device_ns` is no part of the
+        rows: decoding rows, without padding.
+        bucket: bucket of the step.
+        prefill_tokens: computed prompt tokens, without padding; 0 for a decode step.
+        started_ns: begin of the plan, on the clock of `time.perf_counter_ns`.
+        plan_ns: scheduling.
+        launch_ns: starting the step, without device time.
+        commit_ns: processing its tokens, without the wait for them.
+        wait_ns: time in which the host waited for the device.
+        device_ns: device time of the step; None if not timed, or not yet. An asynchronous device is
+            timed on request only. A device in the caller's thread works during the launch; its
+            time is not part of `launch_ns`.
+        steps: decode steps in the launch; the times are those of all of them.
+        joined: admitted requests.
+        blocks_in_use: cache blocks held by requests at the launch.
+        collected_ns: time of Python's garbage collector during the step, included in the phases
+            that it interrupted.
+        is_async_device: whether the device is asynchronous; if so, `device_ns` is not part of the
             time between begin and end.
     """
 
@@ -55,7 +55,7 @@ class StepRecord:
 
     @property
     def ended_ns(self) -> int:
-        """When its commits were done and its outputs made, on the clock of `started_ns`.
+        """Time when the commit was done and outputs were ready, on the clock of `started_ns`.
 
         With a step in flight the commit is that of an earlier step.
         """
@@ -64,12 +64,12 @@ class StepRecord:
 
     @property
     def host_ns(self) -> int:
-        """Host time: plan + launch + commit, without waiting or the device."""
+        """Host time in nanoseconds: plan + launch + commit, without waiting and device time."""
         return self.plan_ns + self.launch_ns + self.commit_ns
 
 
 class Timeline:
-    """The last `capacity` steps, in memory taken once.
+    """The last `capacity` steps, in preallocated memory.
 
     `record` belongs to the one thread that runs the steps; `records` to the same thread.
 

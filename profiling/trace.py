@@ -82,9 +82,9 @@ def torch_trace(path: Path | str, names: "KernelNames | None" = None) -> Iterato
 
 
 class _Recorder:
-    """Passes ranges, marks and scopes on to torch's profiler, and logs their payloads.
+    """Forwards ranges, marks and scopes to torch's profiler, and logs their payloads.
 
-    torch's events have only a name: an index into the log until the trace is written.
+    torch's events have only a name. Until the trace is written, it is an index into the log.
     """
 
     def __init__(self) -> None:

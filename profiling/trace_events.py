@@ -20,10 +20,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from .kernel_matching import find_step
+from .kernel_matching import DeviceWork, match_work
 from .kernel_names import KernelNames, Node
 
-__all__ = ["DEVICE_CATEGORIES", "Recorded", "TraceError", "annotate", "event_name", "events_of"]
+__all__ = [
+    "DEVICE_CATEGORIES",
+    "Recorded",
+    "TraceError",
+    "annotate",
+    "end_of",
+    "event_name",
+    "events_of",
+]
 
 Event = dict[str, Any]
 
@@ -136,7 +144,7 @@ class _Scopes:
             ranges.sort(key=lambda event: (event["ts"], -event["dur"]))
             parents, stack = self._parents.setdefault(thread, []), list[int]()
             for index, event in enumerate(ranges):
-                while stack and _end(ranges[stack[-1]]) <= event["ts"]:
+                while stack and end_of(ranges[stack[-1]]) <= event["ts"]:
                     stack.pop()
                 parents.append(stack[-1] if stack else -1)
                 stack.append(index)
@@ -149,7 +157,7 @@ class _Scopes:
         found: dict[str, Any] = {}
         while index >= 0:
             event = ranges[index]
-            if call["ts"] < _end(event):
+            if call["ts"] < end_of(event):
                 args, wanted = event["args"], tuple[str, ...]()
                 if event["name"] in _PHASES:
                     found["phase"] = _PHASES[event["name"]]
@@ -164,48 +172,25 @@ class _Scopes:
         return found
 
 
-def _end(event: Event) -> float:
+def end_of(event: Event) -> float:
+    """Return when a complete event ended, in microseconds."""
     return float(event["ts"] + event["dur"])
 
 
 def _nodes_of(
-    work: Sequence[Event],
-    ids: Sequence[int | None],
-    around: Mapping[str, Any],
-    names: KernelNames,
+    work: Sequence[Event], ids: Sequence[int | None], around: Mapping[str, Any], names: KernelNames
 ) -> Sequence[Node | None]:
     """Return for each event of a replay the node that it ran, or None where that is not certain."""
-    nodes: list[Node | None] = [None] * len(work)
-    kernels = [index for index, event in enumerate(work) if event["cat"] == "kernel"]
-    found = None
-    # Where no range says which step it was, it may be of any phase.
+    listed = [
+        DeviceWork(DEVICE_CATEGORIES[event["cat"]], str(event["name"]), node_id)
+        for event, node_id in zip(work, ids, strict=True)
+    ]
+    # Without an enclosing range the step may be of any phase.
     for phase in [around["phase"]] if "phase" in around else _PHASES.values():
-        found = found or find_step(
-            names,
-            phase,
-            around.get("bucket"),
-            [str(work[index]["name"]) for index in kernels],
-            [ids[index] for index in kernels],
-        )
-    if found is None:
-        return nodes
-    step, matched = found
-    for index, node in zip(kernels, matched, strict=True):
-        nodes[index] = node
-    for category, kind in DEVICE_CATEGORIES.items():
-        if kind == "kernel":
-            continue
-        # Copies have no names: they are matched by id, else by order where none is missing.
-        indices = [index for index, event in enumerate(work) if event["cat"] == category]
-        candidates = [node for node in step.nodes if node.kind == kind]
-        by_id: dict[int | None, Node]
-        by_id = {node.tools_id: node for node in candidates if node.tools_id is not None}
-        for place, index in enumerate(indices):
-            if by_id:
-                nodes[index] = by_id.get(ids[index])
-            elif len(candidates) == len(indices):
-                nodes[index] = candidates[place]
-    return nodes
+        found = match_work(names, phase, around.get("bucket"), listed)
+        if found is not None:
+            return found[1]
+    return [None] * len(work)
 
 
 def _node_id(event: Event) -> int | None:
@@ -250,16 +235,16 @@ def _separate_overlaps(events: list[Event]) -> None:
         for event in sorted(work, key=lambda event: event["ts"]):
             begins = event["ts"] + _JITTER_US
             row = next((row for row, end in enumerate(ends) if end <= begins), len(ends))
-            ends[row : row + 1] = [_end(event)]
+            ends[row : row + 1] = [end_of(event)]
             if row == len(added):
                 highest[pid] += 1
                 added.append(highest[pid])
-                told = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
+                row_metadata = {"ph": "M", "pid": pid, "tid": added[-1], "ts": 0}
                 name = {"name": f"stream {tid}, overlapping"}
-                events.append({**told, "name": "thread_name", "args": name})
+                events.append({**row_metadata, "name": "thread_name", "args": name})
                 if isinstance(tid, int):
                     order = {"sort_index": tid}
-                    events.append({**told, "name": "thread_sort_index", "args": order})
+                    events.append({**row_metadata, "name": "thread_sort_index", "args": order})
             arrow = arrows.get((pid, tid, event.get("args", {}).get("correlation")))
             for moved in (event, arrow) if row else ():
                 if moved is not None and moved["ts"] == event["ts"]:

@@ -1,4 +1,4 @@
-"""Where the time of the steps of a trace went: a row for each operation, layer and range.
+"""Time of the steps of a trace, by operation, layer, operator and range.
 
 Reads the files of `trace.torch_trace`. Times are µs. Standard library only.
 """
@@ -7,38 +7,38 @@ import gzip
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from .markdown import aligned
-from .roofline import floor_seconds, fraction
-from .trace_events import DEVICE_CATEGORIES, Event, TraceError, events_of
+from .roofline import floor_seconds
+from .stats import covered
+from .trace_events import DEVICE_CATEGORIES, Event, TraceError, end_of, events_of
 
 __all__ = ["OperationTime", "TraceOperations", "read_trace", "trace_operations"]
 
 SCHEMA_VERSION: Final = 1
-"""Of the key `stepgraph` of a trace."""
+"""Version of the entry `stepgraph` in a trace."""
 
 UNNAMED: Final = "(no operation)"
 IDLE: Final = "(idle)"
 OUTSIDE: Final = "(outside of operators)"
 OUTSIDE_SCOPES: Final = "(outside of operations)"
 MOST_ROWS: Final = 24
-"""Of a printed table of operators: a step in eager mode has sixty kinds of them."""
+"""Maximum rows of a printed table of operators: a step in eager mode has sixty kinds of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """What one operation, layer, operator or range took of a step, on average.
+    """Mean time of an operation, layer, operator or range per step.
 
     Attributes:
         name: of the operation; of a layer its number.
-        us: microseconds of a step. Work that overlaps counts in full for each.
+        us: microseconds per step. Overlapping work counts in full for each.
         share: of the time of a step.
-        launches: in a step.
+        launches: per step.
         fraction: of the roofline: bytes to read ÷ bandwidth ÷ `us`; None where unknown.
     """
 
@@ -54,18 +54,18 @@ Rows = tuple[OperationTime, ...]
 
 @dataclass(frozen=True, slots=True)
 class TraceOperations:
-    """The steps of a trace, taken apart; times are means over the steps.
+    """Breakdown of the steps of a trace; times are means over the steps.
 
     Attributes:
-        model: what ran, as far as the trace says.
-        device: whether operations and layers are work of a device; else they are scopes of the
-            engine's thread, each without what it called.
+        model: name of the model, if the trace has it.
+        device: True: operations and layers are device work. False: they are scopes of the engine's
+            thread, each without the scopes inside it.
         steps: steps in the trace.
-        step_us: on a device, from the begin of the first work of a step to the end of its last;
+        step_us: with a device, from the begin of the first work of a step to the end of its last;
             else the length of the range `step`.
-        operations: the longest first; time in none of them is the last.
+        operations: the longest first; the last row is time without any of them.
         layers: in order; empty where no layer is known.
-        operators: of torch, without those that they call, where the host is the device.
+        operators: of torch, by self time; empty with a device.
         ranges: of the host, in the order of their first appearance.
     """
 
@@ -79,9 +79,9 @@ class TraceOperations:
     ranges: Rows
 
     def markdown(self) -> str:
-        """Return tables as text."""
-        title = f"{self.steps} steps of {self.step_us:,.1f} µs on the"
-        title += " device" if self.device else " host"
+        """Return the tables as Markdown."""
+        where = "device" if self.device else "host"
+        title = f"{self.steps} steps of {self.step_us:,.1f} µs on the {where}"
         parts = [title if self.model is None else f"{self.model}: {title}"]
         for what, rows in (
             ("operation", self.operations),
@@ -114,7 +114,7 @@ def read_trace(path: Path | str) -> dict[str, Any]:
 
 
 def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
-    """Take the steps of a trace apart.
+    """Break down the steps of a trace.
 
     Args:
         trace: as `read_trace` returns it, or the file.
@@ -124,138 +124,130 @@ def trace_operations(trace: Mapping[str, Any] | Path | str) -> TraceOperations:
     """
     document = read_trace(trace) if isinstance(trace, Path | str) else trace
     events = [event for event in events_of(document) if event.get("ph") == "X"]
+    events.sort(key=lambda event: event["ts"])
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     turns = [event for event in ranges if event["name"] == "step"]
     if not turns:
         raise TraceError("the trace has no range `step`: no engine ran a step while it was taken")
     about = document.get("stepgraph", {})
-    model, steps, span = about.get("model"), len(turns), sum(turn["dur"] for turn in turns)
+    of_host = _Steps(len(turns), sum(turn["dur"] for turn in turns))
     plain = [event for event in ranges if "operation" not in event.get("args", {})]
-    of_ranges = _times_by_name(plain, lambda event: str(event["name"]), steps, span)
-    if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
-        scopes = _own_times(events, turns, lambda event: _of_scope(event, "operation"))
-        operators = _own_times(events, turns, _operator)
-        return TraceOperations(
-            model=model,
-            device=False,
-            steps=steps,
-            step_us=span / steps,
-            operations=_with_rest(scopes, OUTSIDE_SCOPES, steps, span) if scopes else (),
-            layers=_in_order(_own_times(events, turns, lambda event: _of_scope(event, "layer"))),
-            operators=_with_rest(operators, OUTSIDE, steps, span),
-            ranges=of_ranges,
-        )
+    of_ranges = of_host.rows(_total(plain, lambda event: str(event["name"])))
     by_step: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") in DEVICE_CATEGORIES:
             by_step[event.get("args", {}).get("step")].append(event)
+    if not by_step:
+        own, layers, operators = (
+            _self_times(events, name) for name in (_scope_operation, _scope_layer, _operator)
+        )
+        return TraceOperations(
+            model=about.get("model"),
+            device=False,
+            steps=of_host.count,
+            step_us=of_host.us / of_host.count,
+            operations=of_host.with_rest(own, OUTSIDE_SCOPES) if own else (),
+            layers=_by_number(of_host.rows(layers)),
+            operators=of_host.with_rest(operators, OUTSIDE),
+            ranges=of_ranges,
+        )
     by_step.pop(None, None)  # copies between steps
     if not by_step:
         raise TraceError("no work of the device in the trace belongs to a step")
-    lengths = [max(map(_end, w)) - min(e["ts"] for e in w) for w in by_step.values()]
-    span, steps = sum(lengths), len(by_step)
-    idle = span - sum(map(_busy, by_step.values()))
+    spans = [[(e["ts"], end_of(e)) for e in work] for work in by_step.values()]
+    of_device = _Steps(
+        len(by_step), sum(max(end for _, end in work) - work[0][0] for work in spans)
+    )
     work = [event for of_step in by_step.values() for event in of_step]
     of_layers = [event for event in work if "layer" in event["args"]]
-    operations = _times_by_name(work, _operation, steps, span, _floors(about))
-    layers = _times_by_name(of_layers, lambda event: str(event["args"]["layer"]), steps, span)
+    operations = of_device.rows(_total(work, _operation), _floors(about))
+    idle_us = of_device.us - sum(map(covered, spans))
     return TraceOperations(
-        model=model,
+        model=about.get("model"),
         device=True,
-        steps=steps,
-        step_us=span / steps,
+        steps=of_device.count,
+        step_us=of_device.us / of_device.count,
         operations=(
             *sorted(operations, key=lambda row: -row.us),
-            OperationTime(IDLE, idle / steps, idle / span if span else 0.0, 0.0),
+            *of_device.rows({IDLE: (idle_us, 0)}),
         ),
-        layers=_in_order(layers),
+        layers=_by_number(of_device.rows(_total(of_layers, lambda e: str(e["args"]["layer"])))),
         operators=(),
         ranges=of_ranges,
     )
 
 
-def _times_by_name(
-    events: Iterable[Event],
-    name: Callable[[Event], str],
-    steps: int,
-    span: float,
-    floors: Mapping[str, float] = MappingProxyType({}),
-) -> Rows:
-    """Sum events by name, in the order of their first appearance; `span` is that of all steps."""
-    us: defaultdict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for event in sorted(events, key=lambda event: event["ts"]):
-        us[name(event)] += event["dur"]
-        launches[name(event)] += 1
-    return tuple(
-        OperationTime(
-            key,
-            us[key] / steps,
-            us[key] / span if span else 0.0,
-            launches[key] / steps,
-            fraction(floors[key], us[key] / steps) if floors.get(key) and us[key] else None,
+Totals = Mapping[str, tuple[float, int]]
+"""Microseconds and launches of all steps, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The steps of a trace: how many, and their time in all."""
+
+    count: int
+    us: float
+
+    def rows(self, totals: Totals, floors: Mapping[str, float] | None = None) -> Rows:
+        """Return a row for each name; `floors` has the microseconds that a step must take."""
+        return tuple(
+            OperationTime(
+                name,
+                us / self.count,
+                us / self.us if self.us else 0.0,
+                launches / self.count,
+                floors[name] / (us / self.count) if floors and us and floors.get(name) else None,
+            )
+            for name, (us, launches) in totals.items()
         )
-        for key in us
-    )
+
+    def with_rest(self, totals: Totals, name: str) -> Rows:
+        """Return the rows, the longest first, and at the end the time that is in none of them."""
+        rest = self.us - sum(us for us, _ in totals.values())
+        longest = sorted(totals.items(), key=lambda item: -item[1][0])
+        return self.rows({**dict(longest), name: (rest, 0)})
 
 
-def _own_times(
-    events: Iterable[Event], turns: Sequence[Event], name: Callable[[Event], str | None]
-) -> Rows:
-    """Sum events within the ranges `step`, each without the events inside it, the longest first.
+def _total(events: Iterable[Event], name: Callable[[Event], str]) -> Totals:
+    """Sum events by name, in the order given."""
+    totals: dict[str, tuple[float, int]] = {}
+    for event in events:
+        us, launches = totals.get(name(event), (0.0, 0))
+        totals[name(event)] = us + event["dur"], launches + 1
+    return totals
+
+
+def _self_times(events: Iterable[Event], name: Callable[[Event], str | None]) -> Totals:
+    """Sum events within the ranges `step`, each without the named events inside it.
 
     Args:
         events: of the whole trace.
-        turns: the ranges `step`.
-        name: what an event is summed as; None: it does not count.
+        name: under which an event is summed; None: it is ignored.
     """
-    own: defaultdict[str, float] = defaultdict(float)
-    calls: Counter[str] = Counter()
+    us: defaultdict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
     threads: defaultdict[tuple[Any, Any], list[tuple[Event, str | None]]] = defaultdict(list)
-    known = {id(turn) for turn in turns}
     for event in events:
-        called = None if id(event) in known else name(event)
-        if called is not None or id(event) in known:
-            threads[event["pid"], event["tid"]].append((event, called))
+        is_turn = event.get("cat") == "user_annotation" and event["name"] == "step"
+        label = None if is_turn else name(event)
+        if is_turn or label is not None:
+            threads[event["pid"], event["tid"]].append((event, label))
     for thread in threads.values():
         thread.sort(key=lambda entry: (entry[0]["ts"], -entry[0]["dur"], entry[1] is not None))
         stack: list[tuple[Event, str | None]] = []
-        for event, called in thread:
-            while stack and _end(stack[-1][0]) <= event["ts"]:
+        for event, label in thread:
+            while stack and end_of(stack[-1][0]) <= event["ts"]:
                 stack.pop()
-            if called is not None:
+            if label is not None:
                 if not stack:
                     continue  # outside of every step
-                own[called] += event["dur"]
-                calls[called] += 1
+                us[label] += event["dur"]
+                launches[label] += 1
                 around = stack[-1][1]
                 if around is not None:
-                    own[around] -= event["dur"]
-            stack.append((event, called))
-    steps, span = len(turns), sum(turn["dur"] for turn in turns)
-    return tuple(
-        OperationTime(key, us / steps, us / span if span else 0.0, calls[key] / steps)
-        for key, us in sorted(own.items(), key=lambda item: -item[1])
-    )
-
-
-def _with_rest(rows: Rows, name: str, steps: int, span: float) -> Rows:
-    """Return the rows, and last the time of the steps that is in none of them."""
-    rest = span - steps * sum(row.us for row in rows)
-    return (*rows, OperationTime(name, rest / steps, rest / span if span else 0.0, 0.0))
-
-
-def _busy(events: Iterable[Event]) -> float:
-    """Return the microseconds in which at least one of the events ran."""
-    total, until = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event["ts"]):
-        total += max(0.0, _end(event) - max(event["ts"], until))
-        until = max(until, _end(event))
-    return total
-
-
-def _end(event: Event) -> float:
-    return float(event["ts"] + event["dur"])
+                    us[around] -= event["dur"]
+            stack.append((event, label))
+    return {label: (us[label], launches[label]) for label in us}
 
 
 def _floors(about: Mapping[str, Any]) -> dict[str, float]:
@@ -265,10 +257,10 @@ def _floors(about: Mapping[str, Any]) -> dict[str, float]:
         for cost in about.get("costs") or ():
             seconds = floor_seconds(cost["launches"] * cost["bytes"], 1e9 * about["bandwidth_gb_s"])
             floors[cost["operation"]] += 1e6 * seconds
-    return dict(floors)
+    return floors
 
 
-def _in_order(layers: Rows) -> Rows:
+def _by_number(layers: Rows) -> Rows:
     return tuple(sorted(layers, key=lambda row: int(row.name)))
 
 
@@ -276,12 +268,15 @@ def _operator(event: Event) -> str | None:
     return str(event["name"]) if event.get("cat") == "cpu_op" else None
 
 
-def _of_scope(event: Event, key: str) -> str | None:
-    """Return the operation or the layer of a scope on the host."""
-    if event.get("cat") != "user_annotation" or "operation" not in event.get("args", {}):
-        return None
-    value = event["args"].get(key)
-    return None if value is None else str(value)
+def _scope_operation(event: Event) -> str | None:
+    args = event.get("args", {})
+    return args.get("operation") if event.get("cat") == "user_annotation" else None
+
+
+def _scope_layer(event: Event) -> str | None:
+    layer = event.get("args", {}).get("layer")
+    known = layer is not None and _scope_operation(event) is not None
+    return str(layer) if known else None
 
 
 def _operation(event: Event) -> str:
@@ -294,16 +289,11 @@ def _shortened(rows: Rows) -> Rows:
     others = rows[MOST_ROWS:-1]
     if len(others) < 2:
         return rows
-    together = OperationTime(
-        f"({len(others)} others)",
-        sum(row.us for row in others),
-        sum(row.share for row in others),
-        sum(row.launches for row in others),
-    )
-    return (*rows[:MOST_ROWS], together, rows[-1])
+    sums = (sum(getattr(row, name) for row in others) for name in ("us", "share", "launches"))
+    return (*rows[:MOST_ROWS], OperationTime(f"({len(others)} others)", *sums), rows[-1])
 
 
-def _table(what: str, rows: Sequence[OperationTime], *, roofline: bool) -> str:
+def _table(what: str, rows: Rows, *, roofline: bool) -> str:
     """Return a table in Markdown."""
     head = (what, "µs a step", "share", "launches a step", *(("roofline",) if roofline else ()))
     cells = [

@@ -2,27 +2,11 @@
 
 import logging
 
+from . import errors
 from .config import EngineConfig
 from .engine.engine import Engine
 from .engine.request_output import CompletionOutput, OutputDelta, RequestOutput
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlineUnreachableError,
-    EngineBusyError,
-    EngineClosedError,
-    EngineFailedError,
-    EngineForkedError,
-    EngineUnavailableError,
-    KernelBuildError,
-    KernelSelfTestError,
-    MemoryBudgetError,
-    NonFiniteLogitsError,
-    OverloadedError,
-    RequestError,
-    StepgraphError,
-    StepPreparationError,
-)
+from .errors import *  # noqa: F403
 from .loading.chat_template import ChatPrompt
 from .loading.tokenizer import TextTokenizer
 from .prompt_embeds import EmbeddedSpan, EncodedContent, PromptEmbeds
@@ -52,22 +36,7 @@ __all__ = [
     "PromptEmbeds",
     "EmbeddedSpan",
     "EncodedContent",
-    "StepgraphError",
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineUnreachableError",
-    "EngineBusyError",
-    "EngineClosedError",
-    "EngineFailedError",
-    "EngineForkedError",
-    "EngineUnavailableError",
-    "KernelBuildError",
-    "KernelSelfTestError",
-    "MemoryBudgetError",
-    "NonFiniteLogitsError",
-    "OverloadedError",
-    "RequestError",
-    "StepPreparationError",
 ]
+__all__ += errors.__all__
 
 logging.getLogger("stepgraph").addHandler(logging.NullHandler())

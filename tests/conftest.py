@@ -144,6 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 6,
         "v_head_dim": 14,
         "attention_bias": True,
+        "mlp_bias": True,
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
     },
     "deepseek_v3": {
@@ -249,7 +250,10 @@ def randomize(model: PreTrainedModel) -> None:
                 parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
 
 
-def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
+CORPUS = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8
+
+
+def byte_level_tokenizer(vocab_size: int, corpus: Sequence[str] = CORPUS) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -259,7 +263,6 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
@@ -267,7 +270,10 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     counts: Counter[str] = Counter()
+    without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(without_gpu)
         if (sampled := item.get_closest_marker("sampled")) is not None:
             function = item.nodeid.partition("[")[0]
             if counts[function] % sampled.args[0]:

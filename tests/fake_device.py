@@ -26,6 +26,8 @@ from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
+from .cache_rig import record_allocations
+
 VOCAB = 11
 
 Windows = tuple[int | None, ...]
@@ -189,19 +191,8 @@ class FakeRunner:
         self._drafts = random.Random(0)
         self.seen: Counter[str] = Counter()  # what has happened, so that tests are not empty
         self._stages: list[str] = []  # of the step under way
-        self._fresh: list[int] = []  # blocks handed out since contents were last forgotten
-        self._watch_allocations()
-
-    def _watch_allocations(self) -> None:
-        pool = self.scheduler.cache._pool
-        allocate = pool.allocate
-
-        def watched(n: int) -> list[int]:
-            blocks = allocate(n)
-            self._fresh += blocks
-            return blocks
-
-        pool.allocate = watched  # type: ignore[method-assign]
+        # Blocks handed out since contents were last forgotten.
+        self._fresh = record_allocations(scheduler.cache._pool)
 
     def swap_out(self, plan: StepPlan) -> None:
         self._stages = ["swap_out"]
@@ -319,7 +310,7 @@ class FakeRunner:
     def _write(self, row: int, position: int, token: int) -> None:
         """Write a token to blocks that nobody else reads, now or later."""
         pool = self.scheduler.cache._pool
-        (request,) = [r for r, own in self.scheduler._rows.items() if own == row]
+        (request,) = [r for r, own in self.scheduler._running.rows.items() if own == row]
         assert position < self.scheduler.cache._held[request.id].room, "a token without a block"
         for group in range(len(self.device.windows)):
             block, _ = self.device.slot(group, row, position)
@@ -330,7 +321,7 @@ class FakeRunner:
     def _check_tables(self) -> None:
         """What the device has of each row's block tables is what the cache has."""
         cache = self.scheduler.cache
-        for request, row in self.scheduler._rows.items():
+        for request, row in self.scheduler._running.rows.items():
             for group, column, block in cache.table_of(request.id):
                 assert self.device.tables[group][row][column] == block
 
@@ -381,7 +372,7 @@ def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     places = [(update.group, update.row, update.column) for update in plan.table_updates]
     assert len(set(places)) == len(places)
     if not plan.preempted:  # they may have got blocks before they lost them
-        assert {row for _, row, _ in places} <= set(scheduler._rows.values())
+        assert {row for _, row, _ in places} <= set(scheduler._running.rows.values())
 
 
 def requests_of(preempted: list[Preemption]) -> list[Request]:

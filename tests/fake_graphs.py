@@ -1,10 +1,7 @@
 """A recording fake of the graph API: engines in `mode="graph"` on a CPU.
 
-`capture` runs a callable once and keeps every operation that torch was asked for, with the scalars
-and the tensors that it was given. `replay` runs those operations again, into the tensors that they
-gave when they were recorded. So whatever the callable decided on the host stays decided, as in a
-CUDA graph, and outputs stay where they are. What a capture cannot record (a wait for the device, a
-tensor made of numbers of the host) fails.
+`capture` runs a callable once and keeps its operations on an `operation_tape.Tape`. `replay` runs
+them again, into the tensors that they gave when they were recorded.
 
 Captures of one capturer share their memory: each replay begins by leaving NaN and -1 in whatever
 any capture computed, outputs included.
@@ -29,7 +26,7 @@ from stepgraph.graphs.steps import Capture, EagerStep
 from stepgraph.profiling import attribution
 from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
-from stepgraph.runtime.execution import outputs, runner
+from stepgraph.runtime.execution import outputs, prepared_steps
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
@@ -37,89 +34,8 @@ from stepgraph.runtime.execution.step_functions import StepKey
 from stepgraph.runtime.kernels import Kernels, select_kernels
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.sampling_state import SamplingState
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-aten = torch.ops.aten
-WAITS = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-}
-FROM_HOST = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
-UNWRITTEN = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-
-
-class NotCapturableError(RuntimeError):
-    """What would have made a capture fail on a device."""
-
-
-def tensors_of(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def poison(tensor: torch.Tensor) -> None:
-    if tensor.dtype.is_floating_point:
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(-1 if tensor.dtype.is_signed else 255)
-
-
-@dataclass(frozen=True)
-class Operation:
-    func: Any
-    args: Any
-    kwargs: Any
-    outputs: list[torch.Tensor]
-    made: list[torch.Tensor]
-    """The outputs in memory that the operation took."""
-    is_view: bool
-
-    def run(self) -> None:
-        if self.is_view or self.func in UNWRITTEN:  # memory that holds anything: poison, by now
-            return
-        results = tensors_of(self.func(*self.args, **self.kwargs))
-        for output, result in zip(self.outputs, results, strict=True):
-            if result.data_ptr() != output.data_ptr():  # else an argument, changed in place
-                output.copy_(result)
-
-
-class Tape(TorchDispatchMode):
-    """Records operations, and refuses those that a capture cannot hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = tensors_of((args, kwargs))
-        if func in WAITS or func in FROM_HOST:
-            raise NotCapturableError(f"{func} in a capture")
-        if func is aten.index.Tensor and any(t.dtype is torch.bool for t in given[1:]):
-            raise NotCapturableError("an index by a mask waits for the device")
-        result = func(*args, **kwargs)
-        known = {storage_of(tensor) for tensor in given}
-        outputs = tensors_of(result)
-        made = [tensor for tensor in outputs if storage_of(tensor) not in known]
-        is_view = bool(outputs) and not made and not func._schema.is_mutable
-        self.operations.append(Operation(func, args, kwargs, outputs, made, is_view))
-        return result
+from .operation_tape import Operation, Tape, poison, tensors_of
 
 
 class TapeNodes:
@@ -137,7 +53,7 @@ class TapeNodes:
         return [
             attribution.CapturedNode("kernel", str(operation.func))
             for operation in new
-            if not (operation.is_view or operation.func in UNWRITTEN)
+            if operation.computes
         ]
 
     def tools_ids(self, graph: object) -> None:
@@ -411,7 +327,9 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(
         ResolvedConfig, "is_async_device", property(lambda self: self.mode == "graph")
     )
-    monkeypatch.setattr(runner, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device))
+    monkeypatch.setattr(
+        prepared_steps, "CudaGraphCapturer", lambda device: FakeCapturer(graphs, device)
+    )
     queued(RowState, "update_tables")
     queued(SamplingState, "write_row")
     queued(Arena, "copy_blocks")

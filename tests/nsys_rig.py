@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 FIELDS = ("step", "rows", "bucket", "tokens", "blocks_in_use", "padding")
@@ -66,28 +67,6 @@ class Launch:
 
 
 @dataclass
-class Truth:
-    """What a report must say of a step, in ns."""
-
-    step: int
-    phase: str
-    rows: int
-    bucket: int
-    tokens: int
-    padding: int
-    host_ns: int
-    wait_ns: int
-    plan_ns: int
-    launch_ns: int
-    commit_ns: int
-    device_ns: int
-    busy_ns: int
-    gap_ns: int | None
-    step_ns: int | None
-    launches: int
-
-
-@dataclass
 class Profile:
     """An export in the making. Times are ns on one clock, which the host and the device share."""
 
@@ -97,7 +76,7 @@ class Profile:
     device: int = 0
     now: int = 1_000_000
     domain: str = "stepgraph"
-    truth: list[Truth] = field(default_factory=list)
+    truth: list[SimpleNamespace] = field(default_factory=list)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     device_free: int = 0
     last_end: int | None = None
@@ -179,8 +158,8 @@ class Profile:
         self.device_free = start + ns
         return start, start + ns
 
-    def run(self, launch: Launch) -> tuple[int, int, int, int]:
-        """The kernels of a launch; returns first begin, last end, busy ns and calls."""
+    def run(self, launch: Launch) -> tuple[int, int]:
+        """The kernels of a launch; returns busy ns and calls."""
         graph = self.variant.graph_trace
         call = self.call("cudaGraphLaunch_v10000", 5_000) if graph is not None else 0
         begin = at = max(self.device_free, self.now)
@@ -203,7 +182,7 @@ class Profile:
             self.activity("GRAPH_TRACE", begin, end, call, graphId=5, graphExecId=6)
             busy = end - begin
         self.device_free = end
-        return begin, end, busy, len(launch.kernels) if graph is None else 1
+        return busy, len(launch.kernels) if graph is None else 1
 
     def step(
         self,
@@ -215,18 +194,18 @@ class Profile:
         wait_ns: int = 0,
         pause_ns: int = 1_000,
         commits: int | None = None,
-    ) -> Truth:
-        """A turn: plan, launch, commit of an earlier step."""
+    ) -> SimpleNamespace:
+        """A turn: plan, launch, commit of an earlier step. Returns what a report must say of it."""
         self.now += pause_ns
         began = self.now
         self.range("plan", self.now, self.now + plan_ns, number)
         self.now += plan_ns
         launch_began = self.now
-        first, last = self.copy(1_500, 1)
+        first, _ = self.copy(1_500, 1)
         busy, calls = 1_500, 0
         for launch in launches:
             range_began = self.now
-            _, last, its_busy, its_calls = self.run(launch)
+            its_busy, its_calls = self.run(launch)
             busy, calls = busy + its_busy, calls + its_calls
             padding = launch.bucket - launch.tokens
             numbers = (number, launch.rows, launch.bucket, launch.tokens, 40 + number, padding)
@@ -245,7 +224,7 @@ class Profile:
             self.now += commit_ns - 1_000
             self.range("commit", launched, self.now, commits)
         self.range("step", began, self.now, number)
-        truth = Truth(
+        truth = SimpleNamespace(
             step=number,
             phase="+".join(launch.phase for launch in launches),
             rows=sum(launch.rows for launch in launches),

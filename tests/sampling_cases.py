@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any
 
@@ -17,6 +17,7 @@ from stepgraph.runtime.sampling_params import SamplingParams
 Sampler = Callable[[torch.Tensor, SamplingState, torch.Tensor, torch.Tensor], SampleOutput]
 
 PROMPT, OUTPUT = [3, 5, 7, 7, 250], [5, 9, 9, 9]
+STOPS = [11, 12]
 FIRST = len(PROMPT) + len(OUTPUT)
 CASES: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -58,21 +59,36 @@ def logits_of(lanes: int, vocab_size: int, seed: int, dtype: torch.dtype) -> tor
     return (torch.randn(lanes, vocab_size, generator=generator) * 3).to(dtype)
 
 
-def state_of(params: list[SamplingParams], vocab_size: int, device: str = "cpu") -> SamplingState:
-    """Rows whose last owner left NaN and garbage."""
+def poison(state: SamplingState, row: int) -> None:
+    """Write NaN and garbage to a row, as a former owner may have."""
+    state.reals[row] = math.nan
+    state.integers[row] = -(1 << 62)
+    generator = torch.Generator(state.reals.device).manual_seed(row)
+    state.token_counts[row].random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+
+
+def write(
+    state: SamplingState, row: int, own: SamplingParams, output_ids: Sequence[int] = OUTPUT
+) -> None:
+    vocab_size = state.token_counts.shape[1]
+    state.write_row(
+        row,
+        own,
+        seed=own.seed or 0,
+        prompt_ids=[token % vocab_size for token in PROMPT],
+        output_ids=[token % vocab_size for token in output_ids],
+        stop_token_ids=[token % vocab_size for token in STOPS],
+    )
+
+
+def state_of(
+    params: Sequence[SamplingParams], vocab_size: int = 300, device: str = "cpu"
+) -> SamplingState:
+    """Rows that were poisoned before they were written."""
     state = SamplingState.allocate(len(params), vocab_size, torch.device(device))
     for row, own in enumerate(params):
-        state.reals[row] = math.nan
-        state.integers[row] = -(1 << 62)
-        state.token_counts[row].random_(generator=torch.Generator(device).manual_seed(row))
-        state.write_row(
-            row,
-            own,
-            seed=own.seed or 0,
-            prompt_ids=[token % vocab_size for token in PROMPT],
-            output_ids=[token % vocab_size for token in OUTPUT],
-            stop_token_ids=[token % vocab_size for token in (11, 12)],
-        )
+        poison(state, row)
+        write(state, row, own)
     return state
 
 

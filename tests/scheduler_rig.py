@@ -151,7 +151,7 @@ class Rig:
     def add_group(self, prompt_len: int, **options: Any) -> list[Request]:
         """Queue all completions of a prompt."""
         group = self.group(prompt_len, **options)
-        self.loop.add(group)
+        self.loop.requests.add(group)
         return group.requests
 
     def step(self, times: int = 1) -> StepPlan:
@@ -190,8 +190,8 @@ class Rig:
         assert not cache._held
         assert not any(allocator.tables for allocator in cache._allocators)
         assert scheduler.num_running == scheduler.num_waiting == 0
-        assert not scheduler._rows
-        assert not self.loop._group_of
+        assert not scheduler._running.rows
+        assert not self.loop.requests._group_of
         assert not self.runner.unread
         assert self.loop.counts["failed_copies"] == self.runner.seen["failures"]
 

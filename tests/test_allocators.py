@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.allocators import GroupAllocator
 from stepgraph.cache.blocks import BlockPool
-from stepgraph.cache.prefix_hashes import PrefixHashes
-from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
+from stepgraph.cache.spec import LayerGroup
+
+from .cache_rig import hashes_of, spec
 
 
 def make(pool: BlockPool, block_size: int, window: int | None = None) -> GroupAllocator:
-    sizes = {"num_kv_heads": 2, "head_dim": 8, "element_bytes": 2}
-    spec = (
-        FullAttentionSpec(**sizes) if window is None else SlidingWindowSpec(**sizes, window=window)
-    )
-    return GroupAllocator(pool, LayerGroup(0, spec, (0,)), block_size)
-
-
-def hashes_of(tokens: list[int], block_size: int) -> PrefixHashes:
-    hashes = PrefixHashes(block_size)
-    hashes.extend(lambda start, stop: tokens[start:stop], len(tokens))
-    return hashes
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
-        make(BlockPool(4), 0)
-    with pytest.raises(AssertionError):
-        make(BlockPool(4), 2).grow("a", -1)
+    return GroupAllocator(pool, LayerGroup(0, spec(window), (0,)), block_size)
 
 
 @given(block_size=st.integers(1, 9), totals=st.lists(st.integers(0, 60), max_size=10))

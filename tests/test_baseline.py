@@ -30,7 +30,6 @@ from stepgraph.runtime.bench.runtimes.transformers_baseline import (
 )
 from stepgraph.runtime.bench.runtimes.transformers_config import import_transformers
 from stepgraph.runtime.bench.runtimes.transformers_model import load_model
-from stepgraph.runtime.bench.workload import equal_share
 from stepgraph.runtime.loading.loader import read_config
 
 from .bench_rig import run_bench, schema_errors
@@ -59,12 +58,6 @@ def test_steps_of_the_whole_batch() -> None:
     assert whole_batch_steps([ahead, two]) == pytest.approx([1000, 1500, 1000])
     stalled = [2.2, 3.2, 5.8]  # sat a step out
     assert whole_batch_steps([two, stalled]) == pytest.approx([1000])
-
-
-def test_tokens_are_compared_position_by_position() -> None:
-    assert equal_share([[1, 2], [3, 4]], [[1, 2, 9], [3, 5, 9]]) == 0.75
-    assert equal_share([[1, 2]], [[2, 1]]) == 0.0
-    assert equal_share([[1, 2, 3, 4]], [[1]]) == 0.25  # what is not there is not equal
 
 
 def test_every_repetition_counts_as_many_steps(base: TinyModel) -> None:
@@ -143,29 +136,16 @@ def test_one_that_fails_stops_not_the_other() -> None:
     case.run()
     case.run()
     failed, went_on = case.to_json([2.0], [[7, 8, 2, 5]])
-    assert failed == {
+    assert {key: value for key, value in failed.items() if value is not None} == {
         "method": "bad",
         "name": "x",
-        "compiled": None,
-        "cuda_graphs": None,
-        "async": None,
-        "step_ms": None,
-        "speedup": None,
-        "tokens_equal": None,
         "error": "no such layer",
     }
+    assert failed.keys() == went_on.keys()
     assert bad.released
     assert said == ["bad is left out: no such layer"]
     assert went_on["step_ms"]["n"] == 6
     assert (went_on["speedup"], went_on["tokens_equal"]) == (0.5, 0.75)  # of the first run
-
-
-def test_both_failing_is_one_error() -> None:
-    case = BaselineCase((FakeMethod("a", 0), FakeMethod("b", 1)), {}, lambda text: None)
-    case.prepare([[1]], 2, 16)
-    message = "^transformers cannot be compared with: a: no such layer; b: no such layer$"
-    with pytest.raises(BaselineError, match=message):
-        case.run()
 
 
 def test_failures_of_transformers_are_errors_of_ours(
@@ -216,12 +196,10 @@ def test_without_transformers_nothing_is_measured(
     assert re.fullmatch(f"bench.py: error: .*{message}.*\n", captured.err), captured.err
     assert captured.out == ""
     assert not file.exists()
-
-
-@pytest.mark.parametrize("version", ["5.17.0.dev0", "6.0rc1", "5.100"])
-def test_versions_that_will_do(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    assert import_transformers().__version__ == version
+    for accepted in ("5.17.0.dev0", "6.0rc1", "5.100"):
+        monkeypatch.setitem(sys.modules, "transformers", transformers)
+        monkeypatch.setattr(transformers, "__version__", accepted)
+        assert import_transformers().__version__ == accepted
 
 
 def test_the_benchmark_takes_turns(

@@ -21,9 +21,9 @@ from stepgraph.runtime.execution.inputs import (
     write_table_updates,
 )
 from stepgraph.runtime.prompt_embeds import EmbeddedSpan, EncodedContent
-from stepgraph.runtime.request import Request
-from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import RowSpan, TableUpdate
+
+from .request_rig import make_request
 
 POISON = -(2**40) - 7
 
@@ -42,27 +42,10 @@ def untouched(host: StepInputs[Int64Array], *written: str) -> bool:
     return all((getattr(host, name) == POISON).all() for name in others)
 
 
-def make_request(tokens: list[int], prompt_len: int) -> Request:
-    request = Request(
-        id="r",
-        prompt_ids=tokens[:prompt_len],
-        params=SamplingParams(),
-        seed=0,
-        order=(0, 0),
-        max_tokens=64,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        arrival_ns=0,
-    )
-    for token_id in tokens[prompt_len:]:
-        request.append_token(token_id, 0)
-    return request
-
-
 def test_the_example_of_the_module() -> None:
     a, b, c, x, y = 101, 102, 103, 201, 202
-    more_to_come = make_request([a, b, c, 104], prompt_len=4)
-    last_known = make_request([*range(50, 57), x, y], prompt_len=6)
+    more_to_come = make_request([a, b, c, 104])
+    last_known = make_request([*range(50, 56)], [56, x, y])
     host = poisoned()
     chunks = [RowSpan(more_to_come, 4, 0, 3, False), RowSpan(last_known, 1, 7, 2, True)]
     write_prefill(chunks, null_row=9, bucket=8, host=host)
@@ -87,7 +70,11 @@ def prefills(draw: st.DrawFn) -> tuple[list[RowSpan], int]:
         count = draw(st.integers(1, min(len(tokens) - start, 4)))
         chunks.append(
             RowSpan(
-                make_request(tokens, prompt_len), row, start, count, start + count == len(tokens)
+                make_request(tokens[:prompt_len], tokens[prompt_len:]),
+                row,
+                start,
+                count,
+                samples=start + count == len(tokens),
             )
         )
     bucket = draw(st.integers(sum(chunk.count for chunk in chunks), 16))
@@ -139,8 +126,8 @@ def test_prefill(prefill: tuple[list[RowSpan], int]) -> None:
 
 def test_a_prefill_leaves_nothing_of_the_one_before() -> None:
     host, fresh = poisoned(), poisoned()
-    long = [RowSpan(make_request([*range(70, 76)], 6), row, 0, 4, False) for row in (2, 5, 7)]
-    short = [RowSpan(make_request([5, 6], 2), 3, 0, 2, True)]
+    long = [RowSpan(make_request([*range(70, 76)]), row, 0, 4, False) for row in (2, 5, 7)]
+    short = [RowSpan(make_request([5, 6]), 3, 0, 2, True)]
     write_prefill(long, 9, 16, host)
     write_prefill(short, 9, 4, host)
     write_prefill(short, 9, 4, fresh)
@@ -176,7 +163,7 @@ def test_embeds(prefill: tuple[list[RowSpan], int], places: list[tuple[int, int]
 
 
 def test_more_tokens_than_the_bucket_are_an_assertion() -> None:
-    chunk = RowSpan(make_request([1, 2, 3, 4, 5], 5), 0, 0, 5, True)
+    chunk = RowSpan(make_request([1, 2, 3, 4, 5]), 0, 0, 5, True)
     with pytest.raises(AssertionError):
         write_prefill([chunk], 9, 4, poisoned())
 

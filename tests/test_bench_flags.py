@@ -16,10 +16,8 @@ from .bench_rig import run_bench
 
 WRONG_VALUES = [
     ("--batch-size 0", "'0' is not an integer of at least 1"),
-    ("--batch-size two", "'two' is not an integer of at least 1"),
     ("--output-len 1", "'1' is not an integer of at least 2"),
     ("--mode fast", "invalid choice: 'fast'"),
-    (f"--mode {'eager' * 1000}", "argument --mode: invalid choice: 'eager"),
     (f"--{'x' * 1000}", "unrecognized arguments: --xxx"),
     ("--batch-siz 1", "unrecognized arguments: --batch-siz 1"),
     ("--output-json=", "'' names no file"),
@@ -27,7 +25,6 @@ WRONG_VALUES = [
     ("--num-iters 1000000000000000", "'1000000000000000' is more than 1,000,000,000"),
     ("--seed 9223372036854775808", "is more than 9,223,372,036,854,775,807"),
     ("--scenario churn --num-steps 3", "'3' is not an integer of at least 30"),
-    ("--scenario churn --max-itl-ms 0", "'0' is not a positive number of milliseconds"),
     ("--scenario churn --max-itl-ms nan", "'nan' is not a positive number of milliseconds"),
     ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
     ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
@@ -35,13 +32,9 @@ WRONG_VALUES = [
     ("--explain-memory --device-memory 99999999999TB", "is no amount of memory"),
     ("--explain-step --bandwidth-gb-s 0", "'0' is not a positive number of gigabytes per second"),
     ("--compare a --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
-    ("--compare a --fail-above inf", "'inf' is not a ratio of at least 1"),
-    ("--compare", "expected at least one argument"),
-    ("--plot", "--plot: expected one argument"),
     ("--profile torch --profile-steps 9:3", "'9:3' has no steps: B must be larger than A"),
     ("--profile torch --profile-steps 1:2:3", "'1:2:3' is not of the form A:B"),
     ("--profile torch --profile-steps ²:5", "'²:5' is not of the form A:B"),
-    ("--profile torch --profile-steps=-1:5", "'-1:5' is not of the form A:B"),
 ]
 WRONG_COMBINATIONS = [
     ("--device-memory 8GB --scenario cache", "no effect without --explain-memory"),
@@ -53,10 +46,6 @@ WRONG_COMBINATIONS = [
     ("--scenario cache --mode eager --device cpu", "--device, --mode: no effect together"),
     ("--max-itl-ms 20", "--max-itl-ms: no effect together with --scenario steady"),
     ("--scenario interference --output-len 5", "--output-len: no effect together with --scenario"),
-    ("--scenario churn --steps-per-launch 4", "--steps-per-launch: no effect together with"),
-    ("--scenario prefix --num-steps 50", "--num-steps: no effect together with --scenario prefix"),
-    ("--scenario memory --max-itl-ms 5", "--max-itl-ms: no effect together with --scenario memory"),
-    ("--scenario steady --peer vllm", "--peer: no effect together with --scenario steady"),
     ("--fail-above 1.05", "--fail-above has no effect without --compare"),
     ("--compare a b c", "--compare takes one file, or two to compare with each other: 3"),
     ("--compare a b --model demo", "--model: no effect together with --compare OLD.json NEW.json"),
@@ -65,11 +54,9 @@ WRONG_COMBINATIONS = [
     ("--profile none --profile-output x", "--profile-output has no effect without --profile"),
     ("--profile torch --graph-trace node", "--graph-trace has no effect without --profile nsys"),
     ("--profile torch --batch-size 1 8", "one case: --batch-size has 2 values (1 8)"),
-    ("--profile nsys --kernels native torch", "one case: --kernels has 2 values (native torch)"),
     ("--profile torch --num-iters 2", "a profile is of one repetition: --num-iters is 2"),
     ("--profile torch --steps-per-launch 4", "--steps-per-launch is 4, it must be 1"),
     ("--profile torch --compare old.json", "--compare cannot go with --profile"),
-    ("--profile torch --scenario churn", "--profile: no effect together with --scenario churn"),
     ("--profile torch --profile-steps 60:80", "64 it has 63 steps of the whole batch (0:63)"),
 ]
 WRONG_FILES = [
@@ -119,24 +106,6 @@ def test_a_plot_needs_matplotlib(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "--scenario steady --model demo --seed 0",
-        "--explain-memory --device-memory 8GB --mode eager graph --batch-size 3 --kv-dtype int8",
-        "--explain-step --bandwidth-gb-s 4300 --weight-dtype fp8 --batch-size 1 --input-len 8",
-        "--scenario cache --seed 0 --output-json x --output-md y",
-        "--scenario host --seed 0 --num-steps 100 --output-json x --output-md y",
-        "--scenario interference --max-itl-ms 20 40.5 --batch-size 8 --input-len 9 --num-steps 50",
-        "--scenario churn --max-itl-ms 20 --output-len 9 --mode eager --kv-dtype int8 --device cpu",
-        "--scenario start --prefill-chunk 64",
-        "--steps-per-launch 8",
-    ],
-)
-def test_flags_that_combine(arguments):
-    parse_arguments(arguments.split())
-
-
-@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("", {"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64], "num_iters": 3}),
@@ -145,6 +114,9 @@ def test_flags_that_combine(arguments):
         ("--scenario memory", {"input_len": [128, 512, 1024], "num_steps": 100, "num_iters": 3}),
         ("--scenario prefix --num-iters 5", {"input_len": [512], "num_warmup": 1, "num_iters": 5}),
         ("--batch-size 2 1 2", {"batch_size": [2, 1]}),
+        ("--scenario churn --max-itl-ms 20 40.5 --seed 0", {"max_itl_ms": [20.0, 40.5]}),
+        ("--explain-memory --device-memory 8GB --mode eager", {"device_memory": 8 * 10**9}),
+        ("--explain-step --bandwidth-gb-s 4300 --input-len 8", {"bandwidth_gb_s": 4300.0}),
         (
             "--profile torch",
             {"batch_size": [1], "input_len": [1024], "num_iters": 1}
@@ -171,9 +143,6 @@ def test_default_profile_steps_lie_within_the_run(steps):
         (2, "--dtype auto float32 --input-len 4000 --mode eager", "demo: max_model_len"),
         (2, "--mode eager graph --device cpu", "mode='graph' needs a CUDA device"),
         (2, "--batch-size 1 5000 --mode eager", "max_num_seqs must be an integer from 1 to 4096"),
-        (1, "--scenario churn --model demo /no/such --mode eager", "no checkpoint at /no/such"),
-        (2, "--scenario interference --mode eager graph --device cpu", "mode='graph' needs a CUDA"),
-        (2, "--scenario start --batch-size 5000", "max_num_seqs must be an integer from 1 to 4096"),
         (2, "--scenario memory --prefill-chunk 99999999", "prefill_chunk must be an integer from"),
         (2, "--scenario memory --mode eager --output-len 5000", "max_model_len=5"),
         (2, "--scenario neighbours --input-len 4000", "max_model_len"),

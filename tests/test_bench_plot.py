@@ -1,4 +1,4 @@
-"""bench.py --plot: which steps are drawn, what the picture says, and what is refused."""
+"""bench.py --plot: which steps are drawn, the title, and a failure to write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = "--mode eager --input-len 24 --output-len 12 --num-warmup 1 --num-iters 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a run asks to be drawn; nothing is."""
+    """The arguments of calls that would draw."""
     calls: list[dict[str, Any]] = []
 
     def plot_steps(records: Any, path: Any, **rest: Any) -> None:
@@ -99,7 +99,10 @@ def test_interference_draws_the_run_with_the_budget(
 
 
 @needs_matplotlib
-def test_churn_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_is_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the disk is full by then, the table is printed all the same."""
     arguments = (
         "--scenario churn --mode eager --batch-size 2 --input-len 16 --output-len 6"
         f" --num-steps 30 --plot {tmp_path}/a.png"
@@ -109,19 +112,12 @@ def test_churn_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert struct.unpack(">II", contents[16:24]) == (1600, 1000)
     assert os.listdir(tmp_path) == ["a.png"]
 
-
-@needs_matplotlib
-def test_a_picture_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The disk is full by then: the table is there all the same."""
-
     def full(*args: Any, **rest: Any) -> None:
         raise PlotError("cannot write a.png: No space left on device")
 
     monkeypatch.setattr(plot, "plot_steps", full)
-    arguments = f"--batch-size 1 {SMALL} --plot {tmp_path}/a.png"
+    capsys.readouterr()
     assert run_bench(monkeypatch, arguments) == 1
-    told = capsys.readouterr()
-    assert "bench.py: error: cannot write a.png: No space left on device" in told.err
-    assert "| demo" in told.out
+    captured = capsys.readouterr()
+    assert "bench.py: error: cannot write a.png: No space left on device" in captured.err
+    assert "| demo" in captured.out

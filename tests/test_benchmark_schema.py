@@ -33,7 +33,7 @@ RUNS = {
     "interference": "--scenario interference --mode eager --batch-size 1 --input-len 24"
     " --num-steps 30",
     "churn": "--scenario churn --mode eager --batch-size 1 --input-len 8 --output-len 4"
-    " --num-steps 30 --max-itl-ms 50",
+    " --num-steps 30 --max-itl-ms 50 500",
     "prefix": "--scenario prefix --mode eager --batch-size 2 --input-len 64 --output-len 4"
     " --num-warmup 0 --num-iters 2",
     "memory": "--scenario memory --mode eager --batch-size 2 --input-len 24 --output-len 6"
@@ -87,11 +87,6 @@ def output(folder: Path, name: str) -> dict[str, Any]:
     return document
 
 
-def test_the_schema_is_one():
-    assert SCHEMA["properties"]["schema_version"] == {"const": SCHEMA_VERSION}
-    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
-
-
 def objects(schema: Any, way: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(schema, dict):
         if "properties" in schema and isinstance(schema["properties"], dict):
@@ -103,16 +98,12 @@ def objects(schema: Any, way: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield from objects(value, way)
 
 
-def test_no_object_takes_keys_that_nobody_described():
+def test_the_schema_describes_every_key():
+    assert SCHEMA["properties"]["schema_version"] == {"const": SCHEMA_VERSION}
+    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
     for way, schema in objects(SCHEMA):
         assert schema["additionalProperties"] is False, way
         assert set(schema["required"]) <= set(schema["properties"]), way
-
-
-def test_every_definition_has_a_user():
-    text = json.dumps(SCHEMA)
-    for name in SCHEMA["$defs"]:
-        assert f'"#/$defs/{name}"' in text, name
 
 
 def test_lists_of_names_are_those_of_the_code():
@@ -133,18 +124,14 @@ def test_lists_of_names_are_those_of_the_code():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_writes(folder, name):
+    """The document is valid, stdout is the table, and progress is on stderr."""
     document = output(folder, name)
     assert schema_errors(document) == []
     (entries,) = [v for v in document.values() if isinstance(v, list) and v]
     assert entries
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_stdout_is_the_table_and_progress_is_on_stderr(folder, name):
-    output(folder, name)
+    path = folder / name.replace(" ", "-")
     printed, table, progress = (
-        (folder / f"{name.replace(' ', '-')}.{suffix}").read_text()
-        for suffix in ("out", "md", "err")
+        path.with_suffix(f".{suffix}").read_text() for suffix in ("out", "md", "err")
     )
     assert printed == table
     assert "\n| --" in table
@@ -164,8 +151,16 @@ def test_a_case_has_all_that_is_new(folder):
         new = ("weight_dtype", "prefill_chunk", "steps_per_launch", "repetition_ms", "start")
         assert {*new, "spread", "interleaved"} <= set(case)
         assert (case["spread"] is None) == (name == "one repetition")
-    for entry in output(folder, "interference")["interference"]:
-        assert entry["automatic_budget"] == (entry["max_itl_ms"] is not None)
+
+
+def test_budgets_are_those_given_or_eight_decode_steps(folder):
+    plain, budgeted = output(folder, "interference")["interference"]
+    assert plain["max_itl_ms"] is plain["step_budget"] is None
+    expected = round(8 * plain["decode_step_ms"]["p50"], 2)
+    assert budgeted["max_itl_ms"] == budgeted["step_budget"]["max_itl_ms"] == expected
+    assert (plain["automatic_budget"], budgeted["automatic_budget"]) == (False, True)
+    budgets = [entry["step_budget"]["max_itl_ms"] for entry in output(folder, "churn")["churn"]]
+    assert budgets == [50, 500]
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -9,7 +9,6 @@ with every token computed what attention reads. A slot holds the whole story of 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -23,11 +22,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from stepgraph.cache.kv_cache import Admitted, KVCache, TableChange
+from stepgraph.cache.kv_cache import Admitted, KVCache
 from stepgraph.cache.prefix_hashes import PrefixHashes
-from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
+from stepgraph.cache.spec import LayerGroup
 
-Content = tuple[int, str, tuple[int, ...]] | None
+from .cache_rig import Content, Job, Memory, Plan, brute_force_match, record_allocations, spec
 
 MOST_TOKENS = 40
 RARELY = st.sampled_from([False] * 5 + [True])
@@ -39,40 +38,6 @@ EVENTS = {
     *("refused", "alone", "eviction", "growth failed", "preempted", "window slid", "undone"),
     "failed swap out",
 }
-
-
-@dataclass(eq=False)
-class Job:
-    """A request as the scheduler would keep it."""
-
-    id: str
-    salt: str
-    tokens: list[int]
-    """Known ones, and at the end perhaps one that only the device knows yet."""
-    prompt: int
-    family: list[Job]
-    known: int = 0
-    computed: int = 0
-    hashes: PrefixHashes = field(default_factory=lambda: PrefixHashes(1))
-
-    def content(self, group: int, position: int) -> Content:
-        return (group, self.salt, tuple(self.tokens[: position + 1]))
-
-
-@dataclass
-class Plan:
-    """What the next launch does, in the order of the fields."""
-
-    swap_out: list[tuple[Job, list[tuple[int, int]]]] = field(default_factory=list)
-    admitted: list[tuple[Job, Admitted]] = field(default_factory=list)
-    chunks: dict[Job, int] = field(default_factory=dict)
-    preempted: list[Job] = field(default_factory=list)
-
-
-def spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
-    if window is None:
-        return FullAttentionSpec(num_kv_heads=1, head_dim=2, element_bytes=2)
-    return SlidingWindowSpec(num_kv_heads=1, head_dim=2, element_bytes=2, window=window)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -104,24 +69,15 @@ class CacheMachine(RuleBasedStateMachine):
         assume(self.longest >= 2)
         self.chunk = chunk
         self.size = block_size
-        self.memory: list[list[Content]] = [[None] * block_size for _ in range(num_blocks)]
-        self.host: list[list[Content]] = [[None] * block_size for _ in range(host_blocks)]
-        self.tables: dict[Job, list[dict[int, int]]] = {}  # as the device knows them
+        self.memory = Memory(windows, num_blocks, host_blocks, block_size)
+        self.tables = self.memory.tables
         self.waiting: list[Job] = []
         self.num_jobs = 0
         self.uncommitted: list[Job] = []  # their last token is known after the next launch
         self.admitting = False
         self.plan = Plan()
-        self.fresh: list[int] = []
+        self.fresh = record_allocations(self.cache._pool)
         self.stories: set[Content] = set()  # ever published
-        allocate = self.cache._pool.allocate
-
-        def recording(n: int) -> list[int]:
-            blocks = allocate(n)
-            self.fresh += blocks
-            return blocks
-
-        self.cache._pool.allocate = recording  # type: ignore[method-assign]
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -168,13 +124,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.do_publish(self.pick_running(data))
 
     @precondition(lambda self: self.tables and not self.admitting)
-    @rule(budget=st.integers(1, 9), swap=st.booleans())
-    def advance_all(self, budget: int, swap: bool) -> None:
-        for job in list(self.tables):
-            if job in self.tables and job not in self.plan.chunks:
-                self.do_advance(job, min(budget, self.chunk), swap)
-
-    @precondition(lambda self: self.tables and not self.admitting)
     @rule(data=st.data(), budget=st.integers(1, 9), swap=st.booleans())
     def advance(self, data: st.DataObject, budget: int, swap: bool) -> None:
         job = self.pick_running(data)
@@ -208,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not any(other is admitted for admitted, _ in self.plan.admitted)
         ]
         job.hashes.extend(lambda start, stop: job.tokens[start:stop], job.known)
-        expected = self.brute_force_match(job) if prefix else 0
+        expected = brute_force_match(self.cache, self.windows, job) if prefix else 0
         free, alone = self.cache.num_free_blocks, not self.tables
         found = self.cache.admit(
             job.id,
@@ -234,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.count_admission(job, found, siblings)
         self.waiting.remove(job)
         self.tables[job] = [{} for _ in self.windows]
-        self.change_tables(job, self.cache.table_of(job.id))
+        self.memory.change_tables(job, self.cache.table_of(job.id))
         job.computed = found.num_tokens
         self.plan.admitted.append((job, found))
         count = min(job.known - found.num_tokens, budget, self.chunk)
@@ -242,13 +191,38 @@ class CacheMachine(RuleBasedStateMachine):
 
     # The launch ----------------------------------------------------------------------------------
 
-    @rule(
-        data=st.data(),
-        fail_out=RARELY,
-        fail_in=RARELY,
-    )
+    @rule(data=st.data(), fail_out=RARELY, fail_in=RARELY)
     def launch(self, data: st.DataObject, fail_out: bool, fail_in: bool) -> None:
-        self.do_launch(data, fail_out, fail_in)
+        plan, self.plan, self.admitting = self.plan, Plan(), False
+        for job, pairs in plan.swap_out:
+            if fail_out:
+                self.cache.forget_swapped(job.id)
+                self.seen["failed swap out"] += 1
+            else:
+                for block, host in pairs:
+                    self.memory.host[host] = list(self.memory.blocks[block])
+        for block in self.fresh:
+            self.memory.blocks[block] = [None] * self.size
+        self.fresh.clear()
+        if fail_in:
+            self.undo(plan)
+        self.memory.copy_in(plan.admitted)
+        for job, _ in plan.admitted:
+            self.memory.check_reads(job, job.computed, job.computed)
+        self.memory.write(plan.chunks, self.cache._pool)
+        for job, count in plan.chunks.items():
+            for position in range(job.computed, job.computed + count):
+                self.memory.check_reads(job, position, position + 1)
+            job.computed += count
+        for job in self.uncommitted:
+            job.known = len(job.tokens)
+        self.uncommitted = []
+        for job in plan.chunks:
+            if job.computed == len(job.tokens) == self.longest:
+                self.do_finish(job)
+            elif job.computed == len(job.tokens):
+                job.tokens.append(data.draw(st.integers(0, 1)))
+                self.uncommitted.append(job)
 
     @rule(
         data=st.data(),
@@ -267,46 +241,8 @@ class CacheMachine(RuleBasedStateMachine):
                     self.do_advance(job, min(budget, self.chunk), swap)
             for job in self.waiting[:2]:
                 self.do_admit(job, budget, 0, True)
-            self.do_launch(data, fail, fail)
+            self.launch(data, fail, fail)
             self.cache.check_integrity()
-
-    def do_launch(self, data: st.DataObject, fail_out: bool, fail_in: bool) -> None:
-        plan, self.plan, self.admitting = self.plan, Plan(), False
-        for job, pairs in plan.swap_out:
-            if fail_out:
-                self.cache.forget_swapped(job.id)
-                self.seen["failed swap out"] += 1
-            else:
-                for block, host in pairs:
-                    self.host[host] = list(self.memory[block])
-        for block in self.fresh:
-            self.memory[block] = [None] * self.size
-        self.fresh.clear()
-        if fail_in:
-            self.undo(plan)
-        copies = [pair for _, found in plan.admitted for pair in found.copies]
-        copied = [list(self.memory[source]) for source, _ in copies]
-        for (_, destination), contents in zip(copies, copied, strict=True):
-            self.memory[destination] = contents
-        for _, found in plan.admitted:
-            for host, block in found.swap_in:
-                self.memory[block] = list(self.host[host])
-        for job, _ in plan.admitted:
-            self.check_reads(job, job.computed, job.computed)
-        self.write(plan)
-        for job, count in plan.chunks.items():
-            for position in range(job.computed, job.computed + count):
-                self.check_reads(job, position, position + 1)
-            job.computed += count
-        for job in self.uncommitted:
-            job.known = len(job.tokens)
-        self.uncommitted = []
-        for job in plan.chunks:
-            if job.computed == len(job.tokens) == self.longest:
-                self.do_finish(job)
-            elif job.computed == len(job.tokens):
-                job.tokens.append(data.draw(st.integers(0, 1)))
-                self.uncommitted.append(job)
 
     def undo(self, plan: Plan) -> None:
         """The copies to admitted requests failed half way: those that need them wait again."""
@@ -319,28 +255,6 @@ class CacheMachine(RuleBasedStateMachine):
                 job.computed = 0
                 self.waiting.append(job)
                 self.seen["undone"] += 1
-
-    def write(self, plan: Plan) -> None:
-        written: set[tuple[int, int]] = set()
-        for job, count in plan.chunks.items():
-            for group in range(len(self.windows)):
-                for position in range(job.computed, job.computed + count):
-                    block = self.tables[job][group][position // self.size]
-                    slot = (block, position % self.size)
-                    assert block != 0, "a token is written to the null block"
-                    assert slot not in written, "two tokens are written to one slot"
-                    assert self.cache._pool.ref_count(block) == 1, "a shared block is written"
-                    assert self.cache._pool._keys[block] is None, "a published block is written"
-                    written.add(slot)
-                    self.memory[block][slot[1]] = job.content(group, position)
-
-    def check_reads(self, job: Job, position: int, stop: int) -> None:
-        """Assert that the token at `position` finds its own past, up to `stop` - 1."""
-        for group, window in enumerate(self.windows):
-            start = 0 if window is None else max(0, position - window + 1)
-            for p in range(start, stop):
-                block = self.tables[job][group][p // self.size]
-                assert self.memory[block][p % self.size] == job.content(group, p)
 
     # Parts of the rules --------------------------------------------------------------------------
 
@@ -365,14 +279,14 @@ class CacheMachine(RuleBasedStateMachine):
         slid = self.cache.slide(job.id, job.computed)
         assert all(block == 0 for _, _, block in slid)
         self.seen["window slid"] += bool(slid)
-        self.change_tables(job, slid)
+        self.memory.change_tables(job, slid)
         while (grown := self.cache.grow(job.id, job.computed + count)) is None:
             self.seen["growth failed"] += 1
             victim = list(self.tables)[-1]
             self.do_preempt(victim, swap)
             if victim is job:
                 return
-        self.change_tables(job, grown)
+        self.memory.change_tables(job, grown)
         self.plan.chunks[job] = count
 
     def do_finish(self, job: Job) -> None:
@@ -403,23 +317,6 @@ class CacheMachine(RuleBasedStateMachine):
         del self.tables[job]
         job.computed = 0
         self.waiting.append(job)
-
-    def change_tables(self, job: Job, changes: list[TableChange]) -> None:
-        for group, column, block in changes:
-            self.tables[job][group][column] = block
-
-    def brute_force_match(self, job: Job) -> int:
-        """The most tokens, in full blocks, that all groups have of what the next token reads."""
-        find = [allocator.find for allocator in self.cache._allocators]
-        for count in range((job.known - 1) // self.size, 0, -1):
-            position = count * self.size
-            if all(
-                find[group](job.hashes, p // self.size) is not None
-                for group, window in enumerate(self.windows)
-                for p in range(0 if window is None else max(0, position - window + 1), position)
-            ):
-                return position
-        return 0
 
     def count_admission(self, job: Job, found: Admitted, siblings: list[tuple[str, int]]) -> None:
         seen, source, count = self.seen, found.source, found.num_tokens

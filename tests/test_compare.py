@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from stepgraph.profiling.stats import Summary
 from stepgraph.runtime.bench.results.comparison_table import comparison_text
 from stepgraph.runtime.bench.results.result_comparison import (
     COMPARED,
-    Observed,
     ResultsError,
     case_of,
     compare,
     confidence,
-    ratio_bounds,
     read_results,
-    slower_than,
 )
 from stepgraph.runtime.bench.scenarios import registry as run_scenarios
 from stepgraph.runtime.bench.scenarios import steady
@@ -84,60 +80,20 @@ def compared(
 
 @given(repetitions, repetitions)
 def test_bounds_hold_the_ratio(old, new):
-    result = compared(document(steady_case(old)), document(steady_case(new)))
-    (entry,) = result["entries"]
-    assert entry["ratio"] == entry["new"] / entry["old"]
+    (entry,) = compared(document(steady_case(old)), document(steady_case(new)))["entries"]
+    (back,) = compared(document(steady_case(new)), document(steady_case(old)))["entries"]
+    assert entry["ratio"] == entry["new"] / entry["old"] == pytest.approx(1 / back["ratio"])
     assert (entry["repetitions_old"], entry["repetitions_new"]) == (len(old), len(new))
     if min(len(old), len(new)) < 2:
         assert entry["low"] is entry["high"] is entry["confidence"] is None
     else:
         assert entry["low"] <= entry["ratio"] <= entry["high"]
-        assert 0.25 <= entry["confidence"] < 1
+        assert 0.25 <= entry["confidence"] == back["confidence"] < 1
+        assert entry["low"] == pytest.approx(1 / back["high"])
         # No pairing of repetitions gives a ratio beyond them.
         for one in map(statistics.median, new):
             for other in map(statistics.median, old):
                 assert entry["low"] <= one / other <= entry["high"]
-
-
-@given(repetitions, repetitions)
-def test_the_other_way_round_is_the_inverse(old, new):
-    there, back = (
-        compared(document(steady_case(a)), document(steady_case(b)))["entries"][0]
-        for a, b in ((old, new), (new, old))
-    )
-    assert there["ratio"] == pytest.approx(1 / back["ratio"])
-    if there["low"] is not None:
-        assert there["low"] == pytest.approx(1 / back["high"])
-        assert there["high"] == pytest.approx(1 / back["low"])
-        assert there["confidence"] == back["confidence"]
-
-
-@given(st.lists(repetitions, min_size=1, max_size=4))
-def test_a_run_is_as_fast_as_itself(runs):
-    cases = [steady_case(repeated, batch_size=i + 1) for i, repeated in enumerate(runs)]
-    result = compared(document(*cases), document(*copy.deepcopy(cases)), fail_above=1.0)
-    assert [entry["ratio"] for entry in result["entries"]] == [1.0] * len(cases)
-    assert slower_than(result) == result["only_old"] == result["only_new"] == []
-    assert result["environment"] == result["not_matched_by"] == []
-
-
-@given(st.randoms(use_true_random=False), st.sets(st.integers(1, 9)), st.sets(st.integers(1, 9)))
-def test_the_order_of_cases_is_irrelevant(shuffle: random.Random, old, new):
-    sides = [
-        [steady_case([[float(size)], [size + seed]], batch_size=size) for size in sorted(sizes)]
-        for seed, sizes in ((0.5, old), (0.25, new))
-    ]
-    shuffled = [shuffle.sample(side, len(side)) for side in sides]
-
-    def told(result: dict[str, Any]) -> dict[str, Any]:
-        lists = ("entries", "only_old", "only_new")
-        return result | {name: sorted(map(json.dumps, result[name])) for name in lists}
-
-    in_order, in_disorder = (compared(*(document(*side) for side in x)) for x in (sides, shuffled))
-    assert told(in_order) == told(in_disorder)
-    assert {e["case"]["batch_size"] for e in in_order["entries"]} == old & new
-    assert {case["batch_size"] for case in in_order["only_old"]} == old - new
-    assert {case["batch_size"] for case in in_order["only_new"]} == new - old
 
 
 def test_confidence_is_what_chance_gives():
@@ -150,13 +106,6 @@ def test_confidence_is_what_chance_gives():
         )
         assert confidence(old, new) == held / 2 ** (old + new)
     assert confidence(1, 9) == 0.0
-
-
-def test_bounds_by_hand():
-    old, new = Observed(10.0, (9.0, 10.0, 12.0)), Observed(11.0, (11.0, 12.0))
-    assert ratio_bounds(old, new) == (11 / 12, 12 / 9)
-    assert ratio_bounds(old, Observed(11.0, (11.0,))) is None
-    assert ratio_bounds(old, Observed(13.0, (11.0, 12.0))) == (11 / 12, 13 / 9)
 
 
 @pytest.mark.parametrize("key", COMPARED["steady"].keys)
@@ -172,15 +121,11 @@ def test_cases_that_differ_are_not_compared(key):
     assert "Only in this run: " in text
 
 
-def test_devices_are_of_one_kind():
-    cases = [steady_case([[1.0]], device=name) for name in ("cuda:0", "cuda:1")]
-    (entry,) = compared(document(cases[0]), document(cases[1]))["entries"]
-    assert entry["case"]["device"] == "cuda"
-
-
-def test_what_differs_around_the_cases_is_pointed_out():
-    old = document(steady_case([[1.0]]), torch="2.11.0", commit=None)
-    result = compared(old, document(steady_case([[1.0]])))
+def test_differences_between_the_machines_are_listed():
+    """The number of a device is no difference."""
+    old = document(steady_case([[1.0]], device="cuda:0"), torch="2.11.0", commit=None)
+    result = compared(old, document(steady_case([[1.0]], device="cuda:1")))
+    assert result["entries"][0]["case"]["device"] == "cuda"
     assert result["environment"] == [
         {"name": "torch", "old": "2.11.0", "new": "2.13.0"},
         {"name": "commit", "old": None, "new": "abc"},
@@ -206,6 +151,10 @@ def test_what_earlier_files_do_not_tell():
     (entry,) = compared(document(old), document(new))["entries"]
     assert (entry["low"], entry["repetitions_old"]) == (None, 0)
     assert "too few to compare" in comparison_text(result | {"entries": [entry]})
+    for samples in (None, {"step_ms": None}):
+        old["samples"] = samples
+        (entry,) = compared(document(old), document(new))["entries"]
+        assert entry["repetitions_old"] == 0
 
 
 @pytest.mark.parametrize("scenario", ["interference", "churn"])
@@ -242,15 +191,12 @@ def test_budgets_that_follow_from_the_machine_are_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "scenario"),
-    [("demo", "steady"), ("smollm2-135m", "steady"), ("churn", "churn")]
-    + [(f"interference{n}", "interference") for n in ("", 2, 3, 4, 5)],
+    "name",
+    ["demo", "smollm2-135m", "churn", "prefix", *(f"interference{n}" for n in ("", 2, 3, 4, 5))],
 )
-def test_results_of_the_repository_can_be_compared(name, scenario):
-    found, read = read_results(RESULTS / f"{name}.json", None)
-    assert found == scenario
+def test_results_of_the_repository_can_be_compared(name):
+    scenario, read = read_results(RESULTS / f"{name}.json", None)
     result = compared(read, read, scenario)
-    assert result["entries"]
     assert {entry["ratio"] for entry in result["entries"]} == {1.0}
 
 
@@ -274,43 +220,28 @@ def changed(path: str, value: Any, base: dict[str, Any] = GOOD) -> str:
 
 BAD = {
     "empty": ("", "it is no JSON, or ends too early"),
-    "truncated": (json.dumps(GOOD)[:-30], "it is no JSON, or ends too early"),
-    "text": ("| model |", "it is no JSON"),
     "deep": ("[" * 100_000, "it is no JSON"),
-    "list": ("[]", "it is no result of bench.py: it has no schema_version"),
-    "foreign": ('{"cases": []}', "it has no schema_version"),
+    "foreign": ('{"cases": []}', "it is no result of bench.py: it has no schema_version"),
     "version": (changed("schema_version", 2), "schema_version is 2, and this bench.py reads 1"),
     "true": (changed("schema_version", True), "its schema_version is True"),
-    "version text": (changed("schema_version", "1"), "its schema_version is '1'"),
     "environment": (changed("environment", ...), "it has no environment"),
     "no cases": (changed("cases", []), "it has no cases"),
-    "cases missing": (changed("cases", ...), "it has no cases"),
     "case": (changed("cases", [3]), "entry 1 of cases is no object"),
     "twice": (changed("cases", GOOD["cases"] * 2), "entry 2 of cases is of the same case as"),
     "key": (changed("cases/0/batch_size", ...), "entry 1 of cases has no batch_size"),
     "key of text": (changed("cases/0/model", 3), "model is 3, which is no text"),
     "key of numbers": (changed("cases/0/input_len", "8"), "input_len is '8', which is no count"),
-    "key null": (changed("cases/0/mode", None), "mode is None, which is no text"),
     "budget": (changed("churn/0/max_itl_ms", -1, GAPS), "max_itl_ms is -1, which is no time"),
     "no step": (changed("cases/0/step_ms", None), "step_ms is no distribution"),
-    "no gaps": (changed("churn/0/itl_ms", ..., GAPS), "itl_ms is no distribution"),
     "nan": (changed("cases/0/step_ms/p50", float("nan")), "it has NaN in the place of a number"),
-    "nan elsewhere": (changed("environment/threads", float("nan")), "it has NaN"),
-    "infinity": (changed("cases/0/repetition_ms", [float("inf")]), "it has Infinity"),
     "overflow": (
         json.dumps(GOOD).replace('"p50": 1.5', '"p50": 1e999'),
         "step_ms has inf, which is no time",
     ),
-    "huge": (changed("cases/0/step_ms/p50", 10**400), "step_ms has 1000"),
     "digits": (json.dumps(GOOD).replace('"p50": 1.5', f'"p50": {"1" * 5000}'), "integer string"),
-    "negative": (changed("cases/0/step_ms/p50", -1.5), "step_ms has -1.5, which is no time"),
     "zero": (changed("cases/0/step_ms/p50", 0), "step_ms has 0, which is no time"),
-    "boolean": (changed("cases/0/step_ms/p50", True), "step_ms has True, which is no time"),
-    "no samples": (changed("cases/0/step_ms/n", 0), "step_ms is no distribution"),
     "p99": (changed("churn/0/itl_ms/p99", "x", GAPS), "itl_ms has 'x', which is no time"),
-    "repetition": (changed("cases/0/repetition_ms", [1, -2]), "repetition_ms has -2, which is no"),
     "repetitions": (changed("cases/0/repetition_ms", "x"), "repetition_ms is no list"),
-    "samples": (changed("cases/0/samples", 3), "samples is no object"),
     "sample": (changed("cases/0/samples/step_ms", [None]), "samples.step_ms has None, which is no"),
     "scenario": (changed("host", [1], document()), "it is of scenario host; steady, interference"),
 }
@@ -321,15 +252,12 @@ def test_a_file_that_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch,
     text, reason = BAD[name]
     path = tmp_path / "old.json"
     path.write_text(text)
-    with pytest.raises(ResultsError) as caught:
-        read_results(path, None)
-    message = str(caught.value)
-    assert message.startswith(f"cannot compare with {path}: ")
-    assert reason in message
-    assert "\n" not in message
     assert run_bench(monkeypatch, f"--compare {path} {RESULTS}/demo.json") == 1
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"bench.py: error: {message}\n")
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"bench.py: error: cannot compare with {path}: ")
+    assert reason in line
 
 
 json_values = st.recursive(
@@ -367,7 +295,6 @@ def test_no_value_makes_a_comparison_fail_in_another_way(tmp_path_factory, path,
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_bytes(b"\xff\xfe{}"), "it is no JSON"),
-        (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, capsys, make, reason):

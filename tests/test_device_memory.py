@@ -21,25 +21,32 @@ def write_group(directory: Path, version: int, limit: str, usage: int, inactive_
     (directory / "memory.stat").write_text(f"anon 12\n{inactive_name} {inactive_file}\n")
 
 
-def test_headroom_of_nested_groups(tmp_path: Path) -> None:
-    write_group(tmp_path / "service", 2, "1000", usage=700, inactive_file=50)
-    write_group(tmp_path / "service" / "worker", 2, "max", usage=600, inactive_file=0)
-    assert device_memory.cgroup_headroom("0::/service/worker\n", tmp_path) == 350
-    write_group(tmp_path / "service" / "worker", 2, "640", usage=600, inactive_file=0)
-    assert device_memory.cgroup_headroom("0::/service/worker\n", tmp_path) == 40
+Groups = dict[str, tuple[int, str, int, int]]
+"""By directory: version of the cgroups, limit, bytes used, bytes of inactive files."""
+NESTED: Groups = {"service": (2, "1000", 700, 50), "service/worker": (2, "max", 600, 0)}
 
 
-def test_headroom_in_a_container(tmp_path: Path) -> None:
-    # The path names a group of the host; what is mounted is the container's own.
-    write_group(tmp_path / "memory", 1, "1000", usage=1200, inactive_file=100)
-    membership = "4:cpu,cpuacct:/x\n3:memory:/docker/abc\n0::/\n"
-    assert device_memory.cgroup_headroom(membership, tmp_path) == 0
-
-
-def test_no_limit(tmp_path: Path) -> None:
-    write_group(tmp_path / "a", 2, "max", usage=1, inactive_file=0)
-    assert device_memory.cgroup_headroom("0::/a\n", tmp_path) is None
-    assert device_memory.cgroup_headroom("2:cpu:/a\n", tmp_path) is None
+@pytest.mark.parametrize(
+    ("groups", "membership", "headroom"),
+    [
+        (NESTED, "0::/service/worker\n", 350),
+        (NESTED | {"service/worker": (2, "640", 600, 0)}, "0::/service/worker\n", 40),
+        # In a container the path names a group of the host; what is mounted is its own.
+        ({"memory": (1, "1000", 1200, 100)}, "4:cpu,cpuacct:/x\n3:memory:/docker/a\n0::/\n", 0),
+        ({"a": (2, "max", 1, 0)}, "0::/a\n", None),
+        ({"a": (2, "max", 1, 0)}, "2:cpu:/a\n", None),
+        # Both versions are mounted.
+        (
+            {"unified/a": (2, "500", 100, 0), "memory/b": (1, "1000", 700, 0)},
+            "4:memory:/b\n0::/a\n",
+            300,
+        ),
+    ],
+)
+def test_headroom(tmp_path: Path, groups: Groups, membership: str, headroom: int | None) -> None:
+    for directory, group in groups.items():
+        write_group(tmp_path / directory, *group)
+    assert device_memory.cgroup_headroom(membership, tmp_path) == headroom
 
 
 def test_the_kernel_slows_down_above_memory_high(tmp_path: Path) -> None:
@@ -48,12 +55,6 @@ def test_the_kernel_slows_down_above_memory_high(tmp_path: Path) -> None:
     assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 100
     (tmp_path / "a" / "memory.high").write_text("max\n")
     assert device_memory.cgroup_headroom("0::/a\n", tmp_path) == 400
-
-
-def test_both_versions_mounted_together(tmp_path: Path) -> None:
-    write_group(tmp_path / "unified" / "a", 2, "500", usage=100, inactive_file=0)
-    write_group(tmp_path / "memory" / "b", 1, "1000", usage=700, inactive_file=0)
-    assert device_memory.cgroup_headroom("4:memory:/b\n0::/a\n", tmp_path) == 300
 
 
 @pytest.mark.parametrize("damaged", ["memory.max", "memory.current"])
@@ -107,7 +108,6 @@ def test_unknown_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_memory() -> None:
     device = torch.device("cuda")
     before, held = device_memory.available_bytes(device), device_memory.resident_bytes(device)

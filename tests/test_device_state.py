@@ -1,4 +1,4 @@
-"""Clocks and throttling through NVML: the right card, and None for whatever is not there."""
+"""Clocks and throttling through NVML: the right card, and None for unavailable values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling, watch
+from stepgraph.profiling.device_state import DeviceMonitor, describe_throttling
 from stepgraph.runtime.bench.results import result_document as environment
 from stepgraph.runtime.bench.results.result_document import describe_environment
 
@@ -29,37 +29,35 @@ class NVMLError(Exception):
 class Card:
     """A card; queries named in `fails` raise."""
 
-    uuid: str
     bus_id: str
     sm_mhz: int = 1980
     reasons: int = 0
     fails: frozenset[str] = frozenset()
 
 
+ANSWERS: dict[str, Callable[..., object]] = {
+    "ClockInfo": lambda card, kind: {1: card.sm_mhz, 2: 3201}[kind],
+    "MaxClockInfo": lambda card, kind: {1: 1980, 2: 3201}[kind],
+    "PowerUsage": lambda card: 412_345,
+    "EnforcedPowerLimit": lambda card: 700_000,
+    "TemperatureV": lambda card, sensor, version=0x100000C: 47 + sensor,
+    "Temperature": lambda card, sensor: 46 + sensor,
+    "CurrentClocksEventReasons": lambda card: card.reasons,
+    "CurrentClocksThrottleReasons": lambda card: card.reasons,
+    "PersistenceMode": lambda card: 1,
+}
+
+
 class FakeNvml(ModuleType):
     """The functions of pynvml that are called, by their documented signatures."""
 
-    NVML_CLOCK_SM = 1
-    NVML_CLOCK_MEM = 2
-    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     NVMLError = NVMLError
 
     def __init__(self, *cards: Card) -> None:
         super().__init__("pynvml")
-        self.cards = cards
-        answers: dict[str, Callable[..., object]] = {
-            "ClockInfo": lambda card, kind: {1: card.sm_mhz, 2: 3201}[kind],
-            "MaxClockInfo": lambda card, kind: {1: 1980, 2: 3201}[kind],
-            "PowerUsage": lambda card: 412_345,
-            "EnforcedPowerLimit": lambda card: 700_000,
-            "TemperatureV": lambda card, sensor, version=0x100000C: 47 + sensor,
-            "Temperature": lambda card, sensor: 46 + sensor,
-            "CurrentClocksEventReasons": lambda card: card.reasons,
-            "CurrentClocksThrottleReasons": lambda card: card.reasons,
-            "PersistenceMode": lambda card: 1,
-        }
-        self.queries = tuple(answers)
-        for name, answer in answers.items():
+        self.cards = {card.bus_id.lower(): card for card in cards}
+        for name, answer in ANSWERS.items():
             setattr(self, f"nvmlDeviceGet{name}", self._query(name, answer))
 
     @staticmethod
@@ -77,37 +75,35 @@ class FakeNvml(ModuleType):
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.65.06"
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:  # noqa: N802
-        return self._card(uuid=uuid)
-
     def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> Card:  # noqa: N802
-        return self._card(bus_id=pciBusId)
-
-    def _card(self, **wanted: str) -> Card:
-        ((name, value),) = wanted.items()
-        for card in self.cards:
-            if getattr(card, name) == value:
-                return card
-        raise NVMLError
+        if pciBusId.lower() not in self.cards:
+            raise NVMLError
+        return self.cards[pciBusId.lower()]
 
 
-ONE = Card("GPU-11111111-2222-3333-4444-555555555555", "00000000:18:00.0", sm_mhz=345)
-TWO = Card("GPU-aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee", "00000001:9A:00.0")
+ONE = Card("00000000:18:00.0", sm_mhz=345)
+TWO = Card("00000001:9A:00.0")
 
 
-def of_two(patch: pytest.MonkeyPatch, card: Card, **properties: Any) -> FakeNvml:
-    """Two cards, of which torch sees `card` as its first."""
+def of_two(patch: pytest.MonkeyPatch, card: Card, bus: int = 0x9A) -> FakeNvml:
+    """Two cards; torch sees the one on a bus of domain 1 as its first."""
     nvml = FakeNvml(ONE, card)
     patch.setitem(sys.modules, "pynvml", nvml)
-    seen = SimpleNamespace(**({"uuid": card.uuid.removeprefix("GPU-")} | properties))
+    seen = SimpleNamespace(pci_domain_id=1, pci_bus_id=bus, pci_device_id=0)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
     return nvml
 
 
-def test_a_device_tells_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_two(monkeypatch, dataclasses.replace(TWO, reasons=0x4 | 0x40 | 0x8000))
+def monitor_of(patch: pytest.MonkeyPatch, **changes: Any) -> DeviceMonitor:
+    of_two(patch, dataclasses.replace(TWO, **changes))
     monitor = DeviceMonitor.of(CUDA)
     assert monitor is not None
+    return monitor
+
+
+def test_the_state_is_that_of_the_card_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
+    monitor = monitor_of(monkeypatch, reasons=0x4 | 0x40 | 0x8000)
     assert monitor.read().to_json() == {
         "sm_mhz": 1980,
         "memory_mhz": 3201,
@@ -117,36 +113,14 @@ def test_a_device_tells_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
         "reasons": ["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
         "persistence": True,
     }
-    assert monitor.describe() == {
-        "driver": "580.65.06",
-        "max_sm_mhz": 1980,
-        "max_memory_mhz": 3201,
-    }
-
-
-@pytest.mark.parametrize(
-    "properties",
-    [
-        {},
-        # A slice of a card has a UUID of its own, or torch is older than the property.
-        {"uuid": "99999999", "pci_domain_id": 1, "pci_bus_id": 0x9A, "pci_device_id": 0},
-    ],
-)
-def test_a_device_that_is_renumbered_is_found(
-    properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With CUDA_VISIBLE_DEVICES=1 the second card is `cuda:0`."""
-    monkeypatch.setattr(TWO, "bus_id", TWO.bus_id.lower())
-    of_two(monkeypatch, TWO, **properties)
-    monitor = DeviceMonitor.of(CUDA)
-    assert monitor is not None
-    assert monitor.read().sm_mhz == TWO.sm_mhz != ONE.sm_mhz
+    expected = {"driver": "580.65.06", "max_sm_mhz": 1980, "max_memory_mhz": 3201}
+    assert monitor.describe() == expected
 
 
 def test_without_device_driver_or_package_there_is_no_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    of_two(monkeypatch, TWO, uuid="of another machine")
+    of_two(monkeypatch, TWO, bus=0x7)
     assert DeviceMonitor.of(CUDA) is None
     assert DeviceMonitor.of(torch.device("cpu")) is None
 
@@ -160,18 +134,8 @@ def test_without_device_driver_or_package_there_is_no_state(
     assert DeviceMonitor.of(CUDA) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_the_package_without_a_driver() -> None:
-    pytest.importorskip("pynvml")
-    assert DeviceMonitor.of(CUDA) is None
-
-
-def test_what_a_card_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = dataclasses.replace(TWO)
-    nvml = of_two(monkeypatch, card)
-    card.fails = frozenset(nvml.queries)
-    monitor = DeviceMonitor.of(CUDA)
-    assert monitor is not None
+def test_unavailable_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = monitor_of(monkeypatch, fails=frozenset(ANSWERS))
     state = monitor.read().to_json()
     assert set(state.values()) == {None}
     assert describe_throttling(state, state) is None
@@ -180,13 +144,11 @@ def test_what_a_card_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_queries_of_older_drivers_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     queries = frozenset({"TemperatureV", "CurrentClocksEventReasons"})
-    old = of_two(monkeypatch, dataclasses.replace(TWO, reasons=0x20, fails=queries))
-    monitor = DeviceMonitor.of(CUDA)
-    assert monitor is not None
+    monitor = monitor_of(monkeypatch, reasons=0x20, fails=queries)
     expected = monitor.read()
     assert (expected.temperature_c, expected.reasons) == (46, ("sw_thermal_slowdown",))
     for name in queries:  # a package without them
-        delattr(old, f"nvmlDeviceGet{name}")
+        delattr(sys.modules["pynvml"], f"nvmlDeviceGet{name}")
     assert monitor.read() == expected
 
 
@@ -219,17 +181,6 @@ def test_what_is_worth_a_warning(
     assert found is None if said is None else found is not None and found.endswith(said), found
 
 
-def test_a_state_is_read_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = dataclasses.replace(TWO)
-    of_two(monkeypatch, card)
-    read_again = watch(DeviceMonitor.of(CUDA))
-    card.sm_mhz = 1500
-    found = read_again()
-    assert found is not None
-    assert (found["before"]["sm_mhz"], found["after"]["sm_mhz"]) == (1980, 1500)
-    assert watch(None)() is None
-
-
 def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     of_two(monkeypatch, TWO)
@@ -247,56 +198,39 @@ def test_the_environment_names_driver_and_clocks(monkeypatch: pytest.MonkeyPatch
     assert describe_environment(CUDA, 4.3e12)["driver"] is None
 
 
-@pytest.mark.parametrize("with_device", [False, True])
-def test_the_benchmark_tells_what_held_the_device_back(
+STEADY = "steady --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
+CHURN = "churn --batch-size 2 --output-len 4 --num-steps 30"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "with_device"), [(STEADY, True), (STEADY, False), (CHURN, True)]
+)
+def test_the_benchmark_reports_the_states_and_warns_of_throttling(
+    scenario: str,
     with_device: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if with_device:
-        nvml = FakeNvml(dataclasses.replace(TWO, reasons=0x8))
-        monitor = DeviceMonitor(nvml, nvml.cards[0])
+        card = dataclasses.replace(TWO, reasons=0x8)
+        monitor = DeviceMonitor(FakeNvml(card), card)
         monkeypatch.setattr(DeviceMonitor, "of", lambda device: monitor)
     file = tmp_path / "a.json"
-    arguments = "--mode eager --batch-size 1 --input-len 8 --output-len 4 --num-iters 1"
-    assert run_bench(monkeypatch, f"{arguments} --output-json {file}") == 0
+    arguments = f"--scenario {scenario} --mode eager --output-json {file}"
+    assert run_bench(monkeypatch, arguments) == 0
     document = json.loads(file.read_text())
-    (case,) = document["cases"]
-    warned = "clocks were held down (hw_slowdown)" in " ".join(capsys.readouterr().out.split())
-    assert warned == with_device
+    (entry,) = document["cases" if scenario is STEADY else "churn"]
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert ("clocks were held down (hw_slowdown)" in printed) == with_device
+    state = entry["device_state"]
     if with_device:
-        assert case["device_state"]["before"]["reasons"] == ["hw_slowdown"]
-        assert document["environment"]["max_sm_mhz"] == 1980
+        assert [state[when]["sm_mhz"] for when in ("before", "after")] == [1980, 1980]
+        assert state["before"]["reasons"] == ["hw_slowdown"]
     else:
-        assert case["device_state"] is None
-        assert document["environment"]["max_sm_mhz"] is None
+        assert state is None
+    assert document["environment"]["max_sm_mhz"] == (1980 if with_device else None)
     assert schema_errors(document) == []
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "churn --output-len 4 --num-steps 30",
-        "memory --input-len 16 --output-len 8 --num-steps 30 --num-warmup 0 --num-iters 1",
-    ],
-)
-def test_scenarios_tell_the_state(
-    scenario: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    card = dataclasses.replace(TWO, reasons=0x8)
-    nvml = FakeNvml(card)
-    monkeypatch.setattr(DeviceMonitor, "of", lambda device: DeviceMonitor(nvml, card))
-    file = tmp_path / "a.json"
-    arguments = f"--scenario {scenario} --mode eager --batch-size 2"
-    assert run_bench(monkeypatch, f"{arguments} --output-json {file}") == 0
-    document = json.loads(file.read_text())
-    for entry in document[scenario.split()[0]]:
-        assert entry["device_state"]["after"]["sm_mhz"] == 1980
-    assert "clocks were held down (hw_slowdown)" in capsys.readouterr().err
 
 
 def test_the_names_of_reasons_are_those_of_the_driver() -> None:

@@ -1,51 +1,19 @@
-"""The public face: requests come and go, outputs arrive, engines open, close and fail."""
+"""Requests come and go, and their outputs arrive: order, priorities, aborts, ends, counts."""
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import gc
 import json
-import os
-import shutil
-import weakref
+import random
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psutil
 import pytest
-from stepgraph.runtime import (
-    Engine,
-    EngineClosedError,
-    EngineConfig,
-    EngineFailedError,
-    RequestOutput,
-    SamplingParams,
-)
-from tokenizers import Tokenizer
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+
+from .engine_rig import greedy, run
 
 if TYPE_CHECKING:
     from conftest import TinyModel
-
-
-def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
-
-
-def run(engine: Engine) -> dict[str, RequestOutput]:
-    """Step to the end; return the final output of each request, of which there is one each."""
-    final: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            assert output.request_id not in final, "an output after the final one"
-            if output.finished:
-                final[output.request_id] = output
-    return final
-
-
-# Requests ----------------------------------------------------------------------------------------
 
 
 def test_outputs_grow_token_by_token(open_engine: Callable[..., Engine], base: TinyModel) -> None:
@@ -189,9 +157,6 @@ def test_abort_of_the_only_request_and_of_children(
     assert engine.step() == []
 
 
-# Ends --------------------------------------------------------------------------------------------
-
-
 def test_end_of_sequence_tokens_of_the_generation_config(
     open_engine: Callable[..., Engine], base: TinyModel
 ) -> None:
@@ -232,300 +197,6 @@ def test_stop_token_ids_and_max_tokens(open_engine: Callable[..., Engine], base:
         assert (output.token_ids, output.finish_reason) == (expected, reason)
 
 
-# Text --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def text_tokenizer(tiny: Callable[[str], TinyModel]) -> Tokenizer:
-    return Tokenizer.from_file(str(tiny("text").directory / "tokenizer.json"))
-
-
-@pytest.fixture
-def ascii_bias(text_tokenizer: Tokenizer) -> dict[int, float]:
-    """Makes a random model write plain ASCII."""
-    text_of = {i: text_tokenizer.decode([i]) for i in range(text_tokenizer.get_vocab_size())}
-    plain = [i for i, text in text_of.items() if text and text.isascii() and text.isprintable()]
-    assert 60 < len(plain) < 200
-    return dict.fromkeys(plain, 100.0)
-
-
-def test_text_is_the_tokenizers(
-    open_engine: Callable[..., Engine],
-    text_tokenizer: Tokenizer,
-    ascii_bias: dict[int, float],
-) -> None:
-    engine = open_engine("text")
-    prompts = ["def main():", "the café", "s"]
-    outputs = engine.generate(prompts, greedy(40, logit_bias=ascii_bias))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.prompt_token_ids == text_tokenizer.encode(prompt).ids
-        assert output.text == text_tokenizer.decode(output.token_ids)
-        assert len(output.text) >= 40
-    # Of any bytes, U+FFFD included; what could still become a character is left out at the end.
-    for output in engine.generate(prompts, greedy(40)):
-        whole = text_tokenizer.decode(output.prompt_token_ids + output.token_ids)
-        text = text_tokenizer.decode(output.prompt_token_ids) + output.text
-        assert text.rstrip("\ufffd") == whole.rstrip("\ufffd")
-    # One text is one prompt, and as good as its tokens.
-    (alone,) = engine.generate(prompts[0], greedy(40, logit_bias=ascii_bias))
-    (by_ids,) = engine.generate(
-        [text_tokenizer.encode(prompts[0]).ids], greedy(40, logit_bias=ascii_bias)
-    )
-    assert alone.text == by_ids.text == outputs[0].text
-
-
-@pytest.mark.parametrize("config", [{}, {"steps_per_launch": 4}, {"num_blocks": 9}], ids=str)
-def test_deltas_join_to_the_output(
-    open_engine: Callable[..., Engine], ascii_bias: dict[int, float], config: dict[str, Any]
-) -> None:
-    """Held-back text, several completions, preemption, an abort, and `generate` in between."""
-    engine = open_engine("text", max_num_seqs=4, block_size=8, **config)
-    (plain,) = engine.generate("the", greedy(40, logit_bias=ascii_bias))
-    stop = [plain.text[20:24], plain.text[5:9] + "\x00"]
-    params = [
-        SamplingParams(max_tokens=40, n=3, seed=1, logprobs=1, stop=["e", "th"]),
-        greedy(40, logit_bias=ascii_bias, stop=stop),
-        greedy(40),
-        greedy(40),
-        greedy(40),
-    ]
-    ids = [engine.add_request("the", own) for own in params]
-    joined: dict[str, list[tuple[str, list[int], int]]] = {}
-    final: dict[str, RequestOutput] = {}
-    steps = 0
-    while engine.has_unfinished():
-        if (steps := steps + 1) == 3:
-            engine.generate("s", greedy(4))
-        if steps == 5:
-            engine.abort(ids[3])
-        for output in engine.step():
-            parts = joined.setdefault(output.request_id, [("", [], 0)] * len(output.completions))
-            for index, completion in enumerate(output.completions):
-                delta, (text, tokens, logprobs) = completion.delta, parts[index]
-                logprobs += len(delta.logprobs)
-                parts[index] = (text + delta.text, [*tokens, *delta.token_ids], logprobs)
-                assert parts[index][:2] == (completion.text, completion.token_ids)
-            if output.finished:
-                final[output.request_id] = output
-    assert [joined[i] for i in ids] == [
-        [(c.text, c.token_ids, len(c.logprobs)) for c in final[i].completions] for i in ids
-    ]
-    assert final[ids[1]].finish_reason == "stop"
-    assert final[ids[3]].finish_reason == "abort"
-    if "num_blocks" in config:
-        assert engine.stats()["preemptions"] > 0
-
-
-def test_special_tokens_in_the_text(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("text")
-    special = greedy(3, logit_bias={0: 100.0})  # <s>
-    (hidden,) = engine.generate("the", special)
-    (shown,) = engine.generate("the", dataclasses.replace(special, skip_special_tokens=False))
-    assert hidden.token_ids == shown.token_ids == [0, 0, 0]
-    assert (hidden.text, shown.text) == ("", "<s><s><s>")
-
-
-# Open, close, fail -------------------------------------------------------------------------------
-
-
-def test_closed_engine_says_so(open_engine: Callable[..., Engine]) -> None:
-    engine = open_engine("base")
-    with engine as same:
-        assert same is engine
-        engine.add_request([1, 2], greedy())
-        engine.step()
-    engine.close()  # again
-    uses: list[Callable[[], object]] = [
-        lambda: engine.add_request([1]),
-        lambda: engine.generate([[1]]),
-        lambda: engine.score([1, 2]),
-        lambda: engine.abort("request-1"),
-        lambda: engine.memory_plan,
-        lambda: engine.timeline(),
-        lambda: engine.kv_bytes_per_token,
-        lambda: engine.weight_bytes_per_step,
-        engine.step,
-        engine.has_unfinished,
-        engine.stats,
-        engine.check_integrity,
-        engine.__enter__,
-    ]
-    for use in uses:
-        with pytest.raises(EngineClosedError, match="closed: make a new one"):
-            use()
-
-
-def test_two_engines_in_one_process(
-    open_engine: Callable[..., Engine], base: TinyModel, tiny: Callable[[str], TinyModel]
-) -> None:
-    """They take turns, one is closed in the middle, and neither notices."""
-    other = tiny("biases")
-    first, second = open_engine("base"), open_engine("biases", block_size=4)
-    prompts = base.prompts(5, 18, seed=81)
-    for prompt in prompts:
-        first.add_request(prompt, greedy(16))
-        second.add_request(prompt, greedy(16))
-    final: list[dict[str, RequestOutput]] = [{}, {}]
-    for _ in range(40):
-        for engine, outputs in zip((first, second), final, strict=True):
-            outputs |= {o.request_id: o for o in engine.step()}
-    assert [o.token_ids for o in final[0].values()] == base.greedy(prompts, 16)
-    assert [o.token_ids for o in final[1].values()] == other.greedy(prompts, 16)
-    first.close()
-    outputs = second.generate(prompts, greedy(16))
-    assert [o.token_ids for o in outputs] == other.greedy(prompts, 16)
-
-
-def test_close_gives_memory_back(base: TinyModel) -> None:
-    """Each engine touches 48 MiB of cache; five of them may not leave half of one behind."""
-    process = psutil.Process(os.getpid())
-    config = EngineConfig(device="cpu", mode="eager", num_blocks=4096)
-
-    def cycle() -> int:
-        with Engine.from_pretrained(base.directory, config) as engine:
-            assert engine.stats()["memory"]["cache"]["measured"] == 4096 * 12288
-            engine._open_parts().arena.tensor.fill_(1.0)
-            engine.generate([[1, 2, 3]], greedy(3))
-            return int(process.memory_info().rss)
-
-    def settled_rss() -> int:
-        """What earlier tests left free in the heap may have held the cache: give it back first."""
-        with suppress(AttributeError, OSError):  # of glibc
-            ctypes.CDLL(None).malloc_trim(0)
-        return int(process.memory_info().rss)
-
-    open_rss = [cycle() for _ in range(2)][-1]
-    baseline = settled_rss()
-    assert open_rss - baseline > 40 << 20, "the cache is no part of what is measured"
-    for _ in range(5):
-        cycle()
-    assert settled_rss() - baseline < 24 << 20
-
-
-class Watch:
-    """Knows which of an engine's tensors are still held by anybody."""
-
-    def __init__(self, engine: Engine) -> None:
-        parts = engine._open_parts()
-        named = {
-            "arena": parts.arena.tensor,
-            "token_ids": parts.runner.state.token_ids,
-            "decode_rows": parts.runner.inputs.device.decode_rows,
-            **dict(parts.model.named_parameters()),
-        }
-        self._tensors = {name: weakref.ref(tensor) for name, tensor in named.items()}
-
-    def held(self) -> list[str]:
-        return [name for name, tensor in self._tensors.items() if tensor() is not None]
-
-
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-def test_closed_engine_holds_no_tensor(open_engine: Callable[..., Engine], mode: str) -> None:
-    """Without help from the collector: memory in a cycle is free only when Python thinks of it."""
-    engine = open_engine("micro", mode=mode)
-    engine.generate([[1, 2]], greedy(4))
-    watch = Watch(engine)
-    gc.collect()
-    gc.disable()
-    try:
-        engine.close()
-        assert watch.held() == []
-    finally:
-        gc.enable()
-
-
-class BrokenDeviceError(Exception):
-    pass
-
-
-def break_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(*_: object) -> None:
-        raise BrokenDeviceError("the device is gone")
-
-    monkeypatch.setattr(engine._open_parts().runner, "launch", launch)
-
-
-def test_failed_engine_says_so(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine("base")
-    engine.add_request([1, 2], greedy())
-    engine.step()
-    assert engine.stats()["healthy"] is True
-    break_launches(engine, monkeypatch)
-    with pytest.raises(EngineFailedError, match=r"step 1 .*the device is gone") as caught:
-        engine.step()
-    assert isinstance(caught.value.__cause__, BrokenDeviceError)
-    assert engine.stats()["healthy"] is False
-    monkeypatch.undo()  # the state of the device stays unknown
-    uses: list[Callable[[], object]] = [
-        engine.step,
-        lambda: engine.add_request([1]),
-        lambda: engine.generate([[1]]),
-        lambda: engine.score([1, 2]),
-    ]
-    for use in uses:
-        with pytest.raises(EngineFailedError, match="failed earlier") as caught:
-            use()
-        assert isinstance(caught.value.__cause__, BrokenDeviceError)
-        assert "close it and make a new one" in str(caught.value)
-    engine.close()
-
-
-@pytest.mark.parametrize("call", ["generate", "score"])
-def test_failure_inside_of_a_call(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    engine = open_engine("base")
-    break_launches(engine, monkeypatch)
-    with pytest.raises(EngineFailedError, match="the device is gone"):
-        engine.score([1, 2, 3]) if call == "score" else engine.generate([[1], [2]])
-    assert engine.stats()["healthy"] is False
-
-
-def test_failed_engine_gives_memory_back(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error that it keeps has a traceback, and that has frames, which hold everything."""
-    engine = open_engine("base")
-    watch = Watch(engine)
-    break_launches(engine, monkeypatch)
-    engine.add_request([1, 2], greedy())
-    with suppress(EngineFailedError):
-        engine.step()
-    monkeypatch.undo()
-    engine.close()
-    gc.collect()
-    assert watch.held() == []
-
-
-def test_one_request_that_fails_ends_alone(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine("text")
-    (expected,) = engine.generate("the", greedy(8))
-    engine.add_request("main", greedy(8), "bad")
-    engine.add_request("the", greedy(8), "good")
-    engine.step()
-    (request,) = engine._loop.groups["bad"].requests
-
-    def push(*_: object) -> None:
-        raise ValueError("no such text")
-
-    fields = {"push": push, "finish": push, "text": "so far", "num_chars": 6}
-    broken = type("Broken", (), fields)()
-    monkeypatch.setattr(request, "detokenizer", broken)
-    final = run(engine)
-    assert final["good"].token_ids == expected.token_ids
-    assert final["bad"].finish_reason == "error"
-    assert "no such text" in str(final["bad"].error)
-    assert engine.stats()["healthy"] is True
-    engine.check_integrity()
-
-
-# What it tells -----------------------------------------------------------------------------------
-
-
 def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=16, max_num_seqs=4)
     engine.generate(base.prompts(20, 3, seed=95), greedy(10, n=2))
@@ -545,22 +216,39 @@ def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> Non
     assert engine.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
 
 
-def test_checkpoint_may_go_once_it_is_loaded(base: TinyModel, tmp_path: Path) -> None:
-    """Nothing stays mapped: a file may be deleted or replaced under a running engine."""
-    directory = shutil.copytree(base.directory, tmp_path / "checkpoint")
-    (prompt,) = base.prompts(5, seed=96)
-    config = EngineConfig(device="cpu", mode="eager")
-    with Engine.from_pretrained(directory, config) as engine:
-        path = directory / "model.safetensors"
-        path.write_bytes(b"\0" * path.stat().st_size)
-        (output,) = engine.generate([prompt], greedy())
-        assert [output.token_ids] == base.greedy([prompt], 12)
-
-
-@pytest.mark.slow
-def test_engines_do_not_use_up_each_others_compilations(base: TinyModel) -> None:
-    """torch compiles a code object eight times at most; five engines are more than that."""
-    for rows in range(2, 7):
-        config = EngineConfig(device="cpu", mode="compile", max_num_seqs=rows)
-        with Engine.from_pretrained(base.directory, config) as engine:
-            assert engine.generate([[1, 2]], greedy(4))[0].token_ids == base.greedy([[1, 2]], 4)[0]
+def test_addresses_and_books_hold_for_thousands_of_steps(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
+) -> None:
+    """Random traffic on a small cache. `check_integrity` compares every address with the first."""
+    rng = random.Random(41)
+    model = tiny("micro")
+    engine = open_engine("micro", num_blocks=24, block_size=4, prefill_chunk=16, max_model_len=64)
+    addresses = engine._open_parts().runner.addresses()
+    open_requests: set[str] = set()
+    started = finished = 0
+    while engine._loop.num_steps < 2500:
+        if len(open_requests) < 7 and rng.random() < 0.3:
+            (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 40),
+                temperature=rng.choice([0.0, 1.0]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                n=rng.choice([1, 1, 2]),
+            )
+            open_requests.add(engine.add_request(prompt, params, priority=rng.randint(0, 2)))
+            started += 1
+        if open_requests and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(open_requests)))
+        for output in engine.step():
+            if output.finished:
+                open_requests.remove(output.request_id)
+                finished += 1
+        engine.check_integrity()
+    finished += len(run(engine, checked=True))
+    stats = engine.stats()
+    assert finished == started
+    assert stats["requests"] == stats["finished"]
+    assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+    assert stats["preemptions"] > 0
+    assert stats["fallbacks"] == 0
+    assert engine._open_parts().runner.addresses() == addresses

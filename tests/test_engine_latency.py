@@ -9,17 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime import Engine
 from stepgraph.runtime.engine import calibration, loop
 from stepgraph.runtime.execution import runner
 from stepgraph.runtime.execution.step_functions import StepKey
 
+from .engine_rig import greedy
+
 if TYPE_CHECKING:
     from conftest import TinyModel
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 class Clock:
@@ -121,21 +119,15 @@ def test_a_budget_that_nothing_fits_still_serves(
 def test_calibration_leaves_nothing_behind(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine("base", prefill_chunk=64, max_itl_ms=50)
     engine.check_integrity()
-    runner = engine._loop.runner
-    assert not runner.inputs.device.positions.any()
-    assert not runner.state.positions.any()
     stats = engine.stats()
     assert stats["step_budget"]["calibration_seconds"] > 0
     assert stats["step_budget"]["costs"]["prefill"]["sizes"] == [16, 24, 32, 48, 64]
     assert stats["padding"] == 0.0
 
 
-@pytest.mark.parametrize("max_itl_ms", [None, 500.0])
-def test_steps_leave_no_cyclic_garbage(
-    open_engine: Callable[..., Engine], base: TinyModel, max_itl_ms: float | None
-) -> None:
+def test_steps_leave_no_cyclic_garbage(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     """Requests that come, decode and go; prompts in several chunks."""
-    engine = open_engine("base", prefill_chunk=16, max_itl_ms=max_itl_ms)
+    engine = open_engine("base", prefill_chunk=16, max_itl_ms=500.0)
     prompts = base.prompts(9, 50, 7, 30, 12, seed=5)
 
     def serve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,17 @@ from stepgraph.runtime.kernels import (
 )
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
 from stepgraph.runtime.kernels.triton import decode_attention as da
-from stepgraph.runtime.kernels.triton import kernel_calls, rotated_heads
+from stepgraph.runtime.kernels.triton import rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.ready_attention import decode_ready_attention
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
-from stepgraph.runtime.kernels.triton.splits import MOST_SPLITS, choose_splits
 from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .attention_cases import moved, poisoned_arena
+from .gpu_linear_rig import DEVICE, error
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LAYER = 1
 PLACE = LayerPlace(0, LAYER)
@@ -64,11 +66,7 @@ def make_cache(
     columns = max(lengths) // block_size + 2
     null_row = len(lengths)
     blocks = null_row * columns + 2
-    shape: tuple[int, ...] = (2, sides, blocks, kv_heads, block_size, head_dim)
-    if storage == "model":
-        arena = torch.full(shape, math.nan, dtype=dtype)
-    else:
-        arena = torch.full((*shape[:-2], block_size * (head_dim + 2)), 0xFF, dtype=torch.uint8)
+    arena = poisoned_arena((2, sides, blocks, kv_heads, block_size, head_dim), dtype, storage)
     arena[:, :, 0] = 0
     tables = torch.full((null_row + 1, columns), blocks - 1, dtype=torch.int32)
     tables[null_row] = 0
@@ -86,9 +84,6 @@ def make_cache(
             old = torch.randn(length, kv_heads, head_dim)[position].to(dtype)
             write_blocks(side, slot[:-1], old[:-1], block_size, storage)
     positions = torch.tensor([max(length - 1, 0) for length in lengths])
-    arena, tables, slots, rows, positions = (
-        x.to(DEVICE) for x in (arena, tables, slots, rows, positions)
-    )
     batch = RaggedBatch(
         positions=positions,
         slots=slots[None],
@@ -99,7 +94,7 @@ def make_cache(
         block_size=block_size,
         tokens_per_row=1,
     )
-    return Cache(arena, batch, form)
+    return Cache(arena.to(DEVICE), moved(batch, DEVICE), form)
 
 
 @dataclass
@@ -127,8 +122,15 @@ def make_inputs(
     return Inputs(qkv.to(DEVICE), HeadRotation(*weights, 1e-6, offset, cos, sin))
 
 
-def run(cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Attended `[T, H * E]` and the arena, from poisoned workspace."""
+def launch(
+    cache: Cache,
+    x: Inputs,
+    splits: int,
+    tile: sa.Tile | None = None,
+    counters: Tensor | None = None,
+) -> tuple[Tensor, Tensor, sa.Partials]:
+    """Attended `[T, H * E]`, as the kernel combines it if there are counters, the arena, and the
+    workspace, which was poisoned."""
     arena, rows = cache.arena.clone(), x.qkv.shape[0]
     head_dim, kv_heads = cache.form.value_dim, arena.shape[3]
     heads = x.qkv.shape[1] // head_dim - 2 * kv_heads
@@ -137,46 +139,38 @@ def run(cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None) -> tu
     for tensor in (*partials, out):
         tensor.fill_(math.nan)
     da.decode_attention(
-        x.qkv, arena, PLACE, x.rotation, cache.batch, cache.form, partials, tile=tile,
+        x.qkv, arena, PLACE, x.rotation, cache.batch, cache.form, partials,
+        attended_TN=None if counters is None else out, counters=counters, tile=tile,
     )  # fmt: skip
+    return out, arena, partials
+
+
+def run(cache: Cache, x: Inputs, splits: int, tile: sa.Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Attended `[T, H * E]`, combined by the reference, and the arena."""
+    out, arena, partials = launch(cache, x, splits, tile)
     # Splits without positions come last, and whoever combines may rely on m and l of all.
     used = partials.l != 0
     assert not partials.m.isnan().any()
     assert torch.equal(used, partials.m.isfinite())
     assert torch.equal(used.sort(-1, descending=True).values, used)
-    out.copy_(sa.reference_combine_splits(partials))
-    return out, arena
+    return out.copy_(sa.reference_combine_splits(partials)), arena
 
 
 def run_combined(
     cache: Cache, x: Inputs, splits: int, counters: Tensor, tile: sa.Tile | None = None
 ) -> Tensor:
-    """Attended as the kernel puts it together, from poisoned workspace."""
-    head_dim, kv_heads = cache.form.value_dim, cache.arena.shape[3]
-    rows, heads = x.qkv.shape[0], x.qkv.shape[1] // head_dim - 2 * kv_heads
-    partials = sa.new_partials(rows, heads, splits, head_dim, x.qkv.device)
-    out = torch.empty(rows, heads * head_dim, dtype=x.qkv.dtype, device=DEVICE)
-    for tensor in (*partials, out):
-        tensor.fill_(math.nan)
-    da.decode_attention(
-        x.qkv, cache.arena.clone(), PLACE, x.rotation, cache.batch, cache.form, partials,
-        attended_TN=out, counters=counters, tile=tile,
-    )  # fmt: skip
-    return out
+    """Attended as the kernel combines it."""
+    return launch(cache, x, splits, tile, counters)[0]
 
 
 def run_reference(cache: Cache, x: Inputs) -> tuple[Tensor, Tensor]:
     arena = cache.arena.clone()
-    out = da.reference_decode_attention(
-        x.qkv, arena, PLACE, x.rotation, cache.batch, cache.form,
-    )  # fmt: skip
-    return out, arena
+    arguments = (PLACE, x.rotation, cache.batch, cache.form)
+    return da.reference_decode_attention(x.qkv, arena, *arguments), arena
 
 
 def close(out: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert out.isfinite().all()
-    error = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert error < tolerance, f"relative error {error:.2e}"
+    assert error(out, expected) < tolerance
 
 
 def same_cache(arena: Tensor, expected: Tensor, cache: Cache, dtype: torch.dtype) -> None:
@@ -214,10 +208,8 @@ def check(
     storage: str = "model",
 ) -> None:
     heads, kv_heads, head_dim = shape
-    cache = make_cache(
-        lengths, kv_heads, head_dim, block_size, dtype, window=window, softcap=softcap,
-        storage=storage,
-    )  # fmt: skip
+    traits = {"window": window, "softcap": softcap, "storage": storage}
+    cache = make_cache(lengths, kv_heads, head_dim, block_size, dtype, **traits)
     x = make_inputs(len(lengths), heads, kv_heads, head_dim, dtype, norms=norms, offset=offset)
     out, arena = run(cache, x, splits, tile)
     expected, expected_arena = run_reference(cache, x)
@@ -248,30 +240,29 @@ def test_groups_and_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -
     check([37, 1], shape, dtype=dtype, splits=2, tile=SMALL._replace(heads=64))
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_quantised_storage(storage: str, dtype: torch.dtype) -> None:
-    """With float32 the new key is read back exactly as the reference does."""
-    check([1, 35, 0], (6, 2, 20), 8, dtype, storage=storage, tile=SMALL)
-
-
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_queries_and_keys(offset: bool, dtype: torch.dtype) -> None:
-    check([20, 1], (4, 2, 24), dtype=dtype, norms=True, offset=offset, tile=SMALL)
-
-
-def test_everything_at_once() -> None:
-    check(
-        [30, 0, 1, 50], (6, 2, 10), 5, norms=True, window=21, softcap=3.0, storage="fp8",
-        splits=3, tile=SMALL,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tile_that_is_chosen(dtype: torch.dtype) -> None:
-    check([150], (4, 1, 64), dtype=dtype, splits=2)
+@pytest.mark.parametrize(
+    ("lengths", "shape", "settings"),
+    [
+        # With float32 the new key is read back exactly as the reference does.
+        ([1, 35, 0], (6, 2, 20), {"block_size": 8, "storage": "int8"}),
+        ([1, 35, 0], (6, 2, 20), {"block_size": 8, "storage": "fp8"}),
+        ([20, 1], (4, 2, 24), {"norms": True}),
+        ([20, 1], (4, 2, 24), {"norms": True, "offset": True}),
+        (
+            [30, 0, 1, 50],
+            (6, 2, 10),
+            {"block_size": 5, "norms": True, "window": 21, "softcap": 3.0, "storage": "fp8",
+             "splits": 3},
+        ),
+        ([150], (4, 1, 64), {"tile": None}),  # chosen
+    ],
+)  # fmt: skip
+def test_traits_of_models_and_caches(
+    lengths: list[int], shape: tuple[int, int, int], settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    check(lengths, shape, dtype=dtype, **{"tile": SMALL, **settings})
 
 
 @settings(
@@ -309,17 +300,13 @@ def test_queries_that_are_ready(
     )  # fmt: skip
     q = torch.randn(3, heads, 2 * head_dim).to(dtype).to(DEVICE)[..., :head_dim]
     k, v = torch.randn(2, 3, kv_heads, head_dim).to(dtype).to(DEVICE)
-    expected = reference_paged_attention(
-        q, k, None if latent else v, cache.arena, PLACE, cache.batch, cache.form,
-    )  # fmt: skip
+    shared = (cache.arena, PLACE, cache.batch, cache.form)
+    expected = reference_paged_attention(q, k, None if latent else v, *shared)
     partials = sa.new_partials(3, heads, 3, value_dim, q.device)
     out = torch.full((3, heads * value_dim), math.nan, dtype=dtype, device=DEVICE)
     for tensor in partials:
         tensor.fill_(math.nan)
-    decode_ready_attention(
-        q, cache.arena, PLACE, cache.batch, cache.form,
-        partials, attended_TN=out, tile=SMALL,
-    )  # fmt: skip
+    decode_ready_attention(q, *shared, partials, attended_TN=out, tile=SMALL)
     again = sa.reference_combine_splits(partials).to(dtype)
     close(out, again, TOLERANCE[dtype])
     real = torch.tensor(lengths, device=DEVICE) > 0
@@ -338,38 +325,18 @@ def test_against_float64() -> None:
     close(out.view(3, 32), expected, 1e-5)
 
 
-@given(
-    rows=st.integers(1, 256),
-    kv_heads=st.integers(1, 64),
-    positions=st.integers(1, 1 << 17),
-    processors=st.integers(1, 200),
-)
-def test_splits_that_are_chosen(rows: int, kv_heads: int, positions: int, processors: int) -> None:
-    splits = choose_splits(rows, kv_heads, positions, processors)
-    assert 1 <= splits <= min(-(-positions // 64), MOST_SPLITS)
-    assert splits == 1 or rows * kv_heads * splits <= 2 * processors
-    assert splits >= choose_splits(rows + 3, kv_heads, positions, processors) or rows <= 2
-
-
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_that_need_no_other_kernel(splits: int, dtype: torch.dtype) -> None:
     """A single split writes the result itself, in both kernels."""
     cache, x = make_cache([35, 1, 0], 2, 16, 16, dtype), make_inputs(3, 6, 2, 16, dtype)
     expected, arena = run_reference(cache, x)
-    partials = sa.new_partials(3, 6, splits, 16, x.qkv.device)
-    out = torch.full((3, 96), math.nan, dtype=dtype, device=DEVICE)
-    da.decode_attention(
-        x.qkv, cache.arena, PLACE, x.rotation, cache.batch, cache.form, partials,
-        attended_TN=out, counters=zeros(6), tile=SMALL,
-    )  # fmt: skip
+    out, _, partials = launch(cache, x, splits, SMALL, zeros(6))
     close(out[:2], expected[:2], TOLERANCE[dtype])
     q = rotated_heads.reference_turned(x.qkv[:, :96].view(3, 6, 16), x.rotation.cos, x.rotation.sin)
     out.fill_(math.nan)
-    decode_ready_attention(
-        q, arena, PLACE, cache.batch, cache.form,
-        partials, attended_TN=out, tile=SMALL,
-    )  # fmt: skip
+    shared = (arena, PLACE, cache.batch, cache.form)
+    decode_ready_attention(q, *shared, partials, attended_TN=out, tile=SMALL)
     close(out[:2], expected[:2], TOLERANCE[dtype])
     assert out.isfinite().all()
 
@@ -419,16 +386,3 @@ def test_groups_that_are_put_together_in_turns(shape: tuple[int, int, int]) -> N
     out = run_combined(cache, x, 3, counters, SMALL._replace(heads=64, num_warps=1))
     close(out, run_reference(cache, x)[0], TOLERANCE[torch.float32])
     assert not counters.any()
-
-
-@given(rows=st.integers(1, 256), kv_heads=st.integers(1, 64), processors=st.integers(1, 200))
-def test_there_are_counters_for_all_that_is_split(
-    rows: int, kv_heads: int, processors: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_calls, "MULTIPROCESSORS", processors)
-        counters = sa.new_counters(torch.device("meta"))
-    assert counters.dtype == torch.int32
-    splits = choose_splits(rows, kv_heads, 1 << 17, processors)
-    assert splits == 1 or counters.numel() >= rows * kv_heads
-    assert not sa.new_counters(torch.device(DEVICE)).any()

@@ -21,7 +21,7 @@ from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED, record_ke
 from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attention
 
-from .fake_graphs import Tape
+from .operation_tape import Tape
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -96,7 +96,7 @@ def test_plain_steps_can_be_captured(
         width = runner.sizes.read_blocks.largest
         for key in (StepKey("decode", 2, width, False), StepKey("prefill", 8, width, False)):
             with Tape() as tape:  # which refuses what waits for the device
-                runner._functions.bind(key)()
+                runner.steps.functions.bind(key)()
             assert tape.operations
 
 

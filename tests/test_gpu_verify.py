@@ -12,15 +12,21 @@ import torch
 pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
+from stepgraph.runtime.kernels.triton.operations import Operations
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
-from stepgraph.runtime.tools import kernel_cases
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Verified]:
+def check(
+    name: str,
+    *kernels: str,
+    rows: int = 1,
+    operations: Operations | None = None,
+    **settings: Any,
+) -> list[Verified]:
     model = dataclasses.replace(
         PRESETS[name], vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=2,
         num_heads=4, num_kv_heads=2, head_dim=16, layer_types=(),
@@ -30,12 +36,12 @@ def check(name: str, *kernels: str, rows: int = 1, **settings: Any) -> list[Veri
     )  # fmt: skip
     config = EngineConfig(device=DEVICE.type, mode="eager", block_size=4, **settings)
     resolved = ResolvedConfig.resolve(config, model)
-    names = kernels or None
-    torch.manual_seed(0)
-    found = check_operations(
-        model, resolved, DEVICE, rows=rows, context=7, replays=20, kernels=names
-    )
-    return list(found)
+    return list(
+        check_operations(
+            model, resolved, rows=rows, context=7, replays=20,
+            kernels=kernels or None, operations=operations,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.sampled(2)
@@ -81,14 +87,13 @@ def does_not_compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fault", [skip_a_row, off_by_a_little, does_not_compile])
-def test_wrong_kernels_are_found(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], dtype: str
-) -> None:
-    name, kernel = ("norm_linear", "norm_linear"), "norm_linear"
+def test_wrong_kernels_are_found(fault: Callable[..., Any], dtype: str) -> None:
+    operation, kernel = "norm_linear", "norm_linear"
     if fault is off_by_a_little:
-        name, kernel = ("residual_linear", "down"), "down"
-    monkeypatch.setattr(kernel_cases, name[0], fault(getattr(kernel_cases, name[0])))
-    for result in check("llama-3.2-1b", kernel, "gate_up", rows=2, dtype=dtype):
+        operation, kernel = "residual_linear", "down"
+    native = Operations.native()
+    wrong = dataclasses.replace(native, **{operation: fault(getattr(native, operation))})
+    for result in check("llama-3.2-1b", kernel, "gate_up", rows=2, dtype=dtype, operations=wrong):
         assert result.passed == (result.kernel == "gate_up"), str(result)
         if fault is does_not_compile and not result.passed:
             assert result.failure == "RuntimeError: out of resource: shared memory"

@@ -104,26 +104,24 @@ def check_refused_or_works(directory: Path) -> None:
     assert message is None or str(directory) in message or "memory" in message
 
 
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def fuzz(max_examples: int) -> Callable[..., Any]:
+    """A test of so many random changes of the configs of random models."""
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    @given(model=st.sampled_from(MODELS), changes=CHANGES)
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    def check(tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]) -> None:
+        check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
+
+    return check
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@given(model=st.sampled_from(MODELS), changes=CHANGES)
-@settings(FUZZ, max_examples=30)
-def test_any_value_is_refused_or_works(
-    tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]
-) -> None:
-    check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@given(model=st.sampled_from(MODELS), changes=CHANGES)
-@settings(FUZZ, max_examples=2000)
-def test_many_values_are_refused_or_work(
-    tiny: Any, tmp_path: Path, model: str, changes: dict[str, Any]
-) -> None:
-    check_refused_or_works(rewritten(tiny(model).directory, tmp_path / "changed", changes))
+test_any_value_is_refused_or_works = fuzz(30)
+test_many_values_are_refused_or_work = pytest.mark.slow(fuzz(2000))
 
 
 @pytest.mark.parametrize(
@@ -132,23 +130,13 @@ def test_many_values_are_refused_or_work(
         ({"num_hidden_layers": 2**62}, "num_hidden_layers = 4611686018427387904 must be at most"),
         ({"num_hidden_layers": 4000}, "num_hidden_layers = 4000, but there are tensors of 1 layer"),
         ({"hidden_size": 10**400}, "hidden_size = <integer of 1329 bits> does not fit 64 bits"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be of type float"),
         ({"rope_theta": 10**400}, "rope_theta must be of type float"),
-        ({"max_position_embeddings": 2**62}, "max_position_embeddings = 4611686018427387904 must"),
         ({"sliding_window": "x" * 10**6}, "sliding_window must be of type int, not 'xxx"),
         ({"eos_token_id": [10**400] * 1000}, "eos_token_id = .*not below vocab_size"),
-        ({"layer_types": [["x"] * 100] * 100}, "layer_types must be a list of"),
         ({"architectures": ["x" * 10**6], "model_type": "gpt"}, r"architecture x+\.\.\. "),
         ({"model_type": ["llama"]}, r"model_type \['llama'\]"),
         ({"n_routed_experts": "64", "model_type": "deepseek_v3"}, "architecture LlamaFor"),
-        ({"partial_rotary_factor": True}, "partial_rotary_factor must be of type float"),
-        ({"dtype": ["float32"]}, r"dtype must be of type str, not \['float32'\]"),
-        ({"rope_theta": 1e-300}, "rope_theta = 1e-300 must be a number of at least 1"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, r"rope factor = 1e\+300"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.7e308}},
-            r"beta_fast = 1\.7e\+308",
-        ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}},
             "beta_slow = 1e-320",

@@ -163,9 +163,7 @@ def test_bad_input(running: Running, status: int, data: bytes) -> None:
     assert not running.engine.has_unfinished()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_frees_its_row(running: Running, stream: bool) -> None:
-    engine = running.engine
+def slow_steps(engine: Engine) -> None:
     runner = engine._open_parts().runner
     launch = runner.launch
 
@@ -174,6 +172,12 @@ def test_a_client_that_disconnects_frees_its_row(running: Running, stream: bool)
         return launch(*arguments)
 
     runner.launch = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_its_row(running: Running, stream: bool) -> None:
+    engine = running.engine
+    slow_steps(engine)
     connection = running.send(request(prompt=[1], max_tokens=40, ignore_eos=True, stream=stream))
     wait_until(lambda: engine.stats()["steps"] >= 2)
     connection.close()
@@ -202,14 +206,7 @@ def test_health_and_a_failed_engine() -> None:
 def test_stop_ends_open_answers() -> None:
     engine = fake_engine()
     service = Running(engine)
-    runner = engine._open_parts().runner
-    launch = runner.launch
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return launch(*arguments)
-
-    runner.launch = slow  # type: ignore[method-assign]
+    slow_steps(engine)
     connection = service.send(request(prompt=[1], max_tokens=40, ignore_eos=True))
     wait_until(lambda: engine.stats()["steps"] >= 2)
     service.stop()

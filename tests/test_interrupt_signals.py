@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from stepgraph.runtime import Engine, RequestOutput
 
+from .engine_rig import run
 from .fake_engine import check_serves, expected, fake_engine, params
-from .test_shared_engine import drain, in_launch
+from .test_shared_engine import in_launch
 
 MAIN = threading.main_thread().ident
 assert MAIN is not None
@@ -25,10 +26,9 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_collections() -> Iterator[None]:
     """Python drops what a handler raises while a callback of the garbage collector runs."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -78,7 +78,7 @@ def test_generate_ends_and_the_prefix_cache_stays() -> None:
     assert (stats["running"], stats["waiting"]) == (1, 0), "only its own requests have ended"
     (again,) = engine.generate([prompt], params(1))
     assert again.cached_tokens == 8
-    final = drain(engine)
+    final = run(engine)
     assert final.pop("other").token_ids == expected(engine, [5, 5], params(5, 30))
     assert {output.finish_reason for output in final.values()} == {"abort"}
     check_serves(engine)
@@ -100,7 +100,7 @@ def test_a_handler_of_the_application_is_called_after_the_step(
     (output,) = engine.step()
     assert len(output.token_ids) == 1
     assert calls == [(signal.SIGINT, True)]
-    assert drain(engine)["it"].finish_reason == "abort"
+    assert run(engine)["it"].finish_reason == "abort"
     check_serves(engine)
 
 
@@ -167,12 +167,12 @@ def test_signals_at_random_moments(name: str) -> None:
         "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     }
     started = time.perf_counter()
-    drain(engine)
+    run(engine)
     uses[name](engine)
     seconds = time.perf_counter() - started
     interrupted = 0
     for _ in range(15):
-        drain(engine)
+        run(engine)
         delay = rng.uniform(0, 1.2 * seconds)
         with ThreadPoolExecutor(1) as pool:
             try:
@@ -180,7 +180,7 @@ def test_signals_at_random_moments(name: str) -> None:
                 while True:
                     uses[name](engine)
                     if name in ("score", "add_request"):
-                        drain(engine)
+                        run(engine)
             except KeyboardInterrupt:
                 interrupted += 1
         check_serves(engine)
@@ -221,5 +221,5 @@ def test_signals_while_other_threads_generate() -> None:
         finally:
             stop.set()
         assert all(each.result(120) > 0 for each in calls)
-    drain(engine)
+    run(engine)
     check_serves(engine)

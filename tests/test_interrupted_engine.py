@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -14,6 +16,14 @@ from .line_faults import LineFault
 
 BYSTANDER = [8, 1, 8, 2, 8]
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_handler() -> Iterator[None]:
+    """A fault at the end of a critical section leaves the engine's handler of SIGINT installed."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def close_and_open(engine: Engine) -> None:
@@ -108,9 +118,9 @@ def interrupt(name: str, at: int, error: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", USES)
 def test_an_exception_at_some_lines(name: str) -> None:
     lines = lines_of(name)
-    for error in (KeyboardInterrupt, MemoryError):
-        for at in range(1, lines + 1, max(1, lines // 12)):
-            interrupt(name, at, error)
+    errors = itertools.cycle((KeyboardInterrupt, MemoryError))
+    for at, error in zip(range(1, lines + 1, max(1, lines // 16)), errors, strict=False):
+        interrupt(name, at, error)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,12 +88,6 @@ NAMES = KernelNames(
 )
 
 
-def saved(directory: Path) -> tuple[Path, dict[str, Any]]:
-    path = directory / "names.kernels.json"
-    NAMES.save(path)
-    return path, json.loads(path.read_text())
-
-
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_short_is_told(file: Path, share: float) -> None:
     NAMES.save(file)
@@ -140,8 +135,9 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes, message: str)
 def test_a_field_of_another_kind_is_named(
     tmp_path: Path, place: tuple[Any, ...], value: object, message: str
 ) -> None:
-    path, document = saved(tmp_path)
-    parent: Any = document
+    path = tmp_path / "names.kernels.json"
+    NAMES.save(path)
+    document = parent = json.loads(path.read_text())
     for key in place[:-1]:
         parent = parent[key]
     parent[place[-1]] = value
@@ -187,13 +183,12 @@ class Key:
 
 
 class Nodes:
-    """A `NodeSource` that is told what is launched."""
+    """A `NodeSource` whose nodes are appended to `launched`; the call `fails_in` raises."""
 
     def __init__(self, reason: str | None = None, fails_in: str = "") -> None:
         self.reason = reason
         self.fails_in = fails_in
         self.launched: list[str] = []
-        self.total = 0
         self.ids: list[int] | None = None
 
     def _fail_in(self, name: str) -> None:
@@ -202,7 +197,6 @@ class Nodes:
 
     def launch(self, name: str) -> None:
         self.launched.append(name)
-        self.total += 1
 
     def take(self) -> list[CapturedNode]:
         self._fail_in("take")
@@ -214,12 +208,16 @@ class Nodes:
         return self.ids
 
 
+def run_capture(source: Nodes, fn: Any) -> None:
+    with attribution.step(Key()), attribution.capturing(lambda: source) as tape:
+        fn(source)
+    assert tape is not None
+    tape.finish(object())
+
+
 def capture(source: Nodes, fn: Any) -> KernelNames:
-    with attribution.recording() as names, attribution.step(Key()):
-        with attribution.capturing(lambda: source) as tape:
-            fn(source)
-        assert tape is not None
-        tape.finish(object())
+    with attribution.recording() as names:
+        run_capture(source, fn)
     return names
 
 
@@ -270,24 +268,19 @@ def test_without_a_recording_scopes_are_one_shared_nothing() -> None:
     assert names.steps == []
 
 
-def test_a_listener_hears_every_thread_until_it_ends() -> None:
+def test_a_listener_receives_the_scopes_of_every_thread_until_it_ends() -> None:
     before = attribution.scope_listener
     heard: list[tuple[str, int | None]] = []
-
-    class Listener:
-        def enter(self, name: str, layer: int | None) -> None:
-            heard.append((name, layer))
-
-        def leave(self) -> None:
-            heard.append(("end", None))
-
-        abandon = leave
+    leave = lambda: heard.append(("end", None))  # noqa: E731
+    listener = SimpleNamespace(
+        enter=lambda name, layer: heard.append((name, layer)), leave=leave, abandon=leave
+    )
 
     def work() -> None:
         with operation("down", 3):
             pass
 
-    with attribution.listening(Listener()):
+    with attribution.listening(listener):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -299,51 +292,27 @@ def test_a_listener_hears_every_thread_until_it_ends() -> None:
 
 
 def test_a_capture_that_fails_leaves_nothing() -> None:
-    def fn(source: Nodes) -> None:
+    def fail(source: Nodes) -> None:
         with operation("down"):
             source.launch("a")
             raise MemoryError("no room")
 
-    with attribution.recording() as names, attribution.step(Key()):
-        source = Nodes()
-        with pytest.raises(MemoryError), attribution.capturing(lambda: source):
-            fn(source)
-        assert operation("a") is operation("b")
-        assert source.launched == ["a"]  # the graph may be gone: it was not asked
+    source = Nodes()
+    with attribution.recording() as names, pytest.raises(MemoryError):
+        run_capture(source, fail)
+    assert operation("a") is operation("b")
+    assert source.launched == ["a"], "the graph may be gone: its nodes are not listed"
     assert names == KernelNames()
 
 
 def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ran = []
-
-    def fn(source: Nodes) -> None:
-        nested(source)
-        ran.append(True)
-
-    with attribution.recording() as names, attribution.step(Key()):
-        for _ in range(2):
-            with attribution.capturing(lambda: Nodes(fails_in="take")) as tape:
-                fn(Nodes())
-            assert tape is not None
-            tape.finish(None)
-    assert ran == [True, True]
-    assert [step.nodes for step in names.steps] == [(), ()]
-    assert names.reason is not None
-    assert "TypeError: take has another signature" in names.reason
-    assert len(caplog.records) == 1  # told once
-
-
-def test_every_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """That there are no ids must not hide that there are no nodes."""
-    with attribution.recording() as names, attribution.step(Key()):
+    """Each reason is told once, and that there are no ids does not hide that there are no nodes."""
+    with attribution.recording() as names:
         for fails_in in ("", "take", "", "take"):
-            source = Nodes(reason="no ids", fails_in=fails_in)
-            with attribution.capturing(lambda source=source: source) as tape:
-                pass
-            assert tape is not None
-            tape.finish(None)
+            run_capture(Nodes("no ids", fails_in), nested)
+    assert [len(step.nodes) for step in names.steps] == [len(NESTED), 0, len(NESTED), 0]
     failure = "steps have no nodes: TypeError: take has another signature"
     assert names.reason == f"no ids; {failure}"
     assert len(caplog.records) == 2

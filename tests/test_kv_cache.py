@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.cache.kv_cache import Admitted, KVCache
-from stepgraph.cache.prefix_hashes import PrefixHashes
-from stepgraph.cache.spec import FullAttentionSpec, LayerGroup, SlidingWindowSpec
+from stepgraph.cache.spec import LayerGroup
+
+from .cache_rig import hashes_of, spec
 
 
 def make_cache(
@@ -17,19 +18,8 @@ def make_cache(
     chunk: int = 1,
     host_blocks: int = 0,
 ) -> KVCache:
-    sizes = {"num_kv_heads": 2, "head_dim": 8, "element_bytes": 2}
-    specs = [
-        FullAttentionSpec(**sizes) if w is None else SlidingWindowSpec(**sizes, window=w)
-        for w in windows
-    ]
-    groups = [LayerGroup(i, spec, (2 * i, 2 * i + 1)) for i, spec in enumerate(specs)]
+    groups = [LayerGroup(i, spec(window), (2 * i, 2 * i + 1)) for i, window in enumerate(windows)]
     return KVCache(groups, num_blocks, block_size, chunk=chunk, host_blocks=host_blocks)
-
-
-def hashes_of(tokens: list[int], block_size: int = 4, salt: str = "") -> PrefixHashes:
-    hashes = PrefixHashes(block_size, salt)
-    hashes.extend(lambda start, stop: tokens[start:stop], len(tokens))
-    return hashes
 
 
 def compute(cache: KVCache, request_id: str, tokens: list[int], chunk: int = 1) -> None:
@@ -101,20 +91,9 @@ def test_short_requests_leave_a_cached_prefix_alone() -> None:
     for i in range(20):
         compute(cache, f"short {i}", [100 + i, 1, 2])  # no block is full
         cache.release(f"short {i}")
-    assert cache.admit("b", 17, chunk=1, hashes=hashes_of(tokens)) == Admitted(16, "prefix")
+    assert cache.admit("b", 17, chunk=1, hashes=hashes_of(tokens, 4)) == Admitted(16, "prefix")
     assert cache.num_evictions == 0
     cache.check_integrity()
-
-
-def test_misuse() -> None:
-    cache = make_cache(None, 4, num_blocks=20, chunk=2)
-    with pytest.raises(AssertionError, match="no token to compute"):
-        cache.admit("a", 0, chunk=1)
-    with pytest.raises(AssertionError, match="the cache was made for 2"):
-        cache.admit("a", 9, chunk=3)
-    cache.admit("a", 9, chunk=2)
-    with pytest.raises(AssertionError, match="holds blocks already"):
-        cache.admit("a", 9, chunk=2)
 
 
 # Swap --------------------------------------------------------------------------------------------
@@ -137,19 +116,3 @@ def test_bad_arguments() -> None:
         make_cache(None, num_blocks=1)
     with pytest.raises(ValueError, match="block_size"):
         make_cache(None, num_blocks=4, block_size=0)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda tables: tables["a"].append(0), "null block"),
-        (lambda tables: tables["a"].append(tables["a"][0]), "in 2 block tables"),
-        (lambda tables: tables.pop("a"), "in 0 block tables"),
-    ],
-)
-def test_integrity_check_sees_damage(damage, message: str) -> None:
-    cache = make_cache(None, num_blocks=4)
-    cache.admit("a", 8, chunk=1)
-    damage(cache._allocators[0]._tables)
-    with pytest.raises(AssertionError, match=message):
-        cache.check_integrity()

@@ -31,23 +31,6 @@ def test_max_tokens_wastes_no_step(in_flight: int) -> None:
     assert rig.runner.launched == 5
 
 
-def test_an_aborted_request_is_reported_by_the_next_step() -> None:
-    rig = Rig(max_num_seqs=1)
-    running, waiting = rig.group(3, n=1), rig.group(3, n=2)
-    rig.loop.add(running)
-    rig.loop.add(waiting)
-    rig.step(2)
-    rig.loop.abort(waiting)
-    rig.loop.abort(running)
-    assert rig.cache.num_free_blocks == rig.cache.usable_blocks
-    outputs = {output.request_id: output for output in rig.loop.step()}
-    assert set(outputs) == {running.id, waiting.id}
-    assert all(output.finished for output in outputs.values())
-    assert [len(c.token_ids) for c in outputs[waiting.id].completions] == [0, 0]
-    assert len(outputs[running.id].token_ids) == 2
-    assert not rig.loop.has_unfinished
-
-
 def test_an_error_in_the_text_of_one_request_ends_that_one_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from .bench_rig import ROOT, run_bench, schema_errors
 SMALL = "--scenario neighbours --mode eager --input-len 8 --num-steps 30 --num-warmup 0"
 
 
-def children(word: str, parent: int | None = None) -> list[psutil.Process]:
+def spinning(parent: int | None = None, word: str = "getppid") -> list[psutil.Process]:
     """Return the live children whose command line has a word."""
     found = []
     for child in psutil.Process(parent).children():
@@ -43,12 +42,8 @@ def children(word: str, parent: int | None = None) -> list[psutil.Process]:
     return found
 
 
-def spinning(parent: int | None = None) -> list[psutil.Process]:
-    return children("getppid", parent)
-
-
-def wait_until(condition: Any, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 90.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -68,14 +63,11 @@ def test_busy_processes_spin_as_this_process_may() -> None:
     assert spinning() == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, StepgraphError])
-def test_an_error_ends_them(error: type[BaseException]) -> None:
-    with pytest.raises(error), busy_processes(2):
-        raise error
+def test_an_error_ends_them() -> None:
+    with pytest.raises(KeyboardInterrupt), busy_processes(2):
+        raise KeyboardInterrupt
     assert spinning() == []
 
-
-def test_one_that_ends_early_is_an_error() -> None:
     def end_one() -> None:
         with busy_processes(2):
             spinning()[0].kill()
@@ -84,18 +76,6 @@ def test_one_that_ends_early_is_an_error() -> None:
     with pytest.raises(StepgraphError, match="ended with status -9 while"):
         end_one()
     assert spinning() == []
-
-
-def test_an_interrupted_benchmark_leaves_none() -> None:
-    command = [sys.executable, "bench.py", *SMALL.split(), "--batch-size", "1", "--num-iters", "99"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(spinning(process.pid)) == 2)
-    left = spinning(process.pid)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in told
-    assert not any(p.is_running() for p in left)
 
 
 def test_a_killed_process_leaves_none() -> None:
@@ -141,7 +121,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(runs: list[SideRun], **how: int) -> list[str]:
     said: list[str] = []
-    case = NeighboursCase("m", 1, 8, 30, (0, 2))
+    case = NeighboursCase(1, 8, 30, (0, 2))
     measure_neighbours(runs, case, [[1]], 99, say=said.append, **how)
     return said
 
@@ -218,19 +198,13 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     path.write_text(FAKE_VLLM.replace("FAIL_AT", "0"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     yield path
-    assert children("peer_runner") == []
+    assert spinning(word="peer_runner") == []
 
 
-def open_peer(rows: int = 2, python: str = sys.executable) -> Peer:
-    return Peer(
-        PeerSpec("vllm", python),
-        ROOT / "runtime" / "demo",
-        dtype="bfloat16",
-        threads=1,
-        rows=rows,
-        tokens=64,
-        batch_tokens=16,
-    )
+def open_peer(rows: int = 2) -> Peer:
+    limits = {"threads": 1, "rows": rows, "tokens": 64, "batch_tokens": 16}
+    spec = PeerSpec("vllm", sys.executable)
+    return Peer(spec, ROOT / "runtime" / "demo", dtype="bfloat16", **limits)
 
 
 def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
@@ -245,12 +219,9 @@ def test_a_peer_decodes_on_request(fake_vllm: Path) -> None:
     peer.close()
 
 
-def test_a_peer_that_cannot_load_says_why(fake_vllm: Path) -> None:
+def test_a_peer_that_fails_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerError, match=r"^vllm: MemoryError: seven rows are too many$"):
         open_peer(rows=7)
-
-
-def test_a_peer_that_dies_or_hangs(fake_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.write_text(FAKE_VLLM.replace("FAIL_AT", "4"))
     with closing(open_peer()) as peer:
         peer.prefill([[1], [2]], 32)
@@ -271,13 +242,12 @@ def test_a_run_beside_a_peer(
 ) -> None:
     """Which is found in this interpreter, without a flag."""
     path = tmp_path / "a.json"
-    sizes = "--batch-size 1 2 --num-iters 4 --neighbours 0 1"
+    sizes = "--batch-size 1 --num-iters 4 --neighbours 0 1"
     assert run_bench(monkeypatch, f"{SMALL} {sizes} --output-json {path}") == 0
     document = json.loads(path.read_text())
     assert schema_errors(document) == []
-    entries = document["neighbours"]
-    assert [(e["batch_size"], e["neighbours"]) for e in entries] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    for entry in entries:
+    assert [entry["neighbours"] for entry in document["neighbours"]] == [0, 1]
+    for entry in document["neighbours"]:
         (peer,) = entry["peers"]
         assert entry["step_ms"]["n"] == peer["step_ms"]["n"] == 120
         assert len(entry["repetition_ms"]) == 4
@@ -289,12 +259,7 @@ def test_a_run_beside_a_peer(
 @pytest.mark.parametrize(
     ("status", "arguments", "message"),
     [
-        (1, "--peer vllm=/no/such/python", "--peer vllm: cannot run /no/such/python"),
-        (
-            1,
-            f"--peer openvino={sys.executable}",
-            "has no openvino_genai, optimum.intel: install it",
-        ),
+        (1, f"--peer openvino={sys.executable}", "has no openvino_genai, optimum.intel: install"),
         (2, "--peer vllm --device meta", "meta"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What docs/profiling.md says of an nsys session and of its report is so."""
+"""docs/profiling.md on nsys sessions and reports: its example, columns, commands and program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES = {"qkv": 6_300_000, "out": 4_200_000, "gate_up": 25_200_000, "down": 12_6
 
 
 def worked_example(folder: Path) -> Path:
-    """Steps of a model of two layers, played, with the names of its kernels beside them."""
+    """Write a trace of a model of two layers, and the names of its kernels."""
     kernels, nodes = [], []
     for layer in (0, 1):
         for name, ns in LAYER:
@@ -32,9 +32,9 @@ def worked_example(folder: Path) -> Path:
     decode = Launch("decode", 3, 4, 3, kernels, 400)
     prompt = Launch("prefill", 0, 64, 50, [Kernel("prompt_kernel", 61_000, 90)])
     play = Profile(dataclasses.replace(NEW, graph_trace="node"))
-    for number in range(20, 30):
-        launches = [decode, prompt] if number == 23 else [decode]
-        pause = 400_000 if number == 26 else 1_000
+    for number in range(20, 26):
+        launches = [decode, prompt] if number == 22 else [decode]
+        pause = 400_000 if number == 24 else 1_000
         play.step(number, launches, commits=number - 1, wait_ns=25_000, pause_ns=pause)
     costs = [OperationCost(name, 2, count) for name, count in BYTES.items()]
     step = StepNodes("decode", 4, 16, False, 1, tuple(nodes))

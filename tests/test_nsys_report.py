@@ -7,9 +7,10 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stepgraph.profiling.kernel_names import KernelNames, Node, OperationCost, StepNodes
 from stepgraph.profiling.nsys import cli
@@ -17,7 +18,7 @@ from stepgraph.profiling.nsys.report import Report, compare, read_report
 from stepgraph.profiling.nsys.steps import STEP_COLUMNS, TracedStep
 from stepgraph.profiling.stats import Summary
 
-from .nsys_rig import NEW, OLD, Kernel, Launch, Profile, Truth, Variant
+from .nsys_rig import NEW, OLD, Kernel, Launch, Profile, Variant
 
 VARIANTS = {
     "old": OLD,
@@ -55,6 +56,10 @@ def played(variant: Variant = NEW, steps: int = 6, **profile) -> Profile:
     return play
 
 
+def report_of(play: Profile, folder: Path, **more) -> Report:
+    return read_report(play.write(folder / "trace.sqlite", **more))
+
+
 def names_file(path: Path, **changes) -> KernelNames:
     step = StepNodes("decode", 4, 16, False, 1, NODES)
     names = KernelNames(
@@ -70,7 +75,7 @@ def names_file(path: Path, **changes) -> KernelNames:
     return names
 
 
-def assert_rows_are(rows: list[TracedStep], truth: list[Truth], variant: Variant) -> None:
+def assert_rows_are(rows: list[TracedStep], truth: list[SimpleNamespace], variant: Variant) -> None:
     assert len(rows) == len(truth)
     numbers = variant.payload is not None
     for row, true in zip(rows, truth, strict=True):
@@ -81,21 +86,6 @@ def assert_rows_are(rows: list[TracedStep], truth: list[Truth], variant: Variant
         for name in ("host", "wait", "plan", "launch", "commit", "device", "busy", "gap", "step"):
             ns = getattr(true, f"{name}_ns")
             assert getattr(row, f"{name}_us") == (None if ns is None else ns / 1e3), name
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_every_variant_of_the_schema_tells_the_same(tmp_path, variant: Variant) -> None:
-    play = Profile(variant)
-    play.step(5, [prefill()], pause_ns=70_000)
-    play.step(6, [decode(), prefill(33)], wait_ns=20_000, commits=5)
-    play.step(7, [decode()], wait_ns=3_000, commits=6)
-    play.step(8, [decode(2, 2)], commits=7)
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
-    assert_rows_are(report.steps, play.truth, variant)
-    assert report.graph_trace == variant.graph_trace
-    buckets = {(true.phase, true.bucket if variant.payload else None) for true in play.truth}
-    assert {(case.phase, case.bucket) for case in report.cases} == buckets
-    assert sum(case.n for case in report.cases) == 4
 
 
 steps_played = st.lists(
@@ -111,13 +101,11 @@ steps_played = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    steps=steps_played,
-    variant=st.sampled_from(list(VARIANTS.values())),
-    seed=st.integers(0, 2**32),
-)
-def test_any_steps_in_any_order_of_rows(steps, variant: Variant, seed: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@settings(max_examples=5, deadline=None)
+@given(steps=steps_played, seed=st.integers(0, 2**32))
+@example([("prefill", [5], 0, 9, 0), ("both", [7], 9, 0, 20_000), ("decode", [3], 0, 5, 0)], 0)
+def test_any_steps_in_any_order_of_rows(variant: Variant, steps, seed: int) -> None:
     play = Profile(variant)
     for number, (what, durations, idle_ns, pause_ns, wait_ns) in enumerate(steps):
         kernels = [Kernel(f"k{i}", ns, i + 1) for i, ns in enumerate(durations)]
@@ -127,8 +115,11 @@ def test_any_steps_in_any_order_of_rows(steps, variant: Variant, seed: int) -> N
         commits = number - 1 if number else None
         play.step(number, launches, pause_ns=pause_ns, wait_ns=wait_ns, commits=commits)
     with tempfile.TemporaryDirectory() as folder:
-        report = read_report(play.write(Path(folder) / "trace.sqlite", seed))
+        report = report_of(play, Path(folder), seed=seed)
     assert_rows_are(report.steps, play.truth, variant)
+    assert report.graph_trace == variant.graph_trace
+    buckets = {(true.phase, true.bucket if variant.payload else None) for true in play.truth}
+    assert {(case.phase, case.bucket) for case in report.cases} == buckets
     gaps = [true.gap_ns for true in play.truth if true.gap_ns is not None]
     for case in report.cases:
         rows = [row for row in report.steps if (row.phase, row.bucket) == (case.phase, case.bucket)]
@@ -163,26 +154,19 @@ def test_operations_and_layers_are_those_of_the_captured_nodes(tmp_path) -> None
     assert around["[copy host to device]"].us.p50 == 1.5
     assert around["[copy device to host]"].us.p50 == 1.0
     assert report.notes == []
+    # A launch of four decode steps is compared with as many floors.
+    names_file(tmp_path / "trace.kernels.json", steps=[StepNodes("decode", 4, 16, False, 4, NODES)])
+    assert read_report(trace).operations[0].fraction == pytest.approx(2.0)
 
 
-def test_several_decode_steps_in_a_launch_are_held_against_as_many_floors(tmp_path) -> None:
-    trace = played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite")
-    four = StepNodes("decode", 4, 16, False, 4, NODES)
-    names_file(tmp_path / "trace.kernels.json", steps=[four])
-    (down,) = (part for part in read_report(trace).operations if part.name == "down")
-    assert down.fraction == pytest.approx(2.0)
-
-
-def test_without_names_kernels_go_by_their_own(tmp_path) -> None:
-    report = read_report(played(VARIANTS["nodes"]).write(tmp_path / "trace.sqlite"))
+def test_without_names_or_nodes_a_note_says_how_to_get_them(tmp_path) -> None:
+    report = report_of(played(VARIANTS["nodes"]), tmp_path)
     labels = [p.label for p in report.operations if p.phase == "decode"]
     assert labels == ["[matmul]", "[norm]", "[argmax]"]
     assert report.layers == []
     assert any("kernels.json" in note for note in report.notes)
-
-
-def test_whole_graphs_have_no_operations_and_it_is_said_how_to_get_them(tmp_path) -> None:
-    report = read_report(played(NEW).write(tmp_path / "trace.sqlite"))
+    (tmp_path / "trace.sqlite").unlink()
+    report = report_of(played(NEW), tmp_path)
     assert {part.phase for part in report.operations} == {"around"}
     assert any("--graph-trace node" in note for note in report.notes)
 
@@ -194,20 +178,14 @@ def test_what_the_profile_cuts_is_left_out_and_counted(tmp_path) -> None:
     play.now += 10_000
     play.step(4, [decode()])
     play.step(5, [decode()], commits=4)
+    play.range("step", play.now + 10, play.now + 90, 6)  # it launches nothing
+    play.range("commit", play.now + 20, play.now + 80, 5)
     play.range("step", play.now + 100, None, 6)
     play.range("plan", play.now + 200, play.now + 300, 6)
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    report = report_of(play, tmp_path)
     assert_rows_are(report.steps, play.truth, NEW)
     assert "1 step left out: the profile ended before the step did" in report.notes
     assert "1 launch left out: outside of a complete step" in report.notes
-
-
-def test_turns_that_launch_nothing_are_no_steps(tmp_path) -> None:
-    play = played(steps=3)
-    play.range("step", play.now + 10, play.now + 900, 13)
-    play.range("commit", play.now + 20, play.now + 800, 12)
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
-    assert len(report.steps) == 3
     assert "1 turn that launched nothing left out" in report.notes
 
 
@@ -215,7 +193,7 @@ def test_no_gap_is_told_across_a_step_that_is_missing(tmp_path) -> None:
     play = Profile()
     for number in (1, 2, 5, 6, 0):  # 3 and 4 are missing, then another engine begins
         play.step(number, [decode()])
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    report = report_of(play, tmp_path)
     assert [row.gap_us is None for row in report.steps] == [True, False, True, False, True]
     assert [row.step_us is None for row in report.steps] == [True, False, True, False, True]
 
@@ -225,7 +203,7 @@ def test_processes_with_the_same_ids_are_kept_apart(tmp_path) -> None:
     two.strings, two.correlation = one.strings, 100  # the ids of calls of both are the same
     for number in range(4):
         two.step(number, [prefill()])
-    report = read_report(one.write(tmp_path / "trace.sqlite", others=[two]))
+    report = report_of(one, tmp_path, others=[two])
     assert_rows_are([r for r in report.steps if r.thread == 0], one.truth, NEW)
     assert_rows_are([r for r in report.steps if r.thread == 1], two.truth, NEW)
     notes = "\n".join(report.notes)
@@ -240,7 +218,7 @@ def test_calls_of_other_threads_are_no_part_of_a_step(tmp_path) -> None:
     call = helper.call("cudaLaunchKernel_v7000", 500)
     helper.activity("KERNEL", helper.now, helper.now + 10**9, call, shortName=1, demangledName=1)
     play.step(1, [decode()])
-    report = read_report(play.write(tmp_path / "trace.sqlite", others=[helper]))
+    report = report_of(play, tmp_path, others=[helper])
     assert_rows_are(report.steps, play.truth, NEW)
 
 
@@ -250,7 +228,7 @@ def test_the_device_s_work_of_a_commit_is_no_part_of_the_step_around_it(tmp_path
     now, play.now = play.now, play.now - 50_000
     call = play.call("cudaMemcpyAsync_v3020", 1_000)
     play.activity("MEMCPY", now + 10**6, now + 2 * 10**6, call, copyKind=2, bytes=1)
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    report = report_of(play, tmp_path)
     assert report.steps[0].device_us == true.device_ns / 1e3
 
 
@@ -262,7 +240,7 @@ def test_activities_without_times_and_graphs_without_activities_are_told(tmp_pat
     play.last_end = None
     play.step(2, [decode()])
     del play.rows["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"][1]
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    report = report_of(play, tmp_path)
     notes = "\n".join(report.notes)
     assert "1 activity without a time" in notes
     assert "1 graph launch of these steps left no activity" in notes
@@ -272,7 +250,7 @@ def test_activities_without_times_and_graphs_without_activities_are_told(tmp_pat
 def test_on_a_cpu_the_device_works_in_the_engine_s_thread(tmp_path) -> None:
     play = played(steps=4)
     play.rows = {"NVTX_EVENTS": play.rows["NVTX_EVENTS"]}
-    report = read_report(play.write(tmp_path / "trace.sqlite"))
+    report = report_of(play, tmp_path)
     work_ns, behind_ns = 5_000, 2_000  # the range `replay`, and the copy behind it
     for row, true in zip(report.steps, play.truth, strict=True):
         assert row.device_us == row.busy_us == work_ns / 1e3
@@ -316,20 +294,12 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys) -> None:
     outputs = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "s.csv")]
     assert cli.main([str(trace), *outputs]) == 0
     printed = capsys.readouterr().out
-    tables = [line for line in printed.splitlines() if line.startswith("|")]
-    assert sum(line.startswith("|   10 | decode |    3 |      4 |") for line in tables) == 1
-    assert "perturbs" in printed, "it says how graphs were traced"
-    assert len({len(line) for line in tables[:3]}) == 1, "columns are aligned"
+    assert "|   10 | decode |    3 |      4 |" in printed
     report = read_report(trace)
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["schema_version"] == 1
     assert document["steps"] == [
         {name: getattr(row, name) for name in STEP_COLUMNS} for row in report.steps
-    ]
-    assert [part["name"] for part in document["operations"] if part["phase"] == "decode"] == [
-        "down",
-        "norm",
-        "greedy",
     ]
     assert document["cases"][0]["device_us"] == report.cases[0].device_us.to_json()
     with (tmp_path / "s.csv").open() as stream:

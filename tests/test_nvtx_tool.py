@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from stepgraph.profiling import ranges
@@ -75,7 +74,6 @@ int InitializeInjectionNvtx2(const void *(*export)(uint32_t)) {
   return 1;
 }
 
-#ifndef WITHOUT_EXTENSIONS
 static uint64_t schemas = 1000, counters = 2000;
 static uint64_t new_schema(void *d, const schema *s) {
   printf("schema %llu:", (unsigned long long)++schemas);
@@ -99,7 +97,6 @@ int InitializeInjectionNvtxExtension(extension *e) {
   if (e->module == 4) { slots[0] = (intptr_t)new_counter; slots[3] = (intptr_t)sample; }
   return 1;
 }
-#endif
 """
 
 PROGRAM = """
@@ -129,26 +126,16 @@ def run(program: str = PROGRAM, **environment: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def build(folder: Path, *flags: str) -> str:
+@pytest.fixture(scope="module")
+def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
         pytest.skip("building an NVTX tool needs a C compiler on 64-bit Linux")
-    (folder / "tool.c").write_text(TOOL)
-    library = str(folder / "tool.so")
-    command = [compiler, *flags, "-shared", "-fPIC", "-o", library, str(folder / "tool.c")]
-    subprocess.run(command, check=True)
+    source = tmp_path_factory.mktemp("nvtx_tool") / "tool.c"
+    source.write_text(TOOL)
+    library = str(source.with_suffix(".so"))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, str(source)], check=True)
     return library
-
-
-@pytest.fixture(scope="module")
-def tool(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("nvtx_tool"))
-
-
-@pytest.fixture(scope="module")
-def plain_tool(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tool that knows neither payloads of several fields nor counters."""
-    return build(tmp_path_factory.mktemp("plain_nvtx_tool"), "-DWITHOUT_EXTENSIONS")
 
 
 def laid_out(names: list[str]) -> str:
@@ -194,18 +181,7 @@ def test_a_tool_receives_names_payloads_marks_and_counters(tool: str) -> None:
     ]
 
 
-def test_a_tool_without_extensions_receives_the_rest(plain_tool: str) -> None:
-    lines = run(NVTX_INJECTION64_PATH=plain_tool)
-    assert "attached True" in lines
-    assert not [line for line in lines if line.startswith(("counter", "sample", "schema"))]
-    events = [line.split()[:2] for line in lines if line.startswith(("push", "mark"))]
-    assert [name for _, name in events] == [
-        "step", "replay", "replay", "fallback", "collection", "copy",
-    ]  # fmt: skip
-    assert lines[-1] == "pop"
-
-
-def test_a_tool_hears_of_collections_while_somebody_watches(tool: str) -> None:
+def test_a_tool_receives_collections_while_a_watch_is_open(tool: str) -> None:
     program = (
         "import gc; from stepgraph.profiling.collector import CollectorWatch as Watch\n"
         "gc.disable(); gc.collect(); watch = Watch(); gc.collect(1); watch.close(); gc.collect(0)"
@@ -223,12 +199,9 @@ def test_the_cost_under_a_tool_is_measured_in_a_domain_of_its_own(tool: str) -> 
     events = [line for line in lines if line.partition("] ")[2].startswith(("push", "sample"))]
     assert all(line.startswith("[stepgraph.overhead] ") for line in events)
     assert len(events) == 2 * 3 * 6  # a round warms up; five ranges and a sample a step
-    assert not [line for line in lines if line.startswith(("push", "sample", "mark"))]
+    assert not [line for line in lines if line.startswith(("push", "sample"))]
 
 
-def test_a_tool_can_be_kept_out(tool: str) -> None:
+def test_without_a_tool_or_with_ranges_disabled_nothing_is_attached(tool: str) -> None:
     assert run(NVTX_INJECTION64_PATH=tool, NVTX_DISABLE="1")[-1] == "attached False"
-
-
-def test_no_tool_no_emission() -> None:
     assert run() == ["attached False"]

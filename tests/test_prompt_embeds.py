@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,16 +12,26 @@ from stepgraph.runtime import (
     EmbeddedSpan,
     EncodedContent,
     Engine,
+    EngineConfig,
     PromptEmbeds,
     RequestError,
-    SamplingParams,
 )
+
+from .engine_rig import greedy, run
 
 if TYPE_CHECKING:
     from conftest import TinyModel
 
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+GREEDY = greedy(20)
 HIDDEN = 48
+
+
+@pytest.fixture(scope="module")
+def engine(base: TinyModel) -> Iterator[Engine]:
+    config = EngineConfig(device="cpu", mode="eager", max_num_seqs=4, prompt_embeds=True)
+    with Engine.from_pretrained(base.directory, config) as engine:
+        yield engine
+        engine.check_integrity()
 
 
 def reference(model: TinyModel, ids: list[int], spans: list[EmbeddedSpan]) -> list[int]:
@@ -146,27 +156,26 @@ def test_preempted_prompts_show_their_embeddings_again(
         (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), None)), "not 32 bytes"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_spans(
-    open_engine: Callable[..., Engine], base: TinyModel, span: Any, message: str
-) -> None:
-    engine = open_engine("base", prompt_embeds=True)
-    (ids,) = base.prompts(10)
+def test_bad_spans(engine: Engine, span: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        engine.add_request(PromptEmbeds(ids, [span]))
+        engine.add_request(PromptEmbeds([1] * 10, [span]))
     assert not engine.has_unfinished()
+
+
+def test_a_bad_span_ends_its_own_request(engine: Engine, base: TinyModel) -> None:
+    (ids,) = base.prompts(10)
     with pytest.warns(UserWarning, match="1 of 2 prompts"):
-        good, bad = engine.generate([ids, PromptEmbeds(ids, [span])], GREEDY)
+        good, bad = engine.generate(
+            [ids, PromptEmbeds(ids, [EmbeddedSpan(-1, content(0, 2))])], GREEDY
+        )
     assert [good.token_ids] == base.greedy([ids], 20)
     assert isinstance(bad.error, RequestError)
 
 
 @pytest.mark.parametrize("spans", [None, "text", EmbeddedSpan(0, content(0, 2))])
-def test_spans_that_are_no_sequence(
-    open_engine: Callable[..., Engine], base: TinyModel, spans: Any
-) -> None:
-    engine = open_engine("base", prompt_embeds=True)
+def test_spans_that_are_no_sequence(engine: Engine, spans: Any) -> None:
     with pytest.raises(RequestError, match="spans must be a sequence"):
-        engine.add_request(PromptEmbeds(base.prompts(10)[0], spans))
+        engine.add_request(PromptEmbeds([1] * 10, spans))
 
 
 def test_what_a_request_shows_cannot_be_changed(
@@ -180,9 +189,8 @@ def test_what_a_request_shows_cannot_be_changed(
     engine.add_request(PromptEmbeds(ids, spans), GREEDY)
     engine.step()
     embeds.zero_()
-    while engine.has_unfinished():
-        outputs = engine.step()
-    assert outputs[0].token_ids == expected
+    (output,) = run(engine).values()
+    assert output.token_ids == expected
 
 
 def test_keys_tell_origins_and_types_apart() -> None:
@@ -197,14 +205,13 @@ def test_keys_tell_origins_and_types_apart() -> None:
     assert content_key(raw, "encoded") != content_key(raw, "embeds")
 
 
-def test_other_bad_requests(open_engine: Callable[..., Engine], base: TinyModel) -> None:
-    (ids,) = base.prompts(10)
+def test_other_bad_requests(open_engine: Callable[..., Engine], engine: Engine) -> None:
+    ids = [1] * 10
     overlapping = [EmbeddedSpan(4, content(0, 3)), EmbeddedSpan(2, content(0, 3))]
     with pytest.raises(RequestError, match="overlap"):
-        open_engine("base", prompt_embeds=True).add_request(PromptEmbeds(ids, overlapping))
-    engine = open_engine("base")
+        engine.add_request(PromptEmbeds(ids, overlapping))
     with pytest.raises(RequestError, match="prompt_embeds=True"):
-        engine.add_request(PromptEmbeds(ids, [EmbeddedSpan(0, content(0, 3))]))
+        open_engine("base").add_request(PromptEmbeds(ids, [EmbeddedSpan(0, content(0, 3))]))
     with pytest.raises(RequestError, match="content must be bytes, not str"):
         engine.encode("text", lambda data: torch.rand(1, HIDDEN))  # type: ignore[arg-type]
     for wrong, message in [

@@ -11,50 +11,20 @@ from stepgraph.runtime.request import (
     RequestGroup,
     TokenLogprobs,
 )
-from stepgraph.runtime.sampling_params import SamplingParams
+
+from .request_rig import make_request
 
 MS = 1_000_000
-
-
-class Text:
-    """Stands for a detokenizer: text grows with the tokens."""
-
-    text = ""
-    num_chars = 0
-    stopped = None
-
-    def text_between(self, start: int, stop: int) -> str:
-        return self.text[start:stop]
-
-
-def make_request(prompt: list[int], output: list[int], **fields: object) -> Request:
-    options: dict[str, object] = {
-        "id": "a/0",
-        "params": SamplingParams(max_tokens=8),
-        "seed": 1,
-        "order": (0, 1),
-        "max_tokens": 8,
-        "stop_token_ids": frozenset(),
-        "detokenizer": None,
-        "arrival_ns": 5 * MS,
-    }
-    request = Request(prompt_ids=prompt, **(options | fields))
-    for token_id in output:
-        request.append_token(token_id, 0)
-    return request
 
 
 def take(request: Request, token_id: int, at_ns: int) -> None:
     """What the loop does with a token."""
     request.append_token(token_id, at_ns)
     request.logprobs.append(TokenLogprobs(token_id, -0.5, {token_id: -0.5}))
-    if request.detokenizer is not None:
-        request.detokenizer.text += f"<{token_id}>"  # type: ignore[misc]
-        request.detokenizer.num_chars = len(request.detokenizer.text)
 
 
 def test_what_a_user_does_to_an_output_touches_no_request() -> None:
-    request = make_request([1], [])
+    request = make_request([1], arrival_ns=5 * MS)
     take(request, 7, 6 * MS)
     output = RequestOutput.of(RequestGroup("a", [1], [request]))
     output.token_ids.clear()
@@ -64,7 +34,7 @@ def test_what_a_user_does_to_an_output_touches_no_request() -> None:
 
 
 def test_timing_is_that_of_the_tokens_shown() -> None:
-    request = make_request([1], [])
+    request = make_request([1], arrival_ns=5 * MS)
     group = RequestGroup("a", [1], [request])
     assert RequestOutput.of(group).timing is None
     for at in (25, 30, 50):
@@ -86,7 +56,7 @@ def test_hashes_tell_embeddings_apart() -> None:
             EmbeddedSpan(position, EncodedContent.of(torch.full((3, 4), value)))
             for position, value in spans
         )
-        request = make_request([7] * 8, [], prefix_hashes=PrefixHashes(2), embeds=embeds)
+        request = make_request([7] * 8, prefix_hashes=PrefixHashes(2), embeds=embeds)
         found = request.hashes_of(8)
         assert found is not None
         return [found[block] for block in range(4)]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepgraph.cache.kv_cache import TableChange
-from stepgraph.cache.prefix_hashes import PrefixHashes
 from stepgraph.runtime.request import RequestStatus
 
 from .fake_device import Windows, oracle, requests_of
@@ -19,9 +17,9 @@ def test_admission_is_by_priority_then_arrival() -> None:
     late, first, second, urgent = (rig.add(2, priority=p) for p in (1, 0, 0, -1))
     plan = rig.step()
     assert [a.request for a in plan.admitted] == [urgent, first]
-    rig.loop.abort(rig.loop.groups["request-4"])
+    rig.loop.requests.abort(rig.loop.requests.groups["request-4"])
     assert [a.request for a in rig.step().admitted] == [second]
-    rig.loop.abort(rig.loop.groups["request-2"])
+    rig.loop.requests.abort(rig.loop.requests.groups["request-2"])
     assert [a.request for a in rig.step().admitted] == [late]
 
 
@@ -30,7 +28,7 @@ def test_rows_are_given_lowest_first_and_given_back_at_once() -> None:
     requests = [rig.add(2) for _ in range(4)]
     rig.step()
     assert [request.row for request in requests] == [0, 1, 2, None]
-    rig.loop.abort(rig.loop.groups["request-2"])
+    rig.loop.requests.abort(rig.loop.requests.groups["request-2"])
     assert rig.scheduler.num_running == 2
     rig.step()
     assert [request.row for request in requests] == [0, None, 2, 1]
@@ -187,7 +185,7 @@ def test_a_preempted_request_is_served_before_later_ones_and_recomputes_all_it_h
     rig.step(4)
     known = last.prompt_ids + last.output_ids
     assert (last.num_preemptions, len(known)) == (1, 5)
-    rig.loop.abort(rig.loop.groups["request-1"])
+    rig.loop.requests.abort(rig.loop.requests.groups["request-1"])
     plan = rig.step()
     assert first.finish_reason == "abort"
     assert plan.admitted[0].request is last
@@ -201,14 +199,11 @@ def test_a_preempted_request_is_served_before_later_ones_and_recomputes_all_it_h
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda scheduler: scheduler._free_rows.append(0),
-        lambda scheduler: scheduler._running.reverse(),
-        lambda scheduler: scheduler._running.pop(),
-        lambda scheduler: scheduler._rows.popitem(),
-        lambda scheduler: setattr(scheduler._waiting, "_num_alive", 5),
-        lambda scheduler: scheduler._waiting.push(scheduler._running[0]),
-        lambda scheduler: scheduler._publishing.leave(scheduler._running[0]),
-        lambda scheduler: scheduler._headroom.update(scheduler._rows.popitem()[0]),
+        lambda scheduler: scheduler._running.rows.popitem(),
+        lambda scheduler: scheduler._running.prefilling.clear(),
+        lambda scheduler: scheduler._waiting.push(scheduler._running.last),
+        lambda scheduler: scheduler._publishing.leave(scheduler._running.last),
+        lambda scheduler: scheduler._headroom.update(scheduler._running.rows.popitem()[0]),
         lambda scheduler: scheduler.cache._allocators[0]._tables.popitem(),
         lambda scheduler: scheduler.cache.host.put("request-1/0", 1, []),
     ],
@@ -220,43 +215,3 @@ def test_integrity_check_sees_damage(damage: Callable[[Any], object]) -> None:
     damage(rig.scheduler)
     with pytest.raises(AssertionError):
         rig.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3)], ids=str)
-def test_who_decodes_is_looked_at_only_when_there_is_something_to_do(
-    windows: Windows, in_flight: int
-) -> None:
-    rig = Rig(windows=windows, in_flight=in_flight, prefix=True)
-    for prompt_len in (2, 3, 5, 9):
-        rig.add(prompt_len, max_tokens=26)
-    rig.step(3)  # all of them have joined
-    looked_at: list[tuple[str, int]] = []
-    changes: list[object] = []
-    grow, slide, publish = rig.cache.grow, rig.cache.slide, rig.cache.publish
-
-    def watched_grow(request_id: str, num_tokens: int) -> list[TableChange] | None:
-        looked_at.append((request_id, num_tokens))
-        changes.append(grow(request_id, num_tokens))
-        return changes[-1]  # type: ignore[return-value]
-
-    def watched_slide(request_id: str, position: int) -> list[TableChange]:
-        changes.append(slide(request_id, position))
-        return changes[-1]  # type: ignore[return-value]
-
-    def watched_publish(request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
-        changes.append(num_tokens)
-        publish(request_id, hashes, num_tokens)
-
-    rig.cache.grow = watched_grow  # type: ignore[method-assign]
-    rig.cache.slide = watched_slide  # type: ignore[method-assign]
-    rig.cache.publish = watched_publish  # type: ignore[method-assign]
-    steps = 0
-    while rig.scheduler.num_running == 4:
-        before = len(looked_at), sum(map(bool, changes))
-        rig.step()
-        steps += 1
-        assert len(looked_at) - before[0] <= sum(map(bool, changes)) - before[1]
-    assert steps >= 20
-    assert len(set(looked_at)) == len(looked_at)
-    assert 0 < len(looked_at) < 2 * steps, "of four times as many, had everybody been asked"

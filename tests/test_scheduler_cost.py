@@ -61,7 +61,7 @@ def crowded(queued: int, usable_blocks: int, policy: PreemptionPolicy) -> list[i
         preemption=policy,
     )
     for _ in range(queued):
-        rig.loop.add(rig.group(3, max_tokens=30, n=2))
+        rig.loop.requests.add(rig.group(3, max_tokens=30, n=2))
     costs = costs_of(rig, 20)
     assert usable_blocks > 1000 or rig.loop.counts["preemptions"] > 0
     return costs
@@ -96,9 +96,9 @@ def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
     for _ in range(20):
         groups = [rig.group(1) for _ in range(200)]
         for group in groups:
-            rig.loop.add(group)
+            rig.loop.requests.add(group)
         for group in groups[1:]:  # not the head: a dead one there is dropped when it is looked at
-            rig.loop.abort(group)
+            rig.loop.requests.abort(group)
         rig.step()
     assert rig.scheduler.num_waiting == 20
     assert len(rig.scheduler._waiting) <= 2 * rig.scheduler.num_waiting + 64
@@ -108,7 +108,11 @@ def sizes_of(rig: Rig) -> dict[str, int]:
     """Elements of every container of the scheduler, the loop and the cache."""
     owners = {
         "scheduler": rig.scheduler,
+        "running": rig.scheduler._running,
+        "publishing": rig.scheduler._publishing,
+        "headroom": rig.scheduler._headroom,
         "loop": rig.loop,
+        "requests": rig.loop.requests,
         "cache": rig.cache,
         "pool": rig.cache._pool,
         "host": rig.cache.host,

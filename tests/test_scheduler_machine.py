@@ -74,11 +74,11 @@ def watch_admission(rig: Rig) -> None:
         head = scheduler._waiting.head()
         if (
             head is not None
-            and scheduler._free_rows
+            and scheduler._running.free_rows
             and not made.preempted
             and made.prefill_tokens < budget
             and len(made.prefill) < scheduler.max_prefill_rows
-            and not scheduler._waits_for_sibling(head)
+            and not scheduler._admission.waits_for_sibling(head)
         ):
             needed = -(-head.num_tokens // cache.block_size)
             assert needed + reserved_for(head) > cache.num_free_blocks, "there was room for it"
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (name := next(free, None)) is not None:
             prompt_len = 1 + prompt % (self.rig.capacity - 1)
             group = self.rig.group(prompt_len, name=name, **options)
-            self.rig.loop.add(group)
+            self.rig.loop.requests.add(group)
             self.unfinished[name] = group
             self.seen[name] = [-1] * len(group.requests)
 
@@ -159,13 +159,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_output(output)
             self.rig.loop.check_integrity()
             self.rig.cached_nan()
-            assert set(self.rig.loop.groups) == set(self.unfinished)
+            assert set(self.rig.loop.requests.groups) == set(self.unfinished)
 
     @precondition(lambda self: self.unfinished)
     @rule(index=st.integers(0, 100))
     def abort(self, index: int) -> None:
         name = list(self.unfinished)[index % len(self.unfinished)]
-        self.rig.loop.abort(self.unfinished[name])
+        self.rig.loop.requests.abort(self.unfinished[name])
         self.ended_early = True
         self.aborted.add(name)
 
@@ -258,7 +258,7 @@ def run_crowd(rig: Rig, seed: int, count: int) -> None:
     """Run a crowd that comes a request a step; each output is that of the oracle."""
     groups, outputs = [], []
     for group in crowd(rig, seed, count):
-        rig.loop.add(group)
+        rig.loop.requests.add(group)
         groups.append(group)
         outputs += rig.loop.step()
         rig.loop.check_integrity()

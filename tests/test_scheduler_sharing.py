@@ -111,7 +111,7 @@ def test_what_is_left_of_ended_requests_is_found(windows: Any) -> None:
     (second,) = conversation.requests
     known = first.prompt_ids + first.output_ids  # of the last one, nothing is computed
     second.prompt_ids[: len(known)] = known
-    rig.loop.add(conversation)
+    rig.loop.requests.add(conversation)
     rig.step()
     assert chunk_of(rig, second) == (16, 6)
     check_all(rig, second)
@@ -122,7 +122,7 @@ def test_a_prompt_is_shared_while_its_tail_is_computed() -> None:
     first = rig.add(38, shared=38)
     rig.step(2)
     second = rig.add(18, shared=18)
-    rig.loop.abort(rig.loop.groups["request-1"])
+    rig.loop.requests.abort(rig.loop.requests.groups["request-1"])
     rig.step()
     assert first.num_computed == 20
     assert chunk_of(rig, second) == (16, 2)

@@ -23,6 +23,7 @@ from stepgraph.runtime import (
     RequestOutput,
 )
 
+from .engine_rig import run
 from .fake_engine import check_serves, expected, fake_engine, params
 
 SECONDS = 120
@@ -72,16 +73,6 @@ def step_under_way(engine: Engine) -> Iterator[None]:
         stepping.result(SECONDS)
 
 
-def drain(engine: Engine) -> dict[str, RequestOutput]:
-    final: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                assert output.request_id not in final
-                final[output.request_id] = output
-    return final
-
-
 def random_prompts(seed: int, count: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.choices(range(11), k=rng.randint(1, 20)) for _ in range(count)]
@@ -98,9 +89,8 @@ def check_outputs(
 # Threads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stepping", [True])
-def test_generate_from_many_threads(stepping: bool) -> None:
-    """Each gets its own outputs in order; one more thread may call `step` meanwhile."""
+def test_generate_from_many_threads() -> None:
+    """Each gets its own outputs in order; one more thread calls `step` meanwhile."""
     engine = fake_engine(num_blocks=25, max_num_seqs=6)  # and preemptions
     stop = threading.Event()
     final: dict[str, RequestOutput] = {}
@@ -131,7 +121,7 @@ def test_generate_from_many_threads(stepping: bool) -> None:
 
     with ThreadPoolExecutor(10) as pool:
         watcher = pool.submit(watch)
-        stepper = pool.submit(step) if stepping else None
+        stepper = pool.submit(step)
         calls = [pool.submit(call, number) for number in range(8)]
         try:
             for each in calls:
@@ -139,10 +129,9 @@ def test_generate_from_many_threads(stepping: bool) -> None:
         finally:
             stop.set()
         watcher.result(SECONDS)
-        if stepper is not None:
-            stepper.result(SECONDS)
+        stepper.result(SECONDS)
     assert engine.stats()["steps"] < engine.stats()["output_tokens"], "they share the batch"
-    assert len(final) == (8 if stepping else 0)
+    assert len(final) == 8
     for name, output in final.items():
         number = int(name.split()[1])
         assert output.token_ids == expected(engine, [number] * 3, params(number))
@@ -153,7 +142,7 @@ def test_two_steps_at_once_are_refused() -> None:
     engine = fake_engine()
     with step_under_way(engine), pytest.raises(EngineBusyError, match="another thread"):
         engine.step()
-    assert drain(engine)["under way"].token_ids == expected(engine, [1, 2], params(1))
+    assert run(engine)["under way"].token_ids == expected(engine, [1, 2], params(1))
     check_serves(engine)
 
 
@@ -173,7 +162,7 @@ def test_operations_wait_for_the_step_of_another_thread() -> None:
             if waiting.result(SECONDS) is not None:
                 assert waiting.result() == expected(engine, [1, 2], params(4))
             if use != engine.close:
-                drain(engine)
+                run(engine)
     with pytest.raises(EngineClosedError):
         engine.step()
 
@@ -213,7 +202,7 @@ def test_score_leaves_requests_of_other_threads_for_later() -> None:
     with ThreadPoolExecutor(1) as pool:
         in_launch(engine, lambda: pool.submit(engine.add_request, [5], params(5), "x").result())
         assert engine.score([1, 2, 3, 4], 2).shape == (3, 1)
-    assert drain(engine)["x"].token_ids == expected(engine, [5], params(5))
+    assert run(engine)["x"].token_ids == expected(engine, [5], params(5))
     check_serves(engine)
 
 
@@ -269,7 +258,7 @@ def test_a_callback_within_a_step(outer: str) -> None:
     else:
         engine.score([1, 2, 3], 2)
     assert seen == ["added", "aborted"]
-    final = drain(engine)
+    final = run(engine)
     if outer == "step":
         assert final["outer"].token_ids == expected(engine, [1, 2, 3], params(1))
     assert final["added"].token_ids == expected(engine, [9, 9], params(9))
@@ -320,6 +309,6 @@ def test_a_forked_child_is_refused() -> None:
                 failures += 100
             os._exit(failures)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    final = drain(engine)
+    final = run(engine)
     assert final["parent's"].token_ids == expected(engine, [1, 2], params(1))
     check_serves(engine)

@@ -34,6 +34,15 @@ SHOWN = SamplingParams(temperature=0.7, seed=1, logprobs=3)
 NO_BLOCKS = {"num_blocks": 200, "block_size": 1024}  # one holds what a row gets in most tests
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_are_collected() -> Iterator[None]:
+    """A collection takes a second where torch and transformers are loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Recorder(TorchDispatchMode):
     """Counts what torch is asked to do, views included."""
 
@@ -115,7 +124,7 @@ def test_plans_show_the_same_list_until_somebody_joins_or_leaves() -> None:
         shown.append(rig.loop._launched[-1].plan.decode)
     assert all(requests is shown[0] for requests in shown)
     assert len(shown[0]) == 4
-    rig.loop.abort(rig.loop.groups["row 2"])
+    rig.loop.requests.abort(rig.loop.requests.groups["row 2"])
     under_way = shown[-1].copy()
     rig.run(1)
     assert shown[-1] == under_way, "a step under way goes on showing who is in it"
@@ -183,7 +192,7 @@ def test_the_memory_of_outputs_is_known_beforehand(sizes: tuple[int, ...]) -> No
 def test_log_probabilities_are_those_of_their_lane() -> None:
     rig = HostRig(5, 0, num_steps=20, params=SHOWN, **NO_BLOCKS)
     rig.run(3)
-    for group in rig.loop.groups.values():
+    for group in rig.loop.requests.groups.values():
         (request,) = group.requests
         assert [shown.token_id for shown in request.logprobs] == request.output_ids
         assert all(len(shown.top) <= 3 for shown in request.logprobs)
@@ -211,7 +220,7 @@ def test_thousands_of_steps_leave_only_the_memory_of_tokens(in_flight: int) -> N
     """A token and its time are 16 bytes, in memory that is taken for many at once."""
     rows = 4
     rig = HostRig(rows, 10, num_steps=3500, in_flight=in_flight, **NO_BLOCKS)
-    rig.run(TOKENS_AT_A_TIME - rig.loop.groups["row 0"].requests[0].num_output + 1)
+    rig.run(TOKENS_AT_A_TIME - rig.loop.requests.groups["row 0"].requests[0].num_output + 1)
     assert growth_of(lambda: rig.run(TOKENS_AT_A_TIME // 2 - 10)) < 2048, "nobody needs more"
     grown = growth_of(lambda: rig.run(TOKENS_AT_A_TIME))
     assert grown < rows * 16 * TOKENS_AT_A_TIME * 1.25 + 4096
@@ -219,7 +228,7 @@ def test_thousands_of_steps_leave_only_the_memory_of_tokens(in_flight: int) -> N
 
 def test_requests_take_no_more_memory_than_their_tokens_need() -> None:
     rig = HostRig(1, 0, num_steps=10, **NO_BLOCKS)
-    (request,) = rig.loop.groups["row 0"].requests
+    (request,) = rig.loop.requests.groups["row 0"].requests
     assert len(request._output_ids) == len(request._token_ns) == request.max_tokens
 
 
@@ -250,8 +259,8 @@ def test_requests_that_come_and_go_leave_nothing_cyclic(in_flight: int) -> None:
     with no_automatic_collection():
         for number in range(12):
             rig.add(f"late {number}", several if number % 3 else GREEDY, max_tokens=5)
-        rig.loop.abort(rig.loop.groups["late 4"])
-        rig.loop.abort(rig.loop.groups["row 1"])
+        rig.loop.requests.abort(rig.loop.requests.groups["late 4"])
+        rig.loop.requests.abort(rig.loop.requests.groups["row 1"])
         while rig.loop.has_unfinished:
             rig.run(1)
         rig.loop.check_integrity()
@@ -290,18 +299,12 @@ def lines_of_steps(rig: HostRig, steps: int) -> list[int]:
     return counts[:-1]
 
 
-def test_a_step_does_the_same_however_many_wait() -> None:
-    short, long = (
-        lines_of_steps(HostRig(3, queued, 1000, num_steps=100), 60) for queued in (10, 3000)
-    )
-    assert short == long
-
-
-def test_a_step_does_the_same_however_large_the_cache_is() -> None:
-    small, large = (
-        lines_of_steps(HostRig(3, 10, blocks, num_steps=100), 60) for blocks in (100, 100_000)
-    )
-    assert small == large
+@pytest.mark.parametrize("sizes", [((10, 1000), (3000, 1000)), ((10, 100), (10, 100_000))])
+def test_a_step_does_the_same_however_many_wait_and_however_large_the_cache_is(
+    sizes: tuple[tuple[int, int], ...],
+) -> None:
+    few, many = (lines_of_steps(HostRig(3, *size, num_steps=100), 60) for size in sizes)
+    assert few == many
 
 
 def test_a_row_more_costs_a_few_lines() -> None:
@@ -339,7 +342,7 @@ def test_the_benchmark_refuses_what_it_cannot_measure() -> None:
 
 def test_every_row_of_the_benchmark_decodes() -> None:
     rig = HostRig(9, 4, 1000, num_steps=30, in_flight=1)
-    running = [g.requests[0] for g in rig.loop.groups.values() if g.id.startswith("row")]
+    running = [g.requests[0] for g in rig.loop.requests.groups.values() if g.id.startswith("row")]
     before = [request.num_output for request in running]
     rig.run(30)
     assert [request.num_output - 30 for request in running] == before

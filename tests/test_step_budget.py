@@ -17,6 +17,7 @@ from stepgraph.runtime.scheduling.step_budget import SHARE_AFTER, SUM_EVERY, Ste
 from stepgraph.runtime.scheduling.step_costs import PhaseCosts, StepCosts
 
 from .fake_device import oracle
+from .request_rig import make_request
 from .scheduler_rig import Rig
 
 SMALLEST = 4
@@ -43,25 +44,31 @@ def flat_until(size: int) -> PhaseCosts:
     return PhaseCosts(tokens, [1e-4 * max(size, bucket) for bucket in tokens], 0.0, 10)
 
 
-def request_of(num_computed: int = 0, **params: object) -> Request:
-    request = Request(
-        id="r",
-        prompt_ids=[1] * 500,
-        params=SamplingParams(**params),  # type: ignore[arg-type]
-        seed=0,
-        order=(0, 0),
-        max_tokens=5,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        arrival_ns=0,
-        prefix_hashes=None,
-    )
+def request_of(num_computed: int = 0, *, sampled: bool = False) -> Request:
+    request = make_request([1] * 500, params=SamplingParams(temperature=float(sampled)))
     request.num_computed = num_computed
+    assert request.params.needs_full_sampler == sampled
     return request
 
 
-def decoding(rows: int = 4, context: int = 20) -> StepPlan:
-    return StepPlan(decode=[request_of(context, temperature=0.0) for _ in range(rows)])
+def decoding(rows: int = 4, context: int = 20, *, sampled: bool = False) -> StepPlan:
+    return StepPlan(decode=[request_of(context, sampled=sampled) for _ in range(rows)])
+
+
+def mixed(tokens: int = 16, **requests: bool) -> StepPlan:
+    """A step that decodes and prefills."""
+    return with_chunk(decoding(), request_of(**requests), 0, tokens)
+
+
+def chunk_of(budget: StepBudget, asked: int = 32, start: int = 0, **requests: bool) -> int:
+    """The first chunk of a step that decodes."""
+    return budget.fit(decoding(), request_of(**requests), start, asked)
+
+
+def learn(budget: StepBudget, seconds: float, *plans: StepPlan, times: int = 1) -> None:
+    for _ in range(times):
+        for plan in plans:
+            budget.learn(plan, seconds)
 
 
 def with_chunk(plan: StepPlan, request: Request, start: int, count: int) -> StepPlan:
@@ -74,7 +81,7 @@ def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data
     plan = decoding(rows, context)
     room = 32
     for _ in range(data.draw(st.integers(1, 3))):
-        request = request_of(start, temperature=0.0)
+        request = request_of(start)
         asked = data.draw(st.integers(1, max(room, 1)))
         if room < asked:
             break
@@ -94,17 +101,6 @@ def test_a_chunk_is_the_largest_that_fits(max_itl_ms, rows, context, start, data
         room -= count
 
 
-def test_chunks_of_several_prompts_share_the_budget() -> None:
-    budget = budget_of(1 + 1.6 + 0.2, position=0.0)  # decode, 16 tokens, a little
-    plan = decoding()
-    one, two = request_of(temperature=0.0), request_of(temperature=0.0)
-    assert budget.fit(plan, one, 0, 10) == 10
-    plan = with_chunk(plan, one, 0, 10)
-    assert budget.fit(plan, two, 0, 22) == 6
-    plan = with_chunk(plan, two, 0, 6)
-    assert budget.fit(plan, request_of(temperature=0.0), 0, 10) == 0
-
-
 def test_where_nobody_decodes_nobody_waits() -> None:
     budget = budget_of(0.001)
     assert budget.fit(StepPlan(), request_of(), 0, 32) == 32
@@ -114,8 +110,8 @@ def test_where_nobody_decodes_nobody_waits() -> None:
 def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
     budget = budget_of(0.5)
     with caplog.at_level(logging.WARNING):
-        assert budget.fit(decoding(), request_of(), 0, 32) == SMALLEST
-        assert budget.fit(decoding(), request_of(), 0, 2) == 2
+        assert chunk_of(budget) == SMALLEST
+        assert chunk_of(budget, 2) == 2
     assert budget.stats()["forced"] == 2
     assert len(caplog.records) == 1
     assert "max_itl_ms=0.5 leaves 0.00 ms" in caplog.text
@@ -124,26 +120,26 @@ def test_progress_beats_the_budget_and_is_said_once(caplog) -> None:
 def test_a_chunk_that_nothing_fits_fills_what_costs_as_much() -> None:
     budget = budget_of(0.5)
     budget.costs = replace(budget.costs, prefill=(flat_until(12), flat_until(8)))
-    assert budget.fit(decoding(), request_of(temperature=0.0), 0, 32) == 12
-    assert budget.fit(decoding(), request_of(temperature=0.0), 0, 9) == 9
-    assert budget.fit(decoding(), request_of(temperature=1.0), 0, 32) == 8
+    assert chunk_of(budget) == 12
+    assert chunk_of(budget, 9) == 9
+    assert chunk_of(budget, sampled=True) == 8
 
 
 def test_a_smallest_bucket_is_filled_even_behind_a_long_context() -> None:
     """A chunk of fewer tokens would cost nearly as much: only its attention is less."""
     budget = budget_of(1.5, position=1e-9)
     start = 8000
-    smallest = with_chunk(decoding(), request_of(temperature=0.0), start, SMALLEST)
-    one = with_chunk(decoding(), request_of(temperature=0.0), start, 1)
+    smallest = with_chunk(decoding(), request_of(), start, SMALLEST)
+    one = with_chunk(decoding(), request_of(), start, 1)
     middle = (budget.predict(smallest) + budget.predict(one)) / 2
     budget = budget_of(1e3 * middle, position=1e-9)
-    assert budget.fit(decoding(), request_of(temperature=0.0), start, 32) == SMALLEST
+    assert chunk_of(budget, start=start) == SMALLEST
     assert budget.stats()["forced"] == 1
 
 
 def test_a_burst_does_not_make_chunks_small_for_ever() -> None:
     budget = budget_of(4.0, position=0.0)
-    request = request_of(temperature=0.0)
+    request = request_of()
 
     def step(slower: float) -> int:
         plan = decoding()
@@ -164,39 +160,26 @@ def test_a_burst_does_not_make_chunks_small_for_ever() -> None:
 def test_a_step_that_does_both_teaches_by_the_part_that_prefills() -> None:
     """However long it decodes: else one stalled step would change a small part manifold."""
     budget = budget_of(50.0, base=0.1, position=0.0)
-    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 4)
+    plan = mixed(4)
     before = budget.costs.prefill[False].seconds[0]
     budget.learn(plan, 1.0)
     assert before < budget.costs.prefill[False].seconds[0] <= 1.11 * before
 
 
-def test_attention_over_what_stands_before_makes_chunks_smaller() -> None:
-    budget = budget_of(3.5, position=1e-6)
-    counts = [budget.fit(decoding(), request_of(), start, 32) for start in (0, 100, 200, 400)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[-1] >= SMALLEST
-
-
 def test_the_full_sampler_has_costs_of_its_own() -> None:
     budget = budget_of(2.7, position=0.0)
-    greedy = request_of(temperature=0.0)
-    sampled = request_of(temperature=1.0)
-    assert sampled.params.needs_full_sampler
-    slow = with_chunk(StepPlan(), sampled, 0, 16)
-    for _ in range(50):
-        budget.learn(slow, 4e-3)
-    assert budget.fit(decoding(), greedy, 0, 32) == 16
-    assert budget.fit(decoding(), sampled, 0, 32) < 16
-    assert budget.fit(with_chunk(decoding(), sampled, 0, 4), greedy, 0, 12) < 12
+    learn(budget, 4e-3, with_chunk(StepPlan(), request_of(sampled=True), 0, 16), times=50)
+    assert chunk_of(budget) == 16
+    assert chunk_of(budget, sampled=True) < 16
+    assert budget.fit(mixed(4, sampled=True), request_of(), 0, 12) < 12
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0])
 def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
     budget = budget_of(5.0)
-    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)
-    before = budget.predict(plan)
-    budget.learn(plan, seconds)
-    assert budget.predict(plan) == before
+    before = budget.predict(mixed())
+    budget.learn(mixed(), seconds)
+    assert budget.predict(mixed()) == before
     assert (budget.stats()["ignored"], budget.stats()["n"]) == (1, 0)
 
 
@@ -205,7 +188,7 @@ def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
     budget = budget_of(5.0)
     plan = decoding() if decodes else StepPlan()
     if prefills:
-        plan = with_chunk(plan, request_of(temperature=0.0), 40, 16)
+        plan = with_chunk(plan, request_of(), 40, 16)
     before = budget.predict(plan)
     budget.learn(plan, seconds)
     assert 0.9 * before - 1e-9 <= budget.predict(plan) <= 1.11 * before
@@ -213,36 +196,30 @@ def test_one_outlier_moves_next_to_nothing(seconds, decodes, prefills) -> None:
 
 def test_steps_that_only_decode_teach_the_decode_step() -> None:
     budget = budget_of(5.0, position=0.0)
-    mixed = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)
     prefill = budget.costs.prefill[False].seconds
-    for _ in range(100):
-        budget.learn(decoding(), 2e-3)
+    learn(budget, 2e-3, decoding(), times=100)
     assert budget.predict(decoding()) == pytest.approx(2e-3, rel=0.01)
     assert budget.costs.prefill[False].seconds == prefill
     decode = budget.predict(decoding())
     for _ in range(100):
-        budget.learn(mixed, 6e-3)
-        budget.learn(decoding(), decode)
-    assert budget.predict(mixed) == pytest.approx(6e-3, rel=0.01)
+        learn(budget, 6e-3, mixed())
+        learn(budget, decode, decoding())
+    assert budget.predict(mixed()) == pytest.approx(6e-3, rel=0.01)
     assert budget.predict(decoding()) == pytest.approx(decode)
 
 
 def test_where_no_step_only_decodes_each_part_learns_its_share() -> None:
     """Else what decoding more costs than it did would be taken for the cost of prompts."""
-    budget = budget_of(50.0, base=3e-3, position=0.0)
-    mixed = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)  # 3 ms and 1.6
-    for _ in range(SHARE_AFTER):
-        budget.learn(mixed, 5e-3)
+    budget = budget_of(50.0, base=3e-3, position=0.0)  # mixed: 3 ms and 1.6
+    learn(budget, 5e-3, mixed(), times=SHARE_AFTER)
     assert budget.predict(decoding()) == 3e-3
-    before = budget.predict(mixed)
-    for _ in range(300):
-        budget.learn(mixed, 9.2e-3)
-    assert budget.predict(mixed) == pytest.approx(9.2e-3, rel=0.01)
-    grown = 9.2e-3 / before
-    assert budget.predict(decoding()) == pytest.approx(3e-3 * grown, rel=0.02)
-    budget.learn(decoding(), budget.predict(decoding()))
+    before = budget.predict(mixed())
+    learn(budget, 9.2e-3, mixed(), times=300)
+    assert budget.predict(mixed()) == pytest.approx(9.2e-3, rel=0.01)
+    assert budget.predict(decoding()) == pytest.approx(3e-3 * 9.2e-3 / before, rel=0.02)
+    learn(budget, budget.predict(decoding()), decoding())
     decode = budget.predict(decoding())
-    budget.learn(mixed, 20e-3)
+    learn(budget, 20e-3, mixed())
     assert budget.predict(decoding()) == decode
 
 
@@ -270,42 +247,40 @@ def test_the_same_rows_are_not_asked_in_every_step() -> None:
 
 def test_the_sampler_of_other_rows_is_looked_at_anew() -> None:
     budget = budget_of(5.0, position=0.0)
-    sampled = StepPlan(decode=[request_of(20, temperature=1.0)])
-    greedy = StepPlan(decode=[request_of(20, temperature=0.0)])
+    sampled, greedy = decoding(1, sampled=True), decoding(1)
     for _ in range(50):
-        budget.learn(sampled, 3e-3)
-        budget.learn(greedy, 1e-3)
+        learn(budget, 3e-3, sampled)
+        learn(budget, 1e-3, greedy)
     assert budget.predict(sampled) == pytest.approx(3e-3, rel=0.01)
     assert budget.predict(greedy) == pytest.approx(1e-3)
 
 
-def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
-    """Of a device that works beside the host: the launch comes before the other's tokens."""
-    budget = budget_of(5.0)
-    took: list[float] = []
-    budget.learn = lambda plan, seconds: took.append(round(seconds * 1e9))  # type: ignore[method-assign]
-    budget.observe(decoding(), 1000, 3000)
-    budget.observe(decoding(), 1500, 4200)
-    budget.observe(decoding(), 9000, 9900)
-    assert took == [2000, 1200, 900]
-
-
-def test_of_several_steps_that_were_launched_together_each_counts() -> None:
+@pytest.mark.parametrize(
+    ("steps", "spans", "took"),
+    [
+        # Of a device that works beside the host, the launch comes before the other's tokens.
+        (1, [(1000, 3000), (1500, 4200), (9000, 9900)], [2000, 1200, 900]),
+        (4, [(1000, 9000), (1500, 17000)], [2000, 2000]),  # launched together, each counts
+    ],
+)
+def test_a_step_begins_when_the_one_before_it_has_ended(
+    steps: int, spans: list[tuple[int, int]], took: list[int]
+) -> None:
     budget = budget_of(5.0, position=0.0)
-    one, four = decoding(), decoding()
-    four.steps = 4
-    assert budget.predict(four) == pytest.approx(4 * budget.predict(one))
-    took: list[float] = []
-    budget.learn = lambda plan, seconds: took.append(round(seconds * 1e9))  # type: ignore[method-assign]
-    budget.observe(one, 1000, 3000)
-    budget.observe(four, 1500, 11000)
-    assert took == [2000, 2000]
+    learned: list[int] = []
+    budget.learn = lambda plan, seconds: learned.append(round(seconds * 1e9))  # type: ignore[method-assign]
+    plan = decoding()
+    plan.steps = steps
+    assert budget.predict(plan) == pytest.approx(steps * budget.predict(decoding()))
+    for launched, arrived in spans:
+        budget.observe(plan, launched, arrived)
+    assert learned == took
 
 
 def test_stats_set_observed_against_predicted() -> None:
     budget = budget_of(3.0, position=0.0)
     budget.calibration_seconds = 1.5
-    plan = with_chunk(decoding(), request_of(temperature=0.0), 0, 16)  # predicted: 2.6 ms
+    plan = mixed()  # predicted: 2.6 ms
     budget.learn(plan, 2.7e-3)
     budget.learn(decoding(), 1e-3)
     budget.learn(plan, 3.5e-3)
@@ -366,15 +341,6 @@ def test_everybody_is_served_and_decoding_never_waits(
     rig.drain()
     for request in made:
         assert (request.output_ids, request.finish_reason) == oracle(request, windows)
-
-
-def test_default_chunks_are_untouched() -> None:
-    """Without a budget a step takes `prefill_chunk` tokens, whoever decodes."""
-    rig = Rig(prefill_chunk=8)
-    rig.add(3, max_tokens=20)
-    rig.step()
-    rig.add(20, max_tokens=2)
-    assert [rig.step().prefill_tokens for _ in range(3)] == [8, 8, 4]
 
 
 def test_a_prompt_found_in_the_cache_is_priced_where_it_goes_on() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stepgraph.profiling.roofline import floor_seconds, step_bytes
+from stepgraph.profiling.roofline import floor_seconds
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from stepgraph.runtime.kernels.triton.linear_configs import default_config
@@ -64,7 +64,7 @@ def test_the_kernels_read_what_an_engine_reads(
     sizes = stored_sizes(engine.config, engine.model_config.head_dim)
     for rows, context in ((1, 1), (3, 200)):
         costs = kernel_costs(plan, sizes, rows=rows, context=context, splits=4)
-        expected = step_bytes(engine.weight_bytes_per_step, rows, engine.kv_bytes_read(context))
+        expected = engine.weight_bytes_per_step + rows * engine.kv_bytes_read(context)
         assert floor_bytes(costs) == expected
 
 

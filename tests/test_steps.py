@@ -18,11 +18,6 @@ from stepgraph.graphs.steps import (
 
 from .fake_cuda_memory import FakeCudaGraph, FakeDevice, make_fake_device  # noqa: F401
 
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
@@ -239,7 +234,7 @@ def test_graphs_are_refused_where_there_are_none():
 class TestCudaGraphs:
     """The real capturer."""
 
-    pytestmark = needs_cuda
+    pytestmark = pytest.mark.gpu
 
     def test_replays_follow_the_inputs(self):
         fn = Counter("cuda")

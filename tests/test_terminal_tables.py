@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from stepgraph.profiling.markdown import aligned
-from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench.results.columns import TABLES, Table
 from stepgraph.runtime.bench.results.terminal_tables import NAMES, for_terminal
-from stepgraph.runtime.tools.step_report import explain_step
 
 from .bench_rig import ROOT
 
@@ -64,17 +62,6 @@ def test_every_table_of_the_benchmark_fits(table: Table, width: int, count: int)
     assert parts == 1 or width < 600
     if count == 2 and parts > 1:
         assert sum(line.startswith("│   1 ") or LONG[:20] in line for line in lines) >= parts
-
-
-def test_a_step_report_fits_80_columns():
-    text = explain_step(
-        "preset:llama-3.1-8b", EngineConfig(), rows=4096, context=131072, bandwidth=1e9
-    )
-    lines = shown(text, 80)
-    assert all(len(line) <= 80 for line in lines)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    for cell in {cell.strip() for row in rows[2:] for cell in row.split("|")}:
-        assert cell in "".join(lines)
 
 
 def test_bench_on_a_terminal(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from functools import cache
@@ -124,15 +125,12 @@ def finished(tokenizer: TextTokenizer, ids: list[int], skip: bool) -> str:
     """The decoded text without an unfinished character at its end."""
     pieces = tokenizer.pieces
     shown = [i for i in ids if pieces.is_visible(i, skip_special_tokens=skip)]
-    raw = b"".join(map(pieces.of, shown))
+    # Python's decoder holds back the first two bytes of a surrogate too, which `decode` replaces.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(map(pieces.of, shown)))
+    held, _ = decoder.getstate()
     text = tokenizer.decode(ids, skip_special_tokens=skip)
-    for count in (1, 2, 3):
-        try:
-            raw[-count:].decode()
-        except UnicodeDecodeError as error:
-            if error.start == 0 and error.reason == "unexpected end of data":
-                return text[:-1]
-    return text
+    return text[: len(text) - len(held.decode(errors="replace"))]
 
 
 def valid_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bool:

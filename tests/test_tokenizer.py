@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,34 +16,19 @@ from hypothesis import strategies as st
 from stepgraph.runtime.errors import CheckpointError, RequestError
 from stepgraph.runtime.loading.detokenizer import IncrementalDetokenizer
 from stepgraph.runtime.loading.tokenizer import TextTokenizer, load_tokenizer
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.processors import TemplateProcessing
-from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from .conftest import byte_level_tokenizer
+from .test_text_stream import finished
+
 CORPUS = ["def main(): return '漢字 かな' # 😀👩‍👩‍👧 naïve café", "stop STOP stopping here\n\n"] * 8
-TEXT = st.text(alphabet="abest op\n漢字😀👧\u200dé\ufffd", max_size=20)
 
 
 @cache
 def byte_level_backend() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=340,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = byte_level_tokenizer(340, CORPUS)
     tokenizer.add_tokens([AddedToken("<tool 😀>", special=False)])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
@@ -54,39 +40,27 @@ def byte_level() -> TextTokenizer:
 
 
 BYTE_LEVEL_IDS = st.lists(st.integers(0, 345), max_size=24)  # includes ids without a token
+TEXT_IDS = st.text("abest op\n漢字😀👧\u200dé\ufffd", max_size=30).map(
+    lambda text: byte_level().encode(text)
+)
 
 
-def cut(ids: list[int], borders: list[int]) -> list[list[int]]:
+def cut(ids: list[int], borders: Sequence[int]) -> list[list[int]]:
     places = [0, *sorted(border % (len(ids) + 1) for border in borders), len(ids)]
     return [ids[a:b] for a, b in pairwise(places)]
 
 
-def unfinished(raw: bytes) -> int:
-    """How many bytes at the end are the beginning of a character."""
-    for count in range(min(3, len(raw)), 0, -1):
-        try:
-            raw[-count:].decode()
-        except UnicodeDecodeError as error:
-            if error.start == 0 and error.reason == "unexpected end of data":
-                return count
-    return 0
-
-
-def raw_bytes(tokenizer: TextTokenizer, ids: list[int]) -> bytes:
-    """The bytes of the tokens that have text."""
-    pieces = tokenizer.pieces
-    return b"".join(pieces.of(i) for i in ids if pieces.is_visible(i, skip_special_tokens=True))
-
-
 def settled(tokenizer: TextTokenizer, ids: list[int]) -> str:
     """The decoded text without an unfinished character at its end."""
-    tail = unfinished(raw_bytes(tokenizer, ids))
-    return tokenizer.decode(ids)[: -1 if tail else None]
+    return finished(tokenizer, ids, skip=True)
 
 
-def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the match that ends first, the longest of several; brute force."""
-    for end in range(len(text) + 1):
+def first_stop(text: str, stop: tuple[str, ...], ignored: int = 0) -> tuple[str, str | None]:
+    """The text before the match that ends first, the longest of several; brute force.
+
+    A match that ends within the first `ignored` characters does not count.
+    """
+    for end in range(ignored + 1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
             longest = max(found, key=len)
@@ -178,32 +152,30 @@ class TestTextTokenizer:
     @given(BYTE_LEVEL_IDS)
     @settings(deadline=None)
     def test_pieces_are_what_decode_joins(self, ids: list[int]) -> None:
-        raw = raw_bytes(byte_level(), ids)
+        pieces = byte_level().pieces
+        shown = [i for i in ids if pieces.is_visible(i, skip_special_tokens=True)]
+        raw = b"".join(map(pieces.of, shown))
         assert raw.decode(errors="replace") == byte_level().decode(ids)
 
 
 class TestGrowingText:
-    @given(BYTE_LEVEL_IDS, BYTE_LEVEL_IDS, st.lists(st.integers(0, 30), max_size=6))
+    @given(
+        BYTE_LEVEL_IDS,
+        BYTE_LEVEL_IDS | TEXT_IDS,
+        st.just(range(1, 30)) | st.lists(st.integers(0, 30), max_size=6),
+    )
     @settings(deadline=None)
-    def test_byte_level_equals_decode(
-        self, prompt: list[int], output: list[int], borders: list[int]
+    def test_whole_characters_are_out_at_once(
+        self, prompt: list[int], output: list[int], borders: Sequence[int]
     ) -> None:
         tokenizer = byte_level()
         detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        parts = [detokenizer.push(tokens) for tokens in cut(output, borders)]
+        before, ids, text = settled(tokenizer, prompt), list(prompt), ""
+        for tokens in cut(output, borders):
+            text += detokenizer.push(tokens)
+            ids += tokens
+            assert text == settled(tokenizer, ids)[len(before) :] == detokenizer.text
         assert detokenizer.finish() == ""
-        expected = settled(tokenizer, prompt + output)[len(settled(tokenizer, prompt)) :]
-        assert "".join(parts) == expected == detokenizer.text
-
-    @given(TEXT, st.text(max_size=12))
-    @settings(max_examples=60, deadline=None)
-    def test_all_whole_characters_are_out_at_once(self, first: str, second: str) -> None:
-        tokenizer = byte_level()
-        ids = tokenizer.encode(first + second)
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
-        for count, token_id in enumerate(ids, start=1):
-            detokenizer.push([token_id])
-            assert detokenizer.text == settled(tokenizer, ids[:count])
 
     def test_character_begun_by_the_prompt(self) -> None:
         tokenizer = byte_level()
@@ -237,23 +209,31 @@ class TestText:
 
 
 class TestStop:
-    STOPS = st.lists(
-        st.text(alphabet="stop \n漢😀", min_size=1, max_size=5), min_size=1, max_size=4
-    ).map(tuple)
-
     @given(
-        st.text(alphabet="stop \n漢😀", max_size=30),
-        STOPS,
+        TEXT_IDS | BYTE_LEVEL_IDS,
+        st.lists(st.text("stop \n漢😀", min_size=1, max_size=5), max_size=4),
+        st.sampled_from([0, 0, 1, 3, 8, 20]),
         st.lists(st.integers(0, 60), max_size=10),
+        st.data(),
     )
-    @settings(deadline=None)
+    @settings(max_examples=150, deadline=None)
     def test_equals_the_search_in_the_whole_text(
-        self, text: str, stop: tuple[str, ...], borders: list[int]
+        self,
+        ids: list[int],
+        random_stops: list[str],
+        min_tokens: int,
+        borders: list[int],
+        data: st.DataObject,
     ) -> None:
+        """Stop strings that end in the first `min_tokens` tokens are ignored."""
         tokenizer = byte_level()
-        ids = tokenizer.encode(text)
-        detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("stop"), stop)
-        expected, found = first_stop(text, stop)
+        whole = settled(tokenizer, ids)
+        start = data.draw(st.integers(0, len(whole)))
+        taken = (whole[start : start + 4], whole[start : start + 2])
+        stop = tuple(string for string in (*random_stops, *taken) if string)
+        expected, found = first_stop(whole, stop, len(settled(tokenizer, ids[:min_tokens])))
+        prompt = tokenizer.encode("stop")
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt, stop, min_tokens=min_tokens)
         emitted = ""
         for tokens in cut(ids, borders):
             emitted += detokenizer.push(tokens)
@@ -262,46 +242,6 @@ class TestStop:
         assert emitted + detokenizer.finish() == expected == detokenizer.text
         assert detokenizer.stopped == found
         assert detokenizer.finish() == "", "finish may be called again"
-
-    @given(BYTE_LEVEL_IDS, st.lists(st.integers(0, 30), max_size=6), st.data())
-    @settings(deadline=None)
-    def test_stop_strings_taken_from_random_tokens(
-        self, ids: list[int], borders: list[int], data: st.DataObject
-    ) -> None:
-        tokenizer = byte_level()
-        whole = settled(tokenizer, ids)
-        start = data.draw(st.integers(0, len(whole)))
-        stop = tuple(s for s in (whole[start : start + 4], whole[start : start + 2]) if s)
-        detokenizer = IncrementalDetokenizer(tokenizer, [], stop)
-        text = "".join(detokenizer.push(tokens) for tokens in cut(ids, borders))
-        text += detokenizer.finish()
-        assert (text, detokenizer.stopped) == first_stop(whole, stop)
-
-    @given(
-        st.text(alphabet="stop \n漢😀", max_size=30),
-        STOPS,
-        st.integers(0, 20),
-        st.lists(st.integers(0, 60), max_size=10),
-    )
-    @settings(deadline=None)
-    def test_those_that_end_in_the_first_tokens_are_ignored(
-        self, text: str, stop: tuple[str, ...], min_tokens: int, borders: list[int]
-    ) -> None:
-        tokenizer = byte_level()
-        ids = tokenizer.encode(text, special=False)
-        ignored = len(settled(tokenizer, ids[:min_tokens]))
-        expected = (text, None)
-        for end in range(ignored + 1, len(text) + 1):
-            if any(text[:end].endswith(s) for s in stop):
-                found = max((s for s in stop if text[:end].endswith(s)), key=len)
-                expected = (text[: end - len(found)], found)
-                break
-        detokenizer = IncrementalDetokenizer(tokenizer, [], stop, min_tokens=min_tokens)
-        emitted = ""
-        for tokens in cut(ids, borders):
-            emitted += detokenizer.push(tokens)
-            assert expected[0].startswith(emitted), "text was shown that a stop string took back"
-        assert (emitted + detokenizer.finish(), detokenizer.stopped) == expected
 
     def test_only_what_may_begin_a_stop_string_is_held(self) -> None:
         tokenizer = byte_level()

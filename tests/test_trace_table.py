@@ -48,6 +48,10 @@ def test_device_time_is_told_by_operation_and_by_layer():
     ]
     ranges = by_name(found.ranges)
     assert (ranges["step"].us, ranges["replay"].us, ranges["replay"].share) == (100, 20, 0.2)
+    text = found.markdown()
+    assert text.startswith("tiny: 4 steps of 80.0 µs on the device\n\n| operation ")
+    assert "| down             |      20.0 | 25.0% |               2 |      40% |" in text
+    assert "| 1     |      30.0 | 37.5% |               3 |" in text
 
 
 def test_gaps_between_kernels_are_idle_and_overlaps_are_not_counted_twice():
@@ -81,15 +85,6 @@ def test_operators_are_told_without_those_that_they_call():
     ]
 
 
-def test_markdown_has_a_table_each():
-    text = trace_operations(replays()).markdown()
-    assert text.startswith("tiny: 4 steps of 80.0 µs on the device\n\n| operation ")
-    assert "| down             |      20.0 | 25.0% |               2 |      40% |" in text
-    assert "| layer | µs a step | share | launches a step |" in text
-    assert "| 1     |      30.0 | 37.5% |               3 |" in text
-    assert "| (idle)           |       0.0 |  0.0% |               - |        - |" in text
-
-
 def test_many_operators_are_cut_short():
     trace = KinetoTrace()
     trace.range("step", 0, 1000, payload=0)
@@ -105,12 +100,9 @@ def test_many_operators_are_cut_short():
     assert "| (outside of operators) |" in text
 
 
-def test_a_trace_without_steps_is_an_error():
+def test_a_trace_without_steps_or_their_work_is_an_error():
     with pytest.raises(TraceError, match="no range `step`"):
         trace_operations({"traceEvents": []})
-
-
-def test_device_work_of_nobody_is_an_error():
     trace = KinetoTrace()
     trace.range("step", 0, 10, payload=0)
     trace.work(None, "kernel", 20, 5)

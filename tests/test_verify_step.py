@@ -38,6 +38,8 @@ PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=9, seed=5),
 )
+Case = tuple[str, torch.dtype, Storage, str]
+"""Variant of the tiny model, dtype, storage of the cache, and kernels."""
 Run = list[tuple[torch.Tensor, torch.Tensor]]
 """Tokens `[ROWS]` and logits `[ROWS, V]` of each position."""
 
@@ -140,10 +142,10 @@ CASES = {
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES.keys(), scope="module")
-def case(request: pytest.FixtureRequest) -> tuple[str, torch.dtype, Storage, str]:
+def case(request: pytest.FixtureRequest) -> Case:
     if request.param[3] == "native" and not have_compiler():
         pytest.skip("needs a C++ compiler")
-    return cast("tuple[str, torch.dtype, Storage, str]", request.param)
+    return cast("Case", request.param)
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, mode: str) -> None:
@@ -172,18 +174,24 @@ def check_rows(rig: Rig, found: list[torch.Tensor], expected: list[torch.Tensor]
             assert torch.equal(tensor[:ROWS], other[:ROWS]), name
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
-def test_right_drafts_are_decoding_at_once(
-    case: tuple[str, torch.dtype, Storage, str],
-    full: bool,
-    tiny: Callable[[str], TinyModel],
-) -> None:
-    """Rows of other lengths, over blocks and windows, the last drafts fewer than there is room."""
+def decoded_rig(
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
+) -> tuple[Rig, Run, list[torch.Tensor], list[torch.Tensor]]:
+    """A rig, what it decodes one by one, and its state before and after."""
     variant, dtype, storage, mode = case
     rig = Rig(tiny(variant), dtype, storage, mode, full)
     begin = rig.snapshot()
     decoded = rig.decode(TOKENS)
-    end = rig.snapshot()
+    return rig, decoded, begin, rig.snapshot()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
+def test_right_drafts_are_decoding_at_once(
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
+) -> None:
+    """Rows of other lengths, over blocks and windows, the last drafts fewer than there is room."""
+    mode = case[3]
+    rig, decoded, begin, end = decoded_rig(case, full, tiny)
     known = torch.stack([tokens for tokens, _ in decoded])
     for k in range(1, MOST_DRAFTS + 1):
         rig.restore(begin)
@@ -216,15 +224,10 @@ def test_right_drafts_are_decoding_at_once(
 
 @pytest.mark.parametrize("full", [False, True], ids=["greedy", "sampled"])
 def test_what_wrong_drafts_wrote_is_overwritten(
-    case: tuple[str, torch.dtype, Storage, str],
-    full: bool,
-    tiny: Callable[[str], TinyModel],
+    case: Case, full: bool, tiny: Callable[[str], TinyModel]
 ) -> None:
-    variant, dtype, storage, mode = case
-    rig = Rig(tiny(variant), dtype, storage, mode, full)
-    begin = rig.snapshot()
-    decoded = rig.decode(TOKENS)
-    end = rig.snapshot()
+    mode = case[3]
+    rig, decoded, begin, end = decoded_rig(case, full, tiny)
     known = torch.stack([tokens for tokens, _ in decoded])
     rig.restore(begin)
     vocab = rig.decoder.config.vocab_size

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
-from stepgraph.runtime.demo.perplexity import held_out_tokens, perplexity
 from stepgraph.runtime.errors import CheckpointError
 from stepgraph.runtime.kernels import (
     WeightStorage,
@@ -165,27 +164,3 @@ def test_a_weight_that_is_no_number_is_named(
     with pytest.raises(CheckpointError, match=message):
         Engine.from_pretrained(tmp_path, EngineConfig(weight_dtype=storage, **config))
     Engine.from_pretrained(tmp_path, EngineConfig(**config)).close()
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_tokens", "window", "storages"),
-    [
-        ("eager", 400, 200, ("int8",)),
-        pytest.param("eager", 400, 200, ("fp8",), marks=pytest.mark.slow),
-        pytest.param("compile", 1 << 16, 1024, ("int8",), marks=pytest.mark.slow),
-    ],
-)
-def test_perplexity_stays_within_one_percent(
-    mode: str, num_tokens: int, window: int, storages: tuple[str, ...]
-) -> None:
-    measured = {}
-    for weight_dtype in ("auto", *storages):
-        config = EngineConfig(
-            device="cpu", mode=mode, weight_dtype=weight_dtype, max_num_seqs=1, max_model_len=window
-        )
-        with Engine.from_pretrained("demo", config) as engine:
-            measured[weight_dtype] = perplexity(engine, held_out_tokens()[:num_tokens], window)
-    assert 5 < measured["auto"] < 60, "this is no text that the model knows to predict"
-    for storage in storages:
-        assert measured[storage] != measured["auto"], "nothing was quantised"
-        assert measured[storage] == pytest.approx(measured["auto"], rel=0.01)

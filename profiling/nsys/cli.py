@@ -1,8 +1,9 @@
-"""The command `stepgraph report`: its flags, its tables as text, and the files that it writes."""
+"""The command `stepgraph report`: its options, its tables and its output files."""
 
 import argparse
 import csv
 import io
+import itertools
 import json
 import os
 import sys
@@ -31,10 +32,10 @@ Reports a profile of nsys: where the time of each step went, on the host and on 
 """
 
 MOST_STEPS: Final = 100
-"""Rows of the table of steps; --csv and --json hold all."""
+"""Maximum rows of the printed table of steps; --csv and --json hold all."""
 
 MOST_PARTS: Final = 40
-"""Rows of the table of operations in a phase; --json holds all."""
+"""Maximum rows per phase in the printed table of operations; --json holds all."""
 
 STEPS: Final = (
     "step", "phase", "rows", "bucket", "tokens", "padding", "host µs", "wait µs", "device µs",
@@ -50,9 +51,9 @@ PARTS: Final = (
 CHANGES: Final = ("what", "phase", "name", "old µs p50", "new µs p50", "ratio", "n old/new")
 
 _TRACING: Final = {
-    "graph": "CUDA graphs were traced whole (graph): times of steps are as they are",
-    "node": "CUDA graphs were traced node by node (node): that perturbs what it times; take times"
-    " of steps from a profile with --graph-trace graph",
+    "graph": "CUDA graphs were traced whole (graph): step times are undisturbed",
+    "node": "CUDA graphs were traced node by node (node): that perturbs the timing; take step"
+    " times from a profile with --graph-trace graph",
     None: "no CUDA graph was traced",
 }
 
@@ -147,9 +148,9 @@ def report_text(report: Report) -> str:
         lines.append(f"- names of nodes: {report.names} ({known.model}, {known.device}{read})")
     lines += [f"- note: {note}" for note in report.notes]
     cases = [
-        (
+        _cells(
             case.phase,
-            _cell(case.bucket),
+            case.bucket,
             f"{case.n:,}",
             *map(_percentiles, (case.step_us, case.device_us, case.gap_us, case.host_us)),
         )
@@ -157,49 +158,41 @@ def report_text(report: Report) -> str:
     ]
     lines += ["", "## Steps by phase and bucket", "", *aligned(CASES, cases, 1)]
     if report.operations:
-        lines += ["", "## Operations of a launch", "", *_parts(report.operations), ""]
+        lines += ["", "## Operations of a launch", "", *_operations(report.operations), ""]
         lines += [
             f"- {phase}: no activity ran in {share:.1%} of the device time"
             for phase, share in report.idle.items()
         ]
     if report.layers:
-        lines += ["", "## Layers of a launch", "", *_parts(report.layers)]
+        layers = aligned(PARTS, list(map(_part, report.layers)), 2)
+        lines += ["", "## Layers of a launch", "", *layers]
     return "\n".join([*lines, "", "## Steps", "", *_steps(report)])
 
 
-def _parts(parts: Sequence[Part]) -> list[str]:
-    cells: list[tuple[str, ...]] = []
-    for phase in dict.fromkeys(part.phase for part in parts):
-        rows = [part for part in parts if part.phase == phase]
-        # Operations begin with the most expensive; of layers, in their order, all are shown.
-        shown = rows if rows[0].layer is not None else rows[:MOST_PARTS]
-        cells += [
-            (
-                part.phase,
-                part.label,
-                f"{part.activities:.4g}",
-                _cell(part.us.p50),
-                _cell(part.us.p99),
-                f"{part.us.n:,}",
-                f"{part.share:.1%}",
-                "-" if part.fraction is None else f"{part.fraction:.1%}",
-            )
-            for part in shown
-        ]
-        if len(rows) > len(shown):
-            rest = sum(part.share for part in rows[len(shown) :])
-            more = f"({len(rows) - len(shown)} more: --json)"
-            cells.append((phase, more, "-", "-", "-", "-", f"{rest:.1%}", "-"))
+def _part(part: Part) -> list[str]:
+    fraction = None if part.fraction is None else f"{part.fraction:.1%}"
+    count, n, share = f"{part.activities:.4g}", f"{part.us.n:,}", f"{part.share:.1%}"
+    return _cells(part.phase, part.label, count, part.us.p50, part.us.p99, n, share, fraction)
+
+
+def _operations(operations: Sequence[Part]) -> list[str]:
+    cells: list[list[str]] = []
+    for phase, group in itertools.groupby(operations, lambda part: part.phase):
+        parts = list(group)
+        cells += map(_part, parts[:MOST_PARTS])
+        rest = parts[MOST_PARTS:]
+        if rest:
+            share = f"{sum(part.share for part in rest):.1%}"
+            more = f"({len(rest)} more: --json)"
+            cells.append(_cells(phase, more, None, None, None, None, share, None))
     return aligned(PARTS, cells, 2)
 
 
 def _steps(report: Report) -> list[str]:
-    names = [name.replace(" µs", "_us") for name in STEPS]
-    head: tuple[str, ...] = STEPS
-    if any(step.thread for step in report.steps):
-        head, names = ("thread", *STEPS), ["thread", *names]
+    head = ("thread", *STEPS) if any(step.thread for step in report.steps) else STEPS
+    names = [name.replace(" µs", "_us") for name in head]
     rows = report.steps[:MOST_STEPS]
-    lines = aligned(head, [[_cell(getattr(step, name)) for name in names] for step in rows], 0)
+    lines = aligned(head, [_cells(*(getattr(step, name) for name in names)) for step in rows], 0)
     left = len(report.steps) - len(rows)
     return lines + (["", f"{left:,} more: --csv FILE holds them all"] if left else [])
 
@@ -209,9 +202,8 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
     lines = [f"# {new.trace} against {old.trace}", ""]
     if new.graph_trace != old.graph_trace:
         modes = " and ".join(str(report.graph_trace or "none") for report in (old, new))
-        lines.append(
-            f"- note: CUDA graphs were traced differently ({modes}): tracing changes times"
-        )
+        note = f"note: CUDA graphs were traced differently ({modes}): tracing changes times"
+        lines.append(f"- {note}")
     else:
         lines.append(f"- {_TRACING[new.graph_trace]}")
     for what in ("model", "device"):
@@ -221,13 +213,13 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
     for which, report in (("old", old), ("new", new)):
         lines += [f"- note on the {which} one: {note}" for note in report.notes]
     cells = [
-        (
+        _cells(
             change.what,
             change.phase,
             change.label,
-            _cell(change.old_us),
-            _cell(change.new_us),
-            "-" if change.ratio is None else f"{change.ratio:.3f}",
+            change.old_us,
+            change.new_us,
+            None if change.ratio is None else f"{change.ratio:.3f}",
             f"{change.old_n}/{change.new_n}",
         )
         for change in changes
@@ -245,14 +237,18 @@ def diff_text(new: Report, old: Report, changes: Sequence[Change]) -> str:
 
 
 def _percentiles(summary: Summary | None) -> str:
-    """p50 / p90 / p99, with a dash where there are too few samples."""
+    """Return p50 / p90 / p99, with a dash where there are too few samples."""
     if summary is None:
         return "-"
-    return " / ".join(map(_cell, (summary.p50, summary.p90, summary.p99)))
+    return " / ".join(_cells(summary.p50, summary.p90, summary.p99))
+
+
+def _cells(*values: float | str | None) -> list[str]:
+    return list(map(_cell, values))
 
 
 def _cell(value: float | str | None) -> str:
-    """A time with one digit, a whole number and a text as they are, a dash for None."""
+    """Return a time with one digit, integers and texts unchanged, a dash for None."""
     if value is None:
         return "-"
     return f"{value:,.1f}" if isinstance(value, float) else str(value)

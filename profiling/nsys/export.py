@@ -40,6 +40,15 @@ before the profile began."""
 _COPY_KINDS: Final = {1: "host to device", 2: "device to host", 8: "device to device"}
 """`copyKind` (CUpti_ActivityMemcpyKind)."""
 
+ActivityKind = Literal["kernel", "memcpy", "memset", "graph"]
+_ACTIVITY_TABLES: Final[dict[str, ActivityKind]] = {
+    "KERNEL": "kernel",
+    "MEMCPY": "memcpy",
+    "MEMSET": "memset",
+    "GRAPH_TRACE": "graph",
+}
+"""Suffix of the table -> kind."""
+
 _FIELDS: Final = tuple(field.name for field in dictionary.STEP_NUMBERS)
 _NUMBERS: Final = struct.Struct(f"<{len(_FIELDS)}q")
 
@@ -85,16 +94,16 @@ class Activity:
     """Work of the device.
 
     Attributes:
-        kind: a kernel, a copy, a fill, or a whole CUDA graph where its nodes were not traced.
-        name: of the kernel, without template arguments; or what was copied where.
-        start_ns, end_ns: both 0 where CUPTI could not tell.
-        process: that made the call (`process_of`); None where the export does not say.
+        kind: a kernel, a copy, a fill, or a whole CUDA graph if its nodes were not traced.
+        name: of the kernel, without template arguments; or the direction of the copy.
+        start_ns, end_ns: both 0 if CUPTI could not time it.
+        process: that made the call (`process_of`); None where the export does not have it.
         device: its number.
-        correlation: of the call.
+        correlation: id of the call that launched it.
         node_id: of the node of a CUDA graph; None outside of graphs.
     """
 
-    kind: Literal["kernel", "memcpy", "memset", "graph"]
+    kind: ActivityKind
     name: str
     start_ns: int
     end_ns: int
@@ -111,9 +120,10 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a report needs of an export, each in the order of its begin, an outer range first.
+    """The content of an export: ranges, calls and activities, each in the order of their begin.
 
-    `graph_trace` says how CUDA graphs were traced; None: none ran, or the export does not tell.
+    Of ranges that begin together the outer one comes first. `graph_trace` is None if no CUDA graph
+    ran, or the export does not say how graphs were traced.
     """
 
     path: Path
@@ -211,23 +221,19 @@ class _ExportReader:
         )
         order = ("start", "-end", "globalTid", "textId", "text")
         kinds = f'"eventType" IN ({_PUSH_POP}, {_START_END})'
-        found = []
-        for start, end, text, text_id, thread, domain, value, *payload in self._select(
-            "NVTX_EVENTS", columns, order, kinds
-        ):
-            if not isinstance(thread, int) or (process_of(thread), domain) not in domains:
-                continue
-            found.append(
-                Range(
-                    self._text(text, text_id),
-                    self._int(start, "start of a range"),
-                    None if end is None else self._int(end, "end of a range"),
-                    thread,
-                    value if isinstance(value, int) else None,
-                    self._numbers(*payload),
-                )
+        rows = self._select("NVTX_EVENTS", columns, order, kinds)
+        return [
+            Range(
+                self._text(text, text_id),
+                self._int(start, "start of a range"),
+                None if end is None else self._int(end, "end of a range"),
+                thread,
+                value if isinstance(value, int) else None,
+                self._numbers(*payload),
             )
-        return found
+            for start, end, text, text_id, thread, domain, value, *payload in rows
+            if isinstance(thread, int) and (process_of(thread), domain) in domains
+        ]
 
     def _domains(self) -> set[tuple[int, int]]:
         """The project's domain in each process: process and domain id."""
@@ -256,7 +262,7 @@ class _ExportReader:
     def _numbers(self, text: Any, text_id: Any, binary: Any) -> dict[str, int]:
         """The step numbers in a structured payload: JSON, or bytes.
 
-        Bytes (`nsys export --include-blobs=true`) end in the struct, behind a header.
+        Bytes (`nsys export --include-blobs=true`) are a header followed by the struct.
         """
         if isinstance(binary, bytes) and len(binary) >= _NUMBERS.size:
             values = _NUMBERS.unpack_from(binary, len(binary) - _NUMBERS.size)
@@ -289,14 +295,8 @@ class _ExportReader:
             *("shortName", "demangledName", "copyKind"),
         )
         order = ("start", "end", "deviceId", "correlationId", "graphNodeId")
-        tables: dict[str, Literal["kernel", "memcpy", "memset", "graph"]] = {
-            "KERNEL": "kernel",
-            "MEMCPY": "memcpy",
-            "MEMSET": "memset",
-            "GRAPH_TRACE": "graph",
-        }
         found = []
-        for table, kind in tables.items():
+        for table, kind in _ACTIVITY_TABLES.items():
             for start, end, device, process, correlation, node, short, full, way in self._select(
                 f"CUPTI_ACTIVITY_KIND_{table}", columns, order
             ):
@@ -322,7 +322,7 @@ class _ExportReader:
     def graph_trace(
         self, calls: Sequence[Call], activities: Sequence[Activity]
     ) -> GraphTrace | None:
-        """How nsys was told to trace graphs; where the export does not say, what it recorded."""
+        """Return how graphs were traced, from the settings in the export or from the activities."""
         settings = ("name", "value")
         for name, value in self._select("META_DATA_CAPTURE", settings, settings):
             mode = str(value).lower()

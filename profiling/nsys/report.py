@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ..kernel_matching import find_step
+from ..kernel_matching import DeviceWork, match_work
 from ..kernel_names import OTHER, SUFFIX, KernelNames, Node, load
 from ..roofline import floor_seconds
-from ..stats import Summary
+from ..stats import Summary, covered
 from . import GraphTrace
-from .export import read_export
-from .steps import STEP_COLUMNS, TracedPart, TracedStep, covered_ns, traced_steps
+from .export import Activity, read_export
+from .steps import STEP_COLUMNS, TracedPart, TracedStep, traced_steps
 
 __all__ = ["Case", "Change", "Part", "Report", "compare", "read_report"]
 
@@ -32,7 +32,7 @@ _ADDED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The steps of one phase and bucket: how many, and their times; None: no step has that one."""
+    """The `n` steps of one phase and bucket, and their times in µs; None: not known of any step."""
 
     phase: str
     bucket: int | None
@@ -51,19 +51,19 @@ class Part:
 
     Attributes:
         phase: "decode", "prefill" or "around".
-        name: of the operation; or of the kernel where no captured node was found for it.
         layer: its number; None for an operation (of all layers).
+        name: of the operation; of the kernel if no captured node matches; empty for a layer.
         named: whether the name is that of an operation of the model.
-        activities: kernels, copies and fills in a launch, on average.
-        us: their time in a launch, over the launches of the phase that have them.
-        share: of the device time of these launches together. Shares add up to less than 1 where
-            the device is idle between activities, to more where some run at the same time.
-        fraction: of the roofline: bytes that it must read ÷ bandwidth ÷ time; None where unknown.
+        activities: mean number of kernels, copies and fills per launch.
+        us: their total time per launch in µs, over the launches that have them.
+        share: of the device time of these launches. Shares add up to less than 1 if the device is
+            idle between activities, to more if some overlap.
+        fraction: of the roofline: bytes to read ÷ bandwidth ÷ time; None where unknown.
     """
 
     phase: str
-    name: str
     layer: int | None
+    name: str
     named: bool
     activities: float
     us: Summary
@@ -85,15 +85,15 @@ class Report:
     Attributes:
         trace: the export.
         graph_trace: how CUDA graphs were traced; None: none was.
-        names: the file of the names of captured nodes, if there is one.
-        known: what that file says.
+        names: the file of kernel names, if there is one.
+        known: the content of that file.
         steps: thread after thread, in order.
         cases: by phase and bucket.
-        totals: times, tokens and launches of all steps by name, where any step has them.
+        totals: sums over all steps by name, where any step has the value.
         operations: by phase, then the most expensive first.
         layers: by phase, then in order; empty without names.
-        idle: by phase the share of device time in which no activity ran.
-        notes: what a reader must know about the numbers.
+        idle: by phase, the share of device time without any activity.
+        notes: caveats about the numbers.
     """
 
     trace: Path
@@ -110,14 +110,15 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of `--json`."""
+        known = self.known
         return {
             "schema_version": SCHEMA_VERSION,
             "trace": str(self.trace),
             "graph_trace": self.graph_trace,
             "names": None if self.names is None else str(self.names),
-            "model": self.known.model,
-            "device": self.known.device,
-            "bandwidth_gb_s": self.known.bandwidth_gb_s,
+            "model": known.model,
+            "device": known.device,
+            "bandwidth_gb_s": known.bandwidth_gb_s,
             "notes": self.notes,
             "totals": self.totals,
             "cases": [asdict(case) for case in self.cases],
@@ -193,8 +194,26 @@ def _cases(steps: Iterable[TracedStep]) -> Iterator[Case]:
         yield Case(phase, bucket, len(group), sum(tokens) if tokens else None, **times)
 
 
-_Key = tuple[str, int | None, str, bool]
-"""Phase, layer, name, named; of a layer the name is empty."""
+class _Key(NamedTuple):
+    """Identifies a row of the report; of a layer the name is empty."""
+
+    phase: str
+    layer: int | None
+    name: str
+    named: bool
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Sums over the launches of a phase."""
+
+    launches: int = 0
+    steps: int = 0
+    """Decode steps: a launch may run several."""
+    device_ns: int = 0
+    """From the first to the last activity of each launch."""
+    busy_ns: float = 0.0
+    """With an activity running."""
 
 
 class _Tally:
@@ -206,14 +225,11 @@ class _Tally:
 
     def __init__(self, names: KernelNames) -> None:
         self._names = names
+        self._phases: dict[str, _Phase] = defaultdict(_Phase)
         self._samples: dict[_Key, list[int]] = defaultdict(list)
-        """Of each launch that has it the time of its activities in ns."""
+        """For each launch that has the key, the time of its activities in ns."""
         self._counts: Counter[_Key] = Counter()
-        self._device_ns: Counter[str] = Counter()
-        self._busy_ns: Counter[str] = Counter()
-        self._steps: Counter[str] = Counter()
-        """Decode steps: a launch may run several."""
-        self._launches: Counter[str] = Counter()
+        """Activities of all launches."""
         self._layers_of: dict[str, set[int]] = defaultdict(set)
         """The layers that have an operation."""
         self.matched = self.activities = self.whole_graphs = 0
@@ -225,115 +241,96 @@ class _Tally:
             if any(activity.kind == "graph" for activity in timed):
                 self.whole_graphs += 1
             elif timed:
-                self._device_ns[part.phase] += max(a.end_ns for a in timed) - timed[0].start_ns
-                self._busy_ns[part.phase] += covered_ns(timed)
-                self._add_part(part)
+                phase = self._phases[part.phase]
+                phase.device_ns += max(a.end_ns for a in timed) - timed[0].start_ns
+                phase.busy_ns += covered((a.start_ns, a.end_ns) for a in timed)
+                nodes, steps = self._nodes(part)
+                phase.steps += steps
+                self._add_launch(part.phase, part.activities, nodes)
         if step.device_ns is not None and step.around:
-            self._device_ns[AROUND] += step.device_ns[1] - step.device_ns[0]
-            times: Counter[_Key] = Counter()
-            for activity in step.around:
-                self._add_time(times, (AROUND, None, activity.name, False), activity)
-            self._end(AROUND, times, 1)
+            self._phases[AROUND].device_ns += step.device_ns[1] - step.device_ns[0]
+            self._add_launch(AROUND, step.around, [None] * len(step.around))
 
-    def _add_part(self, part: TracedPart) -> None:
-        nodes, steps = self._nodes(part)
+    def _add_launch(
+        self, phase: str, activities: Sequence[Activity], nodes: Sequence[Node | None]
+    ) -> None:
         times: Counter[_Key] = Counter()
-        for activity, node in zip(part.activities, nodes, strict=True):
-            self.activities += 1
+        for activity, node in zip(activities, nodes, strict=True):
             named = node is not None and node.operation != OTHER
-            self.matched += named
             name = node.operation if node is not None and named else activity.name
-            self._add_time(times, (part.phase, None, name, named), activity)
+            keys = [_Key(phase, None, name, named)]
             if node is not None and node.layer is not None:
-                self._add_time(times, (part.phase, node.layer, "", True), activity)
+                keys.append(_Key(phase, node.layer, "", named=True))
                 self._layers_of[node.operation].add(node.layer)
-        self._end(part.phase, times, steps)
-
-    def _add_time(self, times: Counter[_Key], key: _Key, activity: Any) -> None:
-        times[key] += max(0, activity.end_ns - activity.start_ns)
-        self._counts[key] += 1
-
-    def _end(self, phase: str, times: Counter[_Key], steps: int) -> None:
-        self._launches[phase] += 1
-        self._steps[phase] += steps
+            for key in keys:
+                times[key] += max(0, activity.end_ns - activity.start_ns)
+                self._counts[key] += 1
+            self.activities += phase != AROUND
+            self.matched += named
+        self._phases[phase].launches += 1
         for key, ns in times.items():
             self._samples[key].append(ns)
 
     def _nodes(self, part: TracedPart) -> tuple[Sequence[Node | None], int]:
-        """The node of each activity, and how many decode steps the part runs."""
-        nodes: list[Node | None] = [None] * len(part.activities)
-        kernels = [i for i, a in enumerate(part.activities) if a.kind == "kernel"]
-        found = find_step(
-            self._names,
-            part.phase,
-            part.numbers.get("bucket"),
-            [part.activities[i].name for i in kernels],
-            [part.activities[i].node_id for i in kernels],
-        )
-        if found is None:
-            return nodes, 1
-        step, matched = found
-        for index, node in zip(kernels, matched, strict=True):
-            nodes[index] = node
-        by_id = {node.tools_id: node for node in step.nodes if node.tools_id is not None}
-        for index, activity in enumerate(part.activities):
-            if activity.kind != "kernel" and activity.node_id is not None:
-                nodes[index] = by_id.get(activity.node_id)
-        return nodes, step.steps
+        """Return the node of each activity, and how many decode steps the part runs."""
+        work = [DeviceWork(a.kind, a.name, a.node_id) for a in part.activities]
+        found = match_work(self._names, part.phase, part.numbers.get("bucket"), work)
+        return ([None] * len(work), 1) if found is None else (found[1], found[0].steps)
 
     def operations(self) -> list[Part]:
+        """Return the operations by phase, the most expensive first."""
         read: Counter[str] = Counter()
         for cost in self._names.costs:
             read[cost.operation] += cost.launches * cost.bytes
-        keys = [key for key in self._samples if key[1] is None]
-        keys.sort(key=lambda key: (_PHASES.index(key[0]), -sum(self._samples[key]), key[2]))
-        return [self._part(key, read[key[2]] if key[3] else 0) for key in keys]
+        keys = [key for key in self._samples if key.layer is None]
+        keys.sort(key=lambda key: (_PHASES.index(key.phase), -sum(self._samples[key]), key.name))
+        return [self._part(key, read[key.name] if key.named else 0) for key in keys]
 
     def layers(self) -> list[Part]:
-        """The layers in order. The bytes of an operation are spread over its layers evenly."""
+        """Return the layers in order. The bytes of an operation are spread over them evenly."""
         read: Counter[int | None] = Counter()
         for cost in self._names.costs:
             layers = self._layers_of.get(cost.operation, set())
             for layer in layers:
                 read[layer] += cost.launches * cost.bytes // len(layers)
-        keys = [key for key in self._samples if key[1] is not None]
-        return [self._part(key, read[key[1]]) for key in sorted(keys, key=lambda key: key[:2])]
+        keys = sorted(key for key in self._samples if key.layer is not None)
+        return [self._part(key, read[key.layer]) for key in keys]
 
     def _part(self, key: _Key, read: int) -> Part:
-        """A row; `read` bytes a decode step."""
-        phase, layer, name, named = key
-        total_ns, device_ns = sum(self._samples[key]), self._device_ns[phase]
+        """Return a row; `read` is in bytes per decode step."""
+        phase = self._phases[key.phase]
+        total_ns = sum(self._samples[key])
         bandwidth, fraction = self._names.bandwidth_gb_s, None
-        if phase == "decode" and read and total_ns and bandwidth is not None:
+        if key.phase == "decode" and read and total_ns and bandwidth is not None:
             floor = floor_seconds(read, 1e9 * bandwidth)
-            fraction = floor * self._steps[phase] / (total_ns / 1e9)
+            fraction = floor * phase.steps / (total_ns / 1e9)
         return Part(
-            phase,
-            name,
-            layer,
-            named,
-            self._counts[key] / self._launches[phase],
+            *key,
+            self._counts[key] / phase.launches,
             Summary.of(ns / 1e3 for ns in self._samples[key]),
-            total_ns / device_ns if device_ns else 0.0,
+            total_ns / phase.device_ns if phase.device_ns else 0.0,
             fraction,
         )
 
     def idle(self) -> dict[str, float]:
-        busy = sorted(self._busy_ns.items())
-        device = self._device_ns
-        return {phase: 1 - ns / device[phase] for phase, ns in busy if device[phase]}
+        """Return by phase the share of device time in which no activity ran."""
+        return {
+            name: 1 - phase.busy_ns / phase.device_ns
+            for name, phase in sorted(self._phases.items())
+            if name != AROUND and phase.device_ns
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A median in two profiles; None where one of them does not have it.
+    """A median in two profiles.
 
     Attributes:
         what: "step", "operation" or "layer".
         phase: of the steps.
         label: the time and the bucket; or the operation; or the layer.
-        old_us, new_us: medians.
-        old_n, new_n: their samples.
+        old_us, new_us: medians in µs; None where a profile does not have it.
+        old_n, new_n: numbers of samples.
     """
 
     what: str
@@ -357,32 +354,26 @@ class Change:
 def compare(new: Report, old: Report) -> list[Change]:
     """Return what changed from `old` to `new`: steps, operations, then layers."""
     before, after = _medians(old), _medians(new)
-    keys = dict.fromkeys([*after, *before])
     order = ("step", "operation", "layer")
+    keys = sorted({**after, **before}, key=lambda key: order.index(key[0]))
     changes = []
-    for key in sorted(keys, key=lambda key: order.index(key[0])):
-        was, now = before.get(key), after.get(key)
-        changes.append(
-            Change(
-                *key,
-                None if was is None else was.p50,
-                None if now is None else now.p50,
-                0 if was is None else was.n,
-                0 if now is None else now.n,
-            )
-        )
+    for key in keys:
+        old_us, old_n = before.get(key, (None, 0))
+        new_us, new_n = after.get(key, (None, 0))
+        changes.append(Change(*key, old_us, new_us, old_n, new_n))
     return changes
 
 
-def _medians(report: Report) -> dict[tuple[str, str, str], Summary]:
-    found: dict[tuple[str, str, str], Summary] = {}
+def _medians(report: Report) -> dict[tuple[str, str, str], tuple[float, int]]:
+    """Return medians in µs and their samples by what, phase and label."""
+    found: dict[tuple[str, str, str], tuple[float, int]] = {}
     for time in ("step", "device", "gap", "host"):
         for case in report.cases:
             summary = getattr(case, f"{time}_us")
             label = time if case.bucket is None else f"{time}, bucket {case.bucket}"
             if summary is not None:
-                found["step", case.phase, label] = summary
+                found["step", case.phase, label] = summary.p50, summary.n
     for part in (*report.operations, *report.layers):
         what = "operation" if part.layer is None else "layer"
-        found[what, part.phase, part.label] = part.us
+        found[what, part.phase, part.label] = part.us.p50, part.us.n
     return found

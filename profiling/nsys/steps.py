@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from .. import dictionary
+from ..stats import covered
 from .export import Activity, Call, Export, ExportError, Range, in_order, process_of
 
-__all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "covered_ns", "traced_steps"]
+__all__ = ["STEP_COLUMNS", "TracedStep", "TracedPart", "traced_steps"]
 
 _PHASES: Final = {dictionary.REPLAY: "decode", dictionary.PREFILL: "prefill"}
 _WAITS: Final = re.compile(r"cu(da)?(Event|Stream|Device|Ctx)Synchronize")
@@ -89,23 +90,16 @@ def traced_steps(export: Export) -> tuple[list[TracedStep], list[str]]:
     for call in export.calls:
         if call.thread in threads:
             threads[call.thread][1].append(call)
-    activities: dict[tuple[int | None, int], list[Activity]] = defaultdict(list)
-    for activity in export.activities:
-        activities[activity.process, activity.correlation].append(activity)
-
-    in_thread = not export.calls and not export.activities
+    device = _Device(export.activities, in_thread=not export.calls and not export.activities)
     skipped: Counter[str] = Counter()
-    steps: list[TracedStep] = []
-    processes = set()
+    by_thread: dict[int, list[TracedStep]] = {}
     for thread in sorted(threads):
-        turns = _Turns(*threads[thread], activities, in_thread=in_thread)
-        index = len({step.thread for step in steps})
-        found_steps = list(turns.steps(index))
-        skipped += turns.skipped
-        _relate(found_steps)
-        steps += found_steps
-        if found_steps:
-            processes.add(process_of(thread))
+        turns = list(_turns(*threads[thread], skipped))
+        if turns:
+            index = len(by_thread)
+            by_thread[thread] = [_step(index, turn, device, skipped) for turn in turns]
+            _relate(by_thread[thread])
+    steps = [step for found_steps in by_thread.values() for step in found_steps]
     notes = [
         f"{_count(skipped[what], *words)}{text}"
         for what, words, text in (
@@ -126,7 +120,8 @@ def traced_steps(export: Export) -> tuple[list[TracedStep], list[str]]:
             f"{_count(skipped['hidden'], 'graph launch', 'graph launches')} of these steps left no"
             " activity of the device in the export: their device times are too short, or missing"
         )
-    notes += _notes(export, steps, len(processes), in_thread=in_thread)
+    processes = len({process_of(thread) for thread in by_thread})
+    notes += _notes(export, steps, processes, in_thread=device.in_thread)
     return steps, notes
 
 
@@ -161,131 +156,137 @@ def _notes(
         )
 
 
-class _Turns:
-    """The turns of the engine on one thread, and how many of what is `skipped`."""
+class _Turn:
+    """A complete range `step`, and the ranges and calls of its thread within it."""
 
-    def __init__(
-        self,
-        ranges: Sequence[Range],
-        calls: Sequence[Call],
-        activities: Mapping[tuple[int | None, int], list[Activity]],
-        *,
-        in_thread: bool,
-    ) -> None:
-        steps = [found for found in ranges if found.name == dictionary.STEP]
-        self._steps = [(found, found.end_ns) for found in steps if found.end_ns is not None]
-        self._starts = [found.start_ns for found, _ in self._steps]
-        self._activities = activities
-        self._in_thread = in_thread
-        self._inside: list[list[tuple[Range, int]]] = [[] for _ in self._steps]
-        self._calls: list[list[Call]] = [[] for _ in self._steps]
-        self.skipped = Counter({"cut": len(steps) - len(self._steps)})
-        for found in ranges:
-            if found.name == dictionary.STEP or found.end_ns is None:
-                continue
-            index = self._enclosing(found.start_ns, found.end_ns)
-            if index is not None:
-                self._inside[index].append((found, found.end_ns))
-            elif found.name in _PHASES:
-                self.skipped["stray"] += 1
-        for call in calls:
-            index = self._enclosing(call.start_ns, call.end_ns)
-            if index is not None:
-                self._calls[index].append(call)
+    def __init__(self, found: Range, end_ns: int) -> None:
+        self.range = found
+        self.end_ns = end_ns
+        self.inside: list[tuple[Range, int]] = []
+        """Ranges and their ends."""
+        self.calls: list[Call] = []
 
-    def _enclosing(self, start_ns: int, end_ns: int) -> int | None:
-        """The complete step around an event."""
-        index = bisect_right(self._starts, start_ns) - 1
-        return index if index >= 0 and end_ns <= self._steps[index][1] else None
+    @property
+    def launches(self) -> list[tuple[Range, int]]:
+        """The ranges that launch decoding or a chunk of prompts."""
+        return [(found, end) for found, end in self.inside if found.name in _PHASES]
 
-    def steps(self, thread: int) -> Iterator[TracedStep]:
-        """The turns that launch something; `thread` counts the threads of the profile."""
-        for (turn, end), inside, calls in zip(self._steps, self._inside, self._calls, strict=True):
-            if any(found.name in _PHASES for found, _ in inside):
-                yield self._step(thread, turn, end, inside, calls)
-            else:
-                self.skipped["idle"] += 1
 
-    def _step(
-        self,
-        thread: int,
-        turn: Range,
-        ended_ns: int,
-        inside: Sequence[tuple[Range, int]],
-        calls: Sequence[Call],
-    ) -> TracedStep:
-        parts = [
-            TracedPart(
-                _PHASES[found.name],
-                found.numbers,
-                in_order(self._of(call for call in calls if _within(call, found.start_ns, end))),
-            )
-            for found, end in inside
-            if found.name in _PHASES
-        ]
-        # The device's work for an earlier step's commit is no part of this one.
-        commits = [(r.start_ns, end) for r, end in inside if r.name == dictionary.COMMIT]
-        own = [call for call in calls if not any(_within(call, *commit) for commit in commits)]
-        taken = {id(activity) for part in parts for activity in part.activities}
-        around = in_order([a for a in self._of(own) if id(a) not in taken])
-        self.skipped["hidden"] += sum(
-            not self._of([call]) for call in _outermost(own, _GRAPH_LAUNCH)
-        )
-        totals: Counter[str] = Counter()
-        for found, end in inside:
-            totals[found.name] += end - found.start_ns
-        wait_ns = sum(call.end_ns - call.start_ns for call in _outermost(calls, _WAITS))
-        in_thread_ns = totals["replay"] + totals["prefill"] if self._in_thread else 0
-        device, busy_ns = None, None
-        if self._in_thread:
-            work = [(found.start_ns, end) for found, end in inside if found.name in _PHASES]
-            device, busy_ns = (work[0][0], work[-1][1]), in_thread_ns
+def _turns(
+    ranges: Sequence[Range], calls: Sequence[Call], skipped: Counter[str]
+) -> Iterator[_Turn]:
+    """Return the turns of one thread that launch something; counts the others in `skipped`."""
+    steps = [found for found in ranges if found.name == dictionary.STEP]
+    turns = [_Turn(found, found.end_ns) for found in steps if found.end_ns is not None]
+    starts = [turn.range.start_ns for turn in turns]
+    skipped["cut"] += len(steps) - len(turns)
+
+    def enclosing(start_ns: int, end_ns: int) -> _Turn | None:
+        index = bisect_right(starts, start_ns) - 1
+        return turns[index] if index >= 0 and end_ns <= turns[index].end_ns else None
+
+    for found in ranges:
+        if found.name == dictionary.STEP or found.end_ns is None:
+            continue
+        turn = enclosing(found.start_ns, found.end_ns)
+        if turn is not None:
+            turn.inside.append((found, found.end_ns))
+        elif found.name in _PHASES:
+            skipped["stray"] += 1
+    for call in calls:
+        turn = enclosing(call.start_ns, call.end_ns)
+        if turn is not None:
+            turn.calls.append(call)
+    for turn in turns:
+        if turn.launches:
+            yield turn
         else:
-            every = [*around, *(a for part in parts for a in part.activities)]
-            timed = in_order([activity for activity in every if activity.is_timed])
-            if timed:
-                device = timed[0].start_ns, max(activity.end_ns for activity in timed)
-                busy_ns = covered_ns(timed)
+            skipped["idle"] += 1
 
-        def values(name: str) -> list[int]:
-            return [part.numbers[name] for part in parts if name in part.numbers]
 
-        def total(name: str) -> int | None:
-            return sum(values(name)) if values(name) else None
+class _Device:
+    """The activities of the device, by the calls that launched them."""
 
-        numbers = values("step")
-        return TracedStep(
-            thread=thread,
-            step=turn.value if turn.value is not None else next(iter(numbers), None),
-            phase="+".join(part.phase for part in parts),
-            rows=total("rows"),
-            bucket=next(iter(values("bucket")), None),
-            tokens=total("tokens"),
-            padding=total("padding"),
-            blocks_in_use=next(iter(values("blocks_in_use")), None),
-            host_us=(ended_ns - turn.start_ns - wait_ns - in_thread_ns) / 1e3,
-            wait_us=wait_ns / 1e3,
-            plan_us=totals[dictionary.PLAN] / 1e3,
-            launch_us=(totals[dictionary.LAUNCH] - in_thread_ns) / 1e3,
-            commit_us=totals[dictionary.COMMIT] / 1e3,
-            device_us=None if device is None else (device[1] - device[0]) / 1e3,
-            busy_us=None if busy_ns is None else busy_ns / 1e3,
-            gap_us=None,
-            step_us=None,
-            launches=len(_outermost(own, _LAUNCHES)),
-            parts=parts,
-            around=around,
-            device_ns=device,
+    def __init__(self, activities: Iterable[Activity], *, in_thread: bool) -> None:
+        self.in_thread = in_thread
+        """Whether there is no device but the engine's own thread."""
+        self._activities: dict[tuple[int | None, int], list[Activity]] = defaultdict(list)
+        for activity in activities:
+            self._activities[activity.process, activity.correlation].append(activity)
+
+    def work_of(self, calls: Iterable[Call]) -> list[Activity]:
+        """Return the work that some calls launched, in the order of its begin."""
+        return in_order(
+            [
+                activity
+                for call in calls
+                for process in (process_of(call.thread), None)
+                for activity in self._activities.get((process, call.correlation), ())
+            ]
         )
 
-    def _of(self, calls: Iterable[Call]) -> list[Activity]:
-        """The device's work for some calls."""
-        return [
-            activity
-            for call in calls
-            for process in (process_of(call.thread), None)
-            for activity in self._activities.get((process, call.correlation), ())
-        ]
+
+def _step(thread: int, turn: _Turn, device: _Device, skipped: Counter[str]) -> TracedStep:
+    """Assemble the step of a turn; counts graph launches without activities in `skipped`."""
+    parts = [
+        TracedPart(
+            _PHASES[found.name],
+            found.numbers,
+            device.work_of(call for call in turn.calls if _within(call, found.start_ns, end)),
+        )
+        for found, end in turn.launches
+    ]
+    # The device's work for an earlier step's commit is no part of this one.
+    commits = [(r.start_ns, end) for r, end in turn.inside if r.name == dictionary.COMMIT]
+    own = [call for call in turn.calls if not any(_within(call, *commit) for commit in commits)]
+    taken = {id(activity) for part in parts for activity in part.activities}
+    around = [activity for activity in device.work_of(own) if id(activity) not in taken]
+    for call in _outermost(own, _GRAPH_LAUNCH):
+        skipped["hidden"] += not device.work_of([call])
+    range_ns: Counter[str] = Counter()
+    for found, end in turn.inside:
+        range_ns[found.name] += end - found.start_ns
+    wait_ns = sum(call.end_ns - call.start_ns for call in _outermost(turn.calls, _WAITS))
+    in_thread_ns = sum(range_ns[name] for name in _PHASES) if device.in_thread else 0
+    if device.in_thread:
+        spans = [(found.start_ns, end) for found, end in turn.launches]
+    else:
+        every = in_order([*around, *(a for part in parts for a in part.activities)])
+        spans = [(a.start_ns, a.end_ns) for a in every if a.is_timed]
+    device_ns = (spans[0][0], max(end for _, end in spans)) if spans else None
+
+    def values(name: str) -> list[int]:
+        return [part.numbers[name] for part in parts if name in part.numbers]
+
+    def first(name: str) -> int | None:
+        return next(iter(values(name)), None)
+
+    def total(name: str) -> int | None:
+        return sum(values(name)) if values(name) else None
+
+    return TracedStep(
+        thread=thread,
+        step=first("step") if turn.range.value is None else turn.range.value,
+        phase="+".join(part.phase for part in parts),
+        rows=total("rows"),
+        bucket=first("bucket"),
+        tokens=total("tokens"),
+        padding=total("padding"),
+        blocks_in_use=first("blocks_in_use"),
+        host_us=(turn.end_ns - turn.range.start_ns - wait_ns - in_thread_ns) / 1e3,
+        wait_us=wait_ns / 1e3,
+        plan_us=range_ns[dictionary.PLAN] / 1e3,
+        launch_us=(range_ns[dictionary.LAUNCH] - in_thread_ns) / 1e3,
+        commit_us=range_ns[dictionary.COMMIT] / 1e3,
+        device_us=None if device_ns is None else (device_ns[1] - device_ns[0]) / 1e3,
+        busy_us=covered(spans) / 1e3 if spans else None,
+        gap_us=None,
+        step_us=None,
+        launches=len(_outermost(own, _LAUNCHES)),
+        parts=parts,
+        around=around,
+        device_ns=device_ns,
+    )
 
 
 def _relate(steps: Sequence[TracedStep]) -> None:
@@ -295,15 +296,6 @@ def _relate(steps: Sequence[TracedStep]) -> None:
         if follows and before.device_ns is not None and step.device_ns is not None:
             step.gap_us = max(0, step.device_ns[0] - before.device_ns[1]) / 1e3
             step.step_us = (step.device_ns[1] - before.device_ns[1]) / 1e3
-
-
-def covered_ns(activities: Iterable[Activity]) -> int:
-    """Return how long at least one of some activities ran, given in the order of their begin."""
-    total, until = 0, 0
-    for activity in activities:
-        total += max(0, activity.end_ns - max(activity.start_ns, until))
-        until = max(until, activity.end_ns)
-    return total
 
 
 def _within(call: Call, start_ns: int, end_ns: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import style as styles
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogFormatter
 
 from ..stats import Summary
 from ..timeline import StepRecord
@@ -19,42 +19,32 @@ from .series import MarkKind, Series, TokenGap, phase_times, series_of
 __all__ = ["DPI", "HEIGHT", "WIDTH", "draw", "roofline_lines", "style"]
 
 WIDTH, HEIGHT, DPI = 1600, 1000, 100
-"""Of a picture in pixels, and pixels per inch."""
+"""Size of a picture in pixels, and its resolution in pixels per inch."""
 
 _SETTINGS: Final = {
     "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "grid.color": "#DDDDDD",
-    "legend.frameon": False,
     "text.parse_math": False,  # a dollar sign of a path is no formula
 }
 
-# The palette of Okabe and Ito, "Color Universal Design" (2008).
-_DECODE, _CHUNK, _COLLECTION = "#0072B2", "#E69F00", "#D55E00"
+_DECODE, _CHUNK, _COLLECTION = "C0", "C1", "C3"
 _LANES: Final[Mapping[MarkKind, tuple[str, str]]] = {
     "chunk": ("prefill chunk", _CHUNK),
-    "join": ("join", "#009E73"),
-    "bucket": ("bucket change", "#CC79A7"),
+    "join": ("join", "C2"),
+    "bucket": ("bucket change", "C4"),
     "collection": ("collection", _COLLECTION),
 }
-_INK: Final = "#222222"
 
-WIDE: Final = 4.0
-"""The axis of gaps is logarithmic where the longest is so many times the median."""
+LOG_RATIO: Final = 4.0
+"""The axis of gaps is logarithmic if the longest gap exceeds this multiple of the median."""
 
-LONG_TAIL: Final = 40
-"""Gaps in a bin from which on a bin of one gap cannot be seen on a linear axis."""
+MAX_VECTOR_POINTS: Final = 2400
+"""Larger numbers of points are drawn as pixels in SVG and PDF files."""
 
-MANY_POINTS: Final = 2400
-"""From so many on the points of an SVG or PDF are pixels."""
-
-MOST_BUCKETS: Final = 30
-"""Changes of the bucket that are labelled with the new one."""
+MAX_BUCKET_LABELS: Final = 30
+"""With more bucket changes than this, the new buckets are not labelled."""
 
 
 def style() -> contextlib.AbstractContextManager[None]:
@@ -76,15 +66,14 @@ def draw(
     launches = f" in {len(records):,} launches" if steps != len(records) else ""
     lines = [line for part in title.splitlines() for line in _wrapped(part, 150, 1)][:2]
     lines.append(
-        f"n = {len(series.gaps):,} (gaps between the tokens of one step and of the next);"
+        f"n = {len(series.gaps):,} (gaps between the tokens of consecutive steps);"
         f" {steps:,} steps{launches} in {duration(1e3 * series.seconds)}"
     )
     with style():
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
         figure.suptitle("\n".join(lines), x=0.01, ha="left", size=13)
         if command is not None:
-            text = "\n".join(_wrapped(command, 190, 2))
-            figure.supxlabel(text, x=0.01, ha="left", size=9, color="#555555")
+            figure.supxlabel("\n".join(_wrapped(command, 190, 2)), x=0.01, ha="left", size=9)
         rows: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
         gaps, lanes = rows[0].subplots(2, 1, sharex=True, height_ratios=(3, 1))
         _draw_gaps(gaps, series, max_itl_ms)
@@ -113,9 +102,9 @@ def _kinds_of(gaps: Sequence[TokenGap]) -> list[tuple[str, str, list[TokenGap]]]
 
 
 def _limits(gaps: Sequence[TokenGap]) -> tuple[float, float, bool]:
-    """Return the shortest and the longest gap, and whether their axis is logarithmic."""
+    """Return the shortest and the longest gap in ms, and whether their axis is logarithmic."""
     values = [gap.ms for gap in gaps if gap.ms > 0] or [1.0]
-    log = max(values) > WIDE * statistics.median(values)
+    log = max(values) > LOG_RATIO * statistics.median(values)
     return min(values), max(values), log
 
 
@@ -130,36 +119,31 @@ def _draw_gaps(axes: Axes, series: Series, max_itl_ms: float | None) -> None:
         axes.plot(
             [gap.seconds for gap in gaps],
             [max(gap.ms, low) if log else gap.ms for gap in gaps],
-            "o",
-            markersize=4,
-            markeredgewidth=0,
+            ".",
             color=color,
             label=f"{name} ({len(gaps):,})",
-            rasterized=len(gaps) > MANY_POINTS,
+            rasterized=len(gaps) > MAX_VECTOR_POINTS,
         )
     summary = Summary.of(gap.ms for gap in series.gaps)
-    axes.axhline(summary.p50, color=_INK, label=f"p50 {duration(summary.p50)}")
-    if summary.p99 is not None:
-        axes.axhline(summary.p99, color=_INK, ls="--", label=f"p99 {duration(summary.p99)}")
-    if max_itl_ms is not None:
-        text = f"budget {duration(max_itl_ms)}"
-        axes.axhline(max_itl_ms, color=_COLLECTION, ls="-.", label=text)
-        low, high = min(low, max_itl_ms), max(high, max_itl_ms)
+    lines = (("p50", summary.p50, "-"), ("p99", summary.p99, "--"), ("budget", max_itl_ms, "-."))
+    for name, ms, ls in lines:
+        if ms is not None:
+            axes.axhline(ms, color="black", ls=ls, label=f"{name} {duration(ms)}")
+            low, high = min(low, ms or low), max(high, ms)
     if log:
-        axes.set_yscale("log")
-    axes.set_ylim(0.8 * low if log else 0, 1.15 * high if not log else high * (high / low) ** 0.15)
+        _set_log(axes, "y")
+    axes.set_ylim(0.8 * low if log else 0, (1.5 if log else 1.15) * high)
     axes.set_ylabel("gap between tokens (ms)")
-    _plain_ticks(axes.yaxis, log=log)
     _legend_outside(axes)
     longest = max(series.gaps, key=lambda gap: gap.ms)
     why = f"longest: {duration(longest.ms)}"
     if longest.record.prefill_tokens > 0:
         why += f", chunk of {longest.record.prefill_tokens:,} tokens"
     if longest.collected:
-        why += ", collection of Python's garbage"
-    right = longest.seconds > 0.5 * series.seconds
-    at, offset = (longest.seconds, max(longest.ms, low)), (-12 if right else 12, 6)
-    axes.annotate(why, at, offset, textcoords="offset points", ha="right" if right else "left")
+        why += ", Python's garbage collector"
+    at = (longest.seconds, max(longest.ms, low))
+    side = "right" if longest.seconds > 0.5 * series.seconds else "left"
+    axes.annotate(why, at, (0, 6), textcoords="offset points", ha=side)
 
 
 def _draw_lanes(axes: Axes, series: Series) -> None:
@@ -170,16 +154,9 @@ def _draw_lanes(axes: Axes, series: Series) -> None:
         seconds = [mark.seconds for mark in marks]
         axes.plot(seconds, [y] * len(marks), "|", markersize=11, color=color, label=name)
         labels.append(f"{name}: {len(marks):,}")
-        if kind == "bucket" and len(marks) <= MOST_BUCKETS:
+        if kind == "bucket" and len(marks) <= MAX_BUCKET_LABELS:
             for mark in marks:
-                axes.annotate(
-                    f"{mark.amount:,}",
-                    (mark.seconds, y),
-                    (3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    size=9,
-                )
+                axes.annotate(f" {mark.amount:,}", (mark.seconds, y), va="center", size=9)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     text = "seconds since the first step"
@@ -188,13 +165,13 @@ def _draw_lanes(axes: Axes, series: Series) -> None:
         times = "pause" if len(series.pauses) == 1 else "pauses"
         text += f", without {len(series.pauses):,} {times} ({cut} in all, dotted)"
     for at, _ in series.pauses:
-        axes.axvline(at, color=_INK, ls=":")
+        axes.axvline(at, color="black", ls=":")
     axes.set_xlabel(text)
     axes.set_xlim(0, 1.01 * series.seconds or 1.0)
 
 
 def _draw_histogram(axes: Axes, series: Series) -> None:
-    """Draw the distribution of the gaps by kind, the rare kinds in front, and its percentiles."""
+    """Draw the distribution of the gaps by kind, and its percentiles."""
     axes.set_title(f"ITL histogram, n = {len(series.gaps):,}")
     if not series.gaps:
         _say(axes, "no gap between tokens was recorded")
@@ -202,67 +179,53 @@ def _draw_histogram(axes: Axes, series: Series) -> None:
     low, high, log = _limits(series.gaps)
     if log:
         edges = np.geomspace(low, high, 61)
-        axes.set_xscale("log")
+        _set_log(axes, "x")
     else:  # gaps of almost one length are not spread over the whole axis
         low = min(0.9 * high, min(gap.ms for gap in series.gaps))
         edges = np.linspace(low, high, 61)
-    fullest = 0.0
-    for name, color, gaps in sorted(_kinds_of(series.gaps), key=lambda kind: -len(kind[2])):
+    for name, color, gaps in _kinds_of(series.gaps):
         values = np.clip([gap.ms for gap in gaps], low, high)
-        counts, _, _ = axes.hist(values, edges.tolist(), color=color, alpha=0.85, label=name)
-        fullest = max(fullest, float(np.max(counts)))
+        axes.hist(values, edges.tolist(), color=color, alpha=0.7, label=name)
     summary = Summary.of(gap.ms for gap in series.gaps)
     for name, ls in (("p50", "-"), ("p90", "-."), ("p99", "--")):
         value = getattr(summary, name)
         if value is not None:
-            axes.axvline(value, color=_INK, ls=ls, label=f"{name} {duration(value)}")
-    tall = fullest >= LONG_TAIL
-    if tall:
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.7)
+            axes.axvline(value, color="black", ls=ls, label=f"{name} {duration(value)}")
+    _set_log(axes, "y")  # a single gap stays visible next to thousands
+    axes.set_ylim(bottom=0.7)
     axes.set_xlabel("gap between tokens (ms)")
     axes.set_ylabel("gaps")
-    _plain_ticks(axes.xaxis, log=log)
-    if tall:
-        _plain_ticks(axes.yaxis, log=True)
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_outside(axes)
 
 
 def _draw_phases(figure: SubFigure, records: Sequence[StepRecord]) -> None:
     """Draw where the time of a step goes: each phase begins where the one before it ends."""
-    every = [("decode step", _DECODE, False), ("with a chunk", _CHUNK, True)]
-    kinds = [(name, color, phase_times(records, prefill=chunk)) for name, color, chunk in every]
-    known = [(name, color, times) for name, color, times in kinds if times is not None]
-    figure.suptitle("Where the time of a step goes (medians)", x=0.01, ha="left", weight="bold")
+    kinds = [("decode step", _DECODE, False), ("with a chunk", _CHUNK, True)]
+    found = [(name, color, phase_times(records, prefill=chunk)) for name, color, chunk in kinds]
+    known = [(name, color, times) for name, color, times in found if times is not None]
+    figure.suptitle("Where the time of a step goes (medians)", x=0.01, ha="left")
     if not known:
         _say(figure.subplots(), "no step was recorded")
         return
-    for axes, (name, color, times) in zip(
-        figure.subplots(1, len(known), squeeze=False)[0], known, strict=True
-    ):
+    panels = figure.subplots(1, len(known), squeeze=False)[0]
+    for axes, (name, color, times) in zip(panels, known, strict=True):
         total = sum(times.phases.values())
-        scale, unit = (1e3, "µs") if total < 1 else (1.0, "ms")
-        names, lengths = list(times.phases), [scale * ms for ms in times.phases.values()]
-        starts = [0.0, *np.cumsum(lengths)[:-1].tolist()]
-        texts = [
-            f"{duration(ms)}, {ms / total if total else 0.0:.1%}" for ms in times.phases.values()
-        ]
-        if times.device_ms is not None:  # another processor: no part of the sum
-            names.append("device")
-            lengths.append(scale * times.device_ms)
+        bars = dict(times.phases)
+        starts = np.cumsum([0.0, *bars.values()])[:-1].tolist()
+        texts = [f"{duration(ms)}, {ms / total if total else 0.0:.1%}" for ms in bars.values()]
+        if times.device_ms is not None:  # of an asynchronous device: no part of the sum
+            bars["device"] = times.device_ms
             starts.append(0.0)
             texts.append(duration(times.device_ms))
-        bars = axes.barh(names, lengths, left=starts, color=color, label=name)
-        axes.bar_label(bars, texts, padding=4)
+        drawn = axes.barh(list(bars), list(bars.values()), left=starts, color=color, label=name)
+        axes.bar_label(drawn, texts, padding=4)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.5 * max(map(sum, zip(starts, lengths, strict=True))) or 1.0)
-        axes.set_xlabel(unit)
-        axes.set_title(f"{name}: {duration(total)}, n = {times.n:,}", size=11, weight="normal")
+        axes.set_xlim(0, 1.5 * max(map(sum, zip(starts, bars.values(), strict=True))) or 1.0)
+        axes.set_xlabel("ms")
+        axes.set_title(f"{name}: {duration(total)}, n = {times.n:,}", size=11)
 
 
-_NAMES: Final = {
+_LABELS: Final = {
     "model": "{}",
     "dtype": "{}",
     "weight_dtype": "weights {}",
@@ -273,7 +236,7 @@ _NAMES: Final = {
     "prefill_chunk": "chunk {}",
     "steps_per_launch": "{} a launch",
 }
-"""What may set two lines apart, and how a label says it."""
+"""The settings in which two lines may differ, and how a label states them."""
 
 
 def roofline_lines(
@@ -281,33 +244,34 @@ def roofline_lines(
 ) -> tuple[dict[str, list[tuple[int, float]]], str]:
     """Return the lines (rows, percent of the roofline) by label, and what they have in common.
 
-    A label holds what sets its line apart. Cases whose fraction is not known (None) are left out;
-    of several with the same label and batch size the last one counts.
+    A label states only the settings in which the lines differ. Cases of unknown fraction (None) are
+    omitted; of several with the same label and batch size the last one counts.
 
     Raises:
         ValueError: a case has no batch size or no fraction of its roofline.
     """
     known: list[tuple[dict[str, str], int, float]] = []
     for index, case in enumerate(cases):
-        roofline = case.get("roofline", {})
-        if "batch_size" not in case or (roofline is not None and "fraction" not in roofline):
-            raise ValueError(f"case {index} has no batch_size or no roofline.fraction")
-        if roofline is not None and roofline["fraction"] is not None:
+        try:
+            rows, roofline = int(case["batch_size"]), case["roofline"]
+            fraction = None if roofline is None else roofline["fraction"]
+        except KeyError as error:
+            raise ValueError(f"case {index} has no batch_size or no roofline.fraction") from error
+        if fraction is not None:
             words = {
-                name: "" if case.get(name) is None else form.format(case[name])
-                for name, form in _NAMES.items()
+                name: form.format(case[name])
+                for name, form in _LABELS.items()
+                if case.get(name) is not None
             }
-            known.append((words, int(case["batch_size"]), 100 * float(roofline["fraction"])))
-    varying = [name for name in _NAMES if len({words[name] for words, _, _ in known}) > 1]
+            known.append((words, rows, 100 * float(fraction)))
+    varying = [name for name in _LABELS if len({words.get(name) for words, _, _ in known}) > 1]
     points: dict[str, dict[int, float]] = {}
     for words, rows, percent in known:
-        label = " ".join(words[name] for name in varying if words[name]) or words["mode"]
+        label = " ".join(words[name] for name in varying if name in words) or words["mode"]
         points.setdefault(_printable(label), {})[rows] = percent
-    common = ", ".join(
-        known[0][0][name]
-        for name in ("model", "mode", "input_len")
-        if known and name not in varying and known[0][0][name]
-    )
+    first = known[0][0] if known else {}
+    shared = [name for name in ("model", "mode", "input_len") if name not in varying]
+    common = ", ".join(first[name] for name in shared if name in first)
     return {label: sorted(line.items()) for label, line in points.items()}, _printable(common)
 
 
@@ -320,19 +284,17 @@ def _draw_roofline(axes: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
         return
     for index, (label, line) in enumerate(lines.items()):
         rows, percents = zip(*line, strict=True)
-        marker, ls = "osD^vP*X"[index % 8], ("-", "--", "-.", ":")[index // 10 % 4]
         label = label if len(label) < 50 else f"{label[:24]}…{label[-24:]}"
         text = f"{label}: {number(percents[-1])} %"
-        axes.plot(rows, percents, marker=marker, ls=ls, lw=2, label=text, clip_on=False)
+        axes.plot(rows, percents, marker="osD^vP*X"[index % 8], label=text, clip_on=False)
     rooflines = [case["roofline"] for case in cases if case["roofline"] is not None]
     bandwidths = {roofline.get("bandwidth_gb_s") for roofline in rooflines} - {None}
     limit = f"{number(bandwidths.pop())} GB/s" if len(bandwidths) == 1 else "limit by bandwidth"
-    axes.axhline(100, color=_INK, ls="--", label=f"100 %: {limit}")
+    axes.axhline(100, color="black", ls="--", label=f"100 %: {limit}")
     sizes = sorted({rows for line in lines.values() for rows, _ in line})
     highest = max(percent for line in lines.values() for _, percent in line)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
     axes.set_ylim(0, 1.12 * max(100.0, highest))
     text = "rows that decode (batch size)" + (f"; {common}" if common else "")
     if highest > 100:
@@ -350,13 +312,12 @@ def _legend_outside(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
-def _plain_ticks(axis: Any, *, log: bool) -> None:
-    """Write plain numbers at the ticks: no powers of ten, no offset."""
-    if log:
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 500 * low else (1.0,)))
-        axis.set_minor_formatter(NullFormatter())
-    axis.set_major_formatter(lambda value, _: number(value))
+def _set_log(axes: Axes, which: str) -> None:
+    """Make an axis logarithmic, with plain numbers instead of powers of ten."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def number(value: float) -> str:

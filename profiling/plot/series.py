@@ -6,12 +6,11 @@ Standard library only.
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from ..timeline import StepRecord
 
 __all__ = [
-    "MARK_KINDS",
     "TokenGap",
     "Mark",
     "MarkKind",
@@ -32,7 +31,6 @@ _COLLECTION_SHARE: Final = 0.1
 Collections of the youngest objects are frequent and take microseconds."""
 
 MarkKind = Literal["chunk", "join", "bucket", "collection"]
-MARK_KINDS: Final[tuple[MarkKind, ...]] = ("chunk", "join", "bucket", "collection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def _gap_ns(records: Sequence[StepRecord], index: int, is_async_device: bool) ->
 def _marks(
     records: Sequence[StepRecord], arrivals: Sequence[float], ends: Sequence[float]
 ) -> dict[MarkKind, list[Mark]]:
-    marks: dict[MarkKind, list[Mark]] = {kind: [] for kind in MARK_KINDS}
+    marks: dict[MarkKind, list[Mark]] = {kind: [] for kind in get_args(MarkKind)}
     bucket: int | None = None
     for record, arrival, end in zip(records, arrivals, ends, strict=True):
         if record.prefill_tokens > 0:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
 from ...profiling import bandwidth
-from ...profiling.device_state import DeviceMonitor
+from ...profiling.device_state import DeviceMonitor, watch
+from ...profiling.timeline import StepRecord
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import ConfigError
@@ -20,7 +21,7 @@ from ..kernels import cpu_kernels_obstacle
 from ..loading.loader import resolve_source
 from ..resolved_config import ResolvedConfig, resolve_device
 from .options import MODES
-from .results.result_document import new_document
+from .results.result_document import describe_engine, new_document
 from .results.step_plot import MeasuredSteps
 
 __all__ = ["BenchmarkRun", "ModelKind", "StepMode", "modes_of", "resolve_engine"]
@@ -122,12 +123,38 @@ class BenchmarkRun(ABC):
             self.say(f"{kind} {StepMode(config.mode, config.kernels)}, {what}")
         return Engine.from_pretrained(kind.model, config, progress=False)
 
-    def start_budgeted(
-        self, kind: ModelKind, config: EngineConfig, input_len: int, rows: int
-    ) -> Engine:
-        """Start an engine for `rows` rows and prompts of `input_len`, with or without a budget."""
-        budget = "no budget" if config.max_itl_ms is None else f"{config.max_itl_ms:g} ms"
-        return self.start(kind, config, f"{rows} rows, prompts of {input_len}, {budget}")
+    def measure_budgeted(
+        self,
+        kind: ModelKind,
+        config: EngineConfig,
+        sizes: Mapping[str, int],
+        measure: Callable[[Engine], tuple[dict[str, Any], Sequence[StepRecord]]],
+    ) -> dict[str, Any]:
+        """Measure an engine with or without a latency budget; return the entry of the document.
+
+        Args:
+            kind: the model.
+            config: of the engine.
+            sizes: `batch_size`, `input_len` and further fields of the entry.
+            measure: returns the other fields, and the steps for a plot.
+        """
+        max_itl_ms = config.max_itl_ms
+        budget = "no budget" if max_itl_ms is None else f"{max_itl_ms:g} ms"
+        what = f"{sizes['batch_size']} rows, prompts of {sizes['input_len']}, {budget}"
+        with self.start(kind, config, what) as engine:
+            read_again = watch(self.monitor)
+            with self.steps.timed(engine):
+                measured, records = measure(engine)
+            entry = {
+                **describe_engine(engine, kind.model),
+                "max_itl_ms": max_itl_ms,
+                "step_budget": engine.stats()["step_budget"],
+                **sizes,
+                **measured,
+                "device_state": read_again(),
+            }
+        self.steps.add(entry, records)
+        return entry
 
     def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
         """Return every combination of modes and `--kernels` once.

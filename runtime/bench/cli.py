@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -71,22 +71,22 @@ def _run(options: argparse.Namespace) -> int:
 def _measure_host_code(options: argparse.Namespace) -> int:
     """Measure a scenario without an engine; print and write its table."""
     print(f"measuring --scenario {options.scenario}", file=sys.stderr)
-    try:
-        if options.scenario == "cache":
-            costs = [dataclasses.asdict(cost) for cost in measure_cache(seed=options.seed)]
-        else:
+    if options.scenario == "cache":
+        name, table = "cache_operations", cache_table
+        costs = [asdict(cost) for cost in measure_cache(seed=options.seed)]
+    else:
+        name, table = "host", host_table
+        try:
             measured = measure_host(num_steps=options.num_steps, seed=options.seed)
-            costs = [dataclasses.asdict(cost) for cost in measured]
-    except ValueError as error:  # more steps than the cache has room for
-        print_error(error)
-        return 1
-    table = cache_table(costs) if options.scenario == "cache" else host_table(costs)
+        except ValueError as error:  # more steps than the cache has room for
+            print_error(error)
+            return 1
+        costs = [asdict(cost) for cost in measured]
     if options.output_json is not None:
         device = torch.device("cpu")
         document = new_document(device, bandwidth.measure_read_bandwidth(device))
-        name = {"cache": "cache_operations", "host": "host"}[options.scenario]
         write_json(options, document | {name: costs})
-    _print_table(options, table)
+    _print_table(options, table(costs))
     return 0
 
 

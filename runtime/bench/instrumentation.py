@@ -59,11 +59,10 @@ def measure_instrumentation(engine: Engine) -> Overhead:
 
     Events of `Engine.device_timing` are not included: steps are timed on request only.
     """
-    scopes = scopes_of_a_launch(engine)
-    if not engine.config.is_async_device:
-        return measure_overhead(scope=operation, scopes=scopes)
     return measure_overhead(
-        scope=operation, scopes=scopes, begin=lambda: None, elapsed_ns=lambda: None
+        scope=operation,
+        scopes=scopes_of_a_launch(engine),
+        is_async_device=engine.config.is_async_device,
     )
 
 

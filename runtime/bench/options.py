@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
+from ...profiling.plot import PlotError
 from ..config import MAX_SEED, EngineConfig
 from ..tools.memory_report import parse_bytes
 from .console import program_name
@@ -351,6 +353,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     given = [name for name, value in parsed.items() if value is not None]
     try:
         validate_args(options, given)
-    except ValueError as error:
+    except (ValueError, PlotError, WriteError) as error:
         parser.error(str(error))
     return options

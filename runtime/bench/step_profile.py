@@ -11,7 +11,7 @@ import contextlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,9 +28,9 @@ from .benchmark_run import ModelKind
 from .console import print_error, program_name
 from .scenarios.steady import BenchmarkCase, CaseRun
 from .scenarios.steady_run import SteadyRun
-from .validate_args import StepRange, kernels_path, trace_path
+from .validate_args import kernels_path, trace_path
 
-__all__ = ["ProfileRun", "StepWindow", "run_nsys"]
+__all__ = ["ProfileRun", "run_nsys"]
 
 CANNOT_RUN = 126
 """The exit status of a shell for a file that cannot be executed."""
@@ -89,38 +89,6 @@ def _run(command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-class StepWindow:
-    """Opens a context before one step of the whole batch, and closes it before another.
-
-    Args:
-        steps: the steps inside.
-        open_: returns the context.
-    """
-
-    def __init__(
-        self, steps: StepRange, open_: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> None:
-        self._steps = steps
-        self._open = open_
-        self._stack = contextlib.ExitStack()
-        self._is_open = False
-
-    def before_step(self, step: int) -> None:
-        """Open or close the context before step `step`; after the last step it is their number."""
-        if step == self._steps.first and not self._is_open:
-            self._stack.enter_context(self._open())
-            self._is_open = True
-        elif step == self._steps.end:
-            self._stack.close()
-
-    def __enter__(self) -> StepWindow:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close the context, with the error that ended the run if there is one."""
-        self._stack.__exit__(*error)  # type: ignore[arg-type]
-
-
 class ProfileRun(SteadyRun):
     """One case, in one mode, with a profile of some of its steps."""
 
@@ -137,7 +105,8 @@ class ProfileRun(SteadyRun):
             require_nvtx("--profile nsys")
         super().__init__(options)
         self.names = KernelNames()
-        self._windows = contextlib.ExitStack()
+        self._window = contextlib.ExitStack()
+        self._began = False
 
     def run(self) -> None:
         """Measure the case, and write the profile.
@@ -146,7 +115,7 @@ class ProfileRun(SteadyRun):
             TraceError: the trace cannot be written.
             NamesFileError: the names of kernels cannot be.
         """
-        with self._windows:
+        with self._window:
             super().run()
         if self.options.profile == "nsys" or self.names.steps:
             self.names.save(kernels_path(self.options))
@@ -163,7 +132,7 @@ class ProfileRun(SteadyRun):
         return engine
 
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
-        """Return the case, with the window around its steps."""
+        """Return the case, which begins and ends the profile."""
         steps = self.options.profile_steps
         if engine.config.mode == "graph" and self.device.type == "cuda":
             self.names.costs = decode_operation_costs(
@@ -172,8 +141,7 @@ class ProfileRun(SteadyRun):
                 rows=case.batch_size,
                 context=case.input_len + (steps.first + steps.end) // 2,
             )
-        window = self._windows.enter_context(StepWindow(steps, self._open_window))
-        return CaseRun(engine, case, seed=self.options.seed, before_step=window.before_step)
+        return CaseRun(engine, case, seed=self.options.seed, before_step=self._before_step)
 
     def report(self) -> str:
         """Return where the profile is, and the time of each operation in it."""
@@ -189,7 +157,13 @@ class ProfileRun(SteadyRun):
             text += f"; names of kernels: {kernels_path(self.options)}"
         return f"{text}\n\n{found.markdown()}"
 
-    def _open_window(self) -> contextlib.AbstractContextManager[None]:
-        if self.options.profile == "nsys":
-            return nsys.capture_window()
-        return torch_trace(trace_path(self.options), self.names)
+    def _before_step(self, step: int) -> None:
+        """Begin the profile before its first step, and end it after its last one."""
+        if step == self.options.profile_steps.first and not self._began:
+            self._began = True
+            if self.options.profile == "nsys":
+                self._window.enter_context(nsys.capture_window())
+            else:
+                self._window.enter_context(torch_trace(trace_path(self.options), self.names))
+        elif step == self.options.profile_steps.end:
+            self._window.close()

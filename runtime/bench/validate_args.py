@@ -1,6 +1,6 @@
 """Which flags of the benchmark combine, their defaults by scenario, and which files they may name.
 
-Every function raises `ValueError` with one line: what was given, what is allowed, what to do.
+Every error is one line: what was given, what is allowed, what to do.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...profiling.atomic_write import WriteError, check_writable
+from ...profiling.atomic_write import check_writable
 from ...profiling.kernel_names import SUFFIX as KERNELS_SUFFIX
-from ...profiling.plot import PlotError, check_plot
+from ...profiling.plot import check_plot
 from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 
 __all__ = ["SCENARIO_FLAGS", "StepRange", "kernels_path", "trace_path", "validate_args"]
@@ -26,6 +26,12 @@ _ENGINE = (*_MODEL, "mode", "kernels", "prefill_chunk")
 _FILES = ("scenario", "output_json", "output_md", "seed")
 _COMPARE = ("compare", "fail_above")
 _PROFILE = ("profile", "profile_steps", "profile_output", "graph_trace")
+_NEEDED = {
+    "device_memory": "explain_memory",
+    "bandwidth_gb_s": "explain_step",
+    "fail_above": "compare",
+}
+"""Flags that have no effect without another one."""
 
 
 def _accepts(*names: str, **defaults: Any) -> dict[str, Any]:
@@ -119,7 +125,9 @@ def validate_args(options: argparse.Namespace, given: Sequence[str]) -> None:
         given: names of the flags on it.
 
     Raises:
-        ValueError: flags do not combine, or a file cannot be written.
+        ValueError: flags do not combine.
+        PlotError: the file of the plot cannot be drawn.
+        WriteError: a file cannot be written.
     """
     _check_combination(options, given)
     _fill_in_defaults(options)
@@ -133,12 +141,7 @@ def _flag(name: str) -> str:
 
 
 def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> None:
-    needed = {
-        "device_memory": "explain_memory",
-        "bandwidth_gb_s": "explain_step",
-        "fail_above": "compare",
-    }
-    for name, other in needed.items():
+    for name, other in _NEEDED.items():
         if name in given and not getattr(options, other):
             raise ValueError(f"{_flag(name)} has no effect without {_flag(other)}")
     compared = len(options.compare or ())
@@ -161,10 +164,9 @@ def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> Non
     others = [_flag(name) for name in given if name not in accepted]
     if others:
         raise ValueError(f"{', '.join(others)}: no effect together with {what}")
-    if options.profile == "none":
-        for name in _PROFILE[1:]:
-            if name in given:
-                raise ValueError(f"{_flag(name)} has no effect without --profile")
+    unused = [_flag(name) for name in given if name in _PROFILE[1:]]
+    if unused and options.profile == "none":
+        raise ValueError(f"{unused[0]} has no effect without --profile")
 
 
 def _fill_in_defaults(options: argparse.Namespace) -> None:
@@ -187,32 +189,19 @@ def _check_files(options: argparse.Namespace) -> None:
     for flag, path in outputs:
         if any(_same_file(path, other) for other in options.compare or ()):
             raise ValueError(f"{flag} {path} is what --compare reads: write to another file")
-        _check_writable(path)
+        check_writable(path)
     for (flag, path), (other, its_path) in itertools.combinations(outputs, 2):
         if _same_file(path, its_path):
             raise ValueError(f"{flag} and {other} are one file: {path}")
     if options.plot is not None:
-        try:
-            check_plot(options.plot)
-        except PlotError as error:
-            raise ValueError(str(error)) from error
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        check_writable(path)
-    except WriteError as error:
-        raise ValueError(str(error)) from error
+        check_plot(options.plot)
 
 
 def _same_file(one: Path, other: Path) -> bool:
     """Whether two paths lead to the same file, which need not exist."""
-    if os.path.realpath(one) == os.path.realpath(other):
-        return True
-    try:
+    if os.path.exists(one) and os.path.exists(other):
         return os.path.samefile(one, other)
-    except OSError:  # one of them does not exist
-        return False
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _validate_profile(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -255,4 +244,4 @@ def _validate_profile(options: argparse.Namespace, given: Sequence[str]) -> None
     if options.profile == "nsys":
         files = [Path(f"{name}.{end}") for end in ("nsys-rep", "sqlite")]
     for path in (*files, kernels_path(options)):
-        _check_writable(path)
+        check_writable(path)

@@ -32,21 +32,18 @@ import torch
 from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
-from ..errors import NonFiniteLogitsError
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
-from ..kernels.ops.feedback import NON_FINITE
-from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
+from ..request import AbortReason, Request, RequestGroup, RequestStatus
 from ..scheduling.plan import StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
+from .open_requests import OpenRequests
 from .request_output import RequestOutput
 
 __all__ = ["StepLoop"]
 
 logger = logging.getLogger("stepgraph.runtime")
-
-_FINISHED = RequestStatus.FINISHED
 
 TIMELINE_STEPS = 65536
 """Capacity of the timeline, in steps (7 MiB)."""
@@ -76,55 +73,43 @@ class StepLoop:
         self.runner = runner
         self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
-        self.groups: dict[str, RequestGroup] = {}
+        self.requests = OpenRequests(scheduler)
         self.num_steps = 0
-        self.counts = dict.fromkeys(
-            (
-                "requests",
-                "finished",
-                "output_tokens",
-                "multi_step_launches",
-                "preemptions",
-                "failed_copies",
-                "non_finite",
-            ),
-            0,
-        )
+        self._counts = dict.fromkeys(("multi_step_launches", "preemptions", "failed_copies"), 0)
         self.intact = True
         """Whether no operation was interrupted by an exception."""
-        self.ready: list[RequestOutput] = []
-        """Outputs that have not been returned yet, in order."""
-        self.any_finished = False
-        """Whether `ready` may contain the last output of a request."""
         self._posted: deque[tuple[Callable[[RequestGroup], None], RequestGroup]] = deque()
         self._in_flight = in_flight
         self._step_budget = step_budget
         self._launched: deque[LaunchedStep] = deque()
-        self._group_of: dict[Request, RequestGroup] = {}
-        self._changed: dict[RequestGroup, None] = {}  # changed since their last output, in order
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far: requests, tokens, preemptions and failures; see `Engine.stats`."""
+        return {**self.requests.counts, **self._counts}
 
     @property
     def has_unfinished(self) -> bool:
         """Whether the next step has work or outputs."""
-        return bool(self.groups or self._launched)
+        return bool(self.requests.groups or self._launched)
 
     @property
     def num_posted(self) -> int:
         """Posted requests that the next step will queue."""
         posted = tuple(self._posted)
-        return sum(len(group.requests) for change, group in posted if change == self.add)
+        return sum(len(group.requests) for change, group in posted if change == self.requests.add)
 
     def post_add(self, group: RequestGroup) -> None:
         """Queue the requests of a group in the next step. Any thread may call it at any time."""
-        self._posted.append((self.add, group))
+        self._posted.append((self.requests.add, group))
 
     def post_abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
         """End the requests of a group in the next step, with an output. Any thread, any time."""
-        self._posted.append((partial(self.abort, reason=reason), group))
+        self._posted.append((partial(self.requests.abort, reason=reason), group))
 
     def post_discard(self, group: RequestGroup) -> None:
         """End the requests of a group in the next step, without output. Any thread, any time."""
-        self._posted.append((self.discard, group))
+        self._posted.append((self.requests.discard, group))
 
     def settle(self) -> None:
         """Apply the posted additions and aborts."""
@@ -134,30 +119,6 @@ class StepLoop:
             change(group)
             self._posted.popleft()
         self.intact = True
-
-    def add(self, group: RequestGroup) -> None:
-        """Queue the requests of a group."""
-        self.groups[group.id] = group
-        for request in group.requests:
-            self._group_of[request] = group
-            self.scheduler.add(request)
-            self.counts["requests"] += 1
-
-    def abort(self, group: RequestGroup, reason: AbortReason = "abort") -> None:
-        """End the unfinished requests of a group. The next step returns their output."""
-        if self.groups.get(group.id) is not group or group.finished:
-            return
-        for request in group.requests:
-            if request.status is not _FINISHED:
-                self._finish(request, reason)
-        self._changed[group] = None
-
-    def discard(self, group: RequestGroup) -> None:
-        """End the requests of a group, if it is known, without an output."""
-        self.abort(group)
-        if self.groups.get(group.id) is group:
-            self._changed.pop(group, None)
-            del self.groups[group.id]
 
     def forget_contents(self) -> None:
         """Clear the prefix cache, and exclude tokens computed so far from later sharing."""
@@ -169,11 +130,12 @@ class StepLoop:
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of requests that changed since the last one."""
         self.advance()
-        outputs, self.ready, self.any_finished = self.ready, [], False
+        requests = self.requests
+        outputs, requests.ready, requests.any_finished = requests.ready, [], False
         return outputs
 
     def advance(self) -> None:
-        """Run one step; append the outputs of requests that changed to `ready`."""
+        """Run one step; append the outputs of requests that changed to `requests.ready`."""
         if self._posted:
             self.settle()
         self.intact = False
@@ -191,7 +153,7 @@ class StepLoop:
             waited = 0
             while len(self._launched) > most:
                 waited += self._commit(self._launched.popleft())
-            self._collect()
+            self.requests.collect()
             if step is not None:
                 self.timeline.record(
                     number,
@@ -238,10 +200,7 @@ class StepLoop:
         self.collector.close()
         self._launched.clear()
         self._posted.clear()
-        self.groups.clear()
-        self._group_of.clear()
-        self._changed.clear()
-        self.ready = []
+        self.requests.clear()
         self.runner.close()
 
     def check_integrity(self) -> None:
@@ -249,7 +208,7 @@ class StepLoop:
         self.scheduler.check_integrity()
         self.runner.check_integrity()
         cache = self.scheduler.cache
-        if not self.groups:
+        if not self.requests.groups:
             assert cache.num_free_blocks == cache.usable_blocks, "blocks were lost"
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
@@ -261,7 +220,7 @@ class StepLoop:
             request.num_computed = request.num_unsure = 0
             request.decoding = False
             request.num_preemptions += 1
-            self.counts["preemptions"] += 1
+            self._counts["preemptions"] += 1
         self._copy_blocks(plan)
         for admission in plan.admitted:
             request = admission.request
@@ -287,7 +246,7 @@ class StepLoop:
             for request in plan.decode:
                 request.num_computed += steps
                 request.num_pending += steps
-        self.counts["multi_step_launches"] += steps > 1
+        self._counts["multi_step_launches"] += steps > 1
         for chunk in plan.prefill:
             if chunk.samples:
                 chunk.request.num_pending += 1
@@ -320,7 +279,7 @@ class StepLoop:
     def _note_failed_copies(self, where: str, error: Exception) -> None:
         if isinstance(error, AssertionError):  # a bug, and nothing was copied
             raise error
-        self.counts["failed_copies"] += 1
+        self._counts["failed_copies"] += 1
         logger.error(
             "copying blocks %s failed: their tokens will be computed again",
             where,
@@ -341,87 +300,14 @@ class StepLoop:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
-            taken = 0
-            for request, token_id, logprobs in sampled:
-                if request is None or request.status is _FINISHED:
-                    continue
-                request.num_pending -= 1
-                if token_id == NON_FINITE:
-                    self._end_non_finite(request)
-                    continue
-                taken += 1
-                request.append_token(token_id, arrived)
-                if logprobs is not None:
-                    request.logprobs.append(logprobs)
-                self._changed[self._group_of[request]] = None
-                if token_id in request.stop_token_ids and (
-                    request.num_output > request.params.min_tokens
-                ):
-                    self._finish(request, "stop")
-                    continue
-                if request.detokenizer is not None:
-                    reason = self._end_of_text(request, token_id)
-                    if reason is not None:
-                        self._finish(request, reason)
-                        continue
-                if request.num_output >= request.max_tokens:
-                    self._finish(request, "length")
-            self.counts["output_tokens"] += taken
+            self.requests.append(sampled, arrived)
         return arrived - started if is_async_device else 0
 
     def _take_back(self, plan: StepPlan, advanced: Sequence[int]) -> None:
         """Advance each row of a verify step by its number of accepted tokens."""
         for request, count, accepted in zip(plan.decode, plan.decode_counts, advanced, strict=True):
-            if request.status is _FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 continue
             request.advanced(count, accepted)
             if accepted < count:
                 self.scheduler.fell_short(request)
-
-    def _end_of_text(self, request: Request, token_id: int) -> FinishReason | None:
-        """Add the newest token of a request to its text; return a finish reason, or None."""
-        assert request.detokenizer is not None
-        try:
-            request.detokenizer.push((token_id,))
-            return None if request.detokenizer.stopped is None else "stop"
-        except Exception as error:  # only this request fails
-            logger.exception("request %s failed", request.id)
-            request.error = error
-            return "error"
-
-    def _end_non_finite(self, request: Request) -> None:
-        """End a request with non-finite logits, and withdraw its unverified blocks."""
-        request.error = NonFiniteLogitsError(
-            f"request {request.id}: no token can be chosen after {request.num_tokens} tokens,"
-            f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
-            " parameters leave nothing but -inf; look for NaN in the weights, or choose bfloat16"
-            " where float16 overflows"
-        )
-        self.counts["non_finite"] += 1
-        self._changed[self._group_of[request]] = None
-        self.scheduler.withdraw(request)
-        if request.detokenizer is not None:
-            request.detokenizer.finish()
-        self._finish(request, "error")
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.detokenizer is not None and reason != "error":
-            request.detokenizer.finish()
-        request.status = _FINISHED
-        request.finish_reason = reason
-        request.row = None
-        request.siblings = []
-        self.scheduler.remove(request)
-        request.shed()
-        del self._group_of[request]
-        self.counts["finished"] += 1
-
-    def _collect(self) -> None:
-        """Create outputs for changed groups, and remove finished groups."""
-        outputs = [RequestOutput.of(group) for group in self._changed]
-        self._changed.clear()
-        for output in outputs:
-            if output.finished:
-                del self.groups[output.request_id]
-                self.any_finished = True
-        self.ready += outputs

@@ -136,6 +136,7 @@ class SharedLoop:
     def step(self) -> list[RequestOutput]:
         """Run one step; see `Engine.step`."""
         loop = self.check_usable()
+        requests = loop.requests
         outputs: list[RequestOutput] = []
         try:
             try:
@@ -148,11 +149,11 @@ class SharedLoop:
                     self._fail(error)
                     raise
                 if self._tickets.calls:
-                    self._tickets.route(loop.ready)
+                    self._tickets.route(requests.ready)
                 if part_of_generate:  # which returns no outputs of others
                     return outputs
-                outputs, loop.ready = loop.ready, outputs
-                any_finished, loop.any_finished = loop.any_finished, False
+                outputs, requests.ready = requests.ready, outputs
+                any_finished, requests.any_finished = requests.any_finished, False
             finally:
                 self._access.leave()
             if any_finished:
@@ -161,8 +162,8 @@ class SharedLoop:
         except BaseException:
             if outputs:  # the next step returns them
                 self._tickets.take_back(outputs)
-                loop.ready[:0] = outputs
-                loop.any_finished = True
+                requests.ready[:0] = outputs
+                requests.any_finished = True
             self._access.leave()  # if the first one was interrupted
             raise
 
@@ -225,8 +226,8 @@ class SharedLoop:
         try:
             self._access.enter("generate")
             self._change(StepLoop.settle)
-            loop.ready += [output for output in call.done.values() if output.error is None]
-            loop.any_finished = True
+            loop.requests.ready += [output for output in call.done.values() if output.error is None]
+            loop.requests.any_finished = True
         finally:
             self._access.leave()
 

@@ -121,11 +121,11 @@ def _start(
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
-            compiled_kernels = runner.compile_kernels()
+            compiled_kernels = runner.steps.compile_kernels()
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
         with _preparation_bar(shown=progress) as report:
-            runner.prepare(report, captured)
+            runner.library.prepare(report, captured)
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)

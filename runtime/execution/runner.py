@@ -5,27 +5,16 @@ Only `read` waits for the device, and only for the tokens of one step.
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...cache.arena import Arena, HostArena
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import StaticBuffers
-from ...graphs.library import PreparationWatcher, StepLibrary
-from ...graphs.steps import (
-    CapturedStep,
-    CompiledStep,
-    CudaGraphCapturer,
-    EagerStep,
-    GraphCapturer,
-    Step,
-)
 from ...profiling import ranges
 from ..kernels.cpu.threads import limit_threads
 from ..models.decoder import Decoder
@@ -42,12 +31,10 @@ from .inputs import (
     write_table_updates,
 )
 from .outputs import HostOutputs, LaunchedStep, Sampled, sampled_tokens
+from .prepared_steps import PreparedSteps
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
-
-if TYPE_CHECKING:
-    from ..kernels.triton.precompile import CompiledKernels
 
 __all__ = ["Runner"]
 
@@ -116,7 +103,7 @@ class Runner:
         self.host_arena = host
         self._addresses = self.addresses()
         self.sizes = StepSizes.choose(config, model.kernels)
-        bind = partial(
+        make_functions = partial(
             StepFunctions,
             model,
             arena.tensor,
@@ -125,11 +112,8 @@ class Runner:
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
         )
-        self._functions, self._eager = bind(compiled=config.compiled), bind(compiled=False)
-        self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
-        self.library = _library(
-            config, self._functions, self._eager, self._capturer, self.sizes.keys()
-        )
+        self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
+        self.library = self.steps.library
 
     @property
     def num_blocks(self) -> int:
@@ -170,39 +154,9 @@ class Runner:
         assert int(self.state.positions[self.null_row]) == 0
         assert not self.state.block_tables[:, self.null_row].any()
 
-    def compile_kernels(self) -> CompiledKernels:
-        """Compile the Triton kernels of all steps in parallel, before `prepare` runs them."""
-        from ..kernels.triton.precompile import (
-            compile_kernels,  # imports triton, which CUDA kernels need
-        )
-
-        # Several steps per launch use the kernels of one step. The plain PyTorch sampler has no
-        # Triton kernels, and run eagerly it exceeds the planned memory of its compiled form.
-        native, keys = self._eager.model.kernels.sampler == "triton", self.sizes.keys()
-        needed = dict.fromkeys(
-            dataclasses.replace(key, steps=1, full_sampler=native and key.full_sampler)
-            for key in keys
-        )
-        steps = [(str(key), self._eager.bind(key)) for key in needed]
-        if self._capturer is None:
-            return compile_kernels(steps)
-        # Libraries keep a workspace per stream, so use the stream that captures need anyway.
-        compiled: list[CompiledKernels] = []
-        self._capturer.warm_up(lambda: compiled.append(compile_kernels(steps)))
-        return compiled[0]
-
-    def prepare(
-        self,
-        progress: Callable[[int, int, StepKey], None] | None = None,
-        watcher: PreparationWatcher[StepKey] | None = None,
-    ) -> None:
-        """Compile and capture every step before the first request; see `StepLibrary.prepare`."""
-        self.library.prepare(progress, watcher)
-
     def close(self) -> None:
         """Release all steps and their compiled code."""
-        self.library.close()
-        self._functions.close()
+        self.steps.close()
 
     def swap_out(self, plan: StepPlan) -> None:
         """Issue the copies of preempted requests to the host, before any write to the blocks."""
@@ -388,25 +342,3 @@ class _Decoding:
         self.longest = max(requests, key=attrgetter("num_computed"), default=None)  # and remains so
         self.full_sampler = any(request.params.needs_full_sampler for request in requests)
         self.key: StepKey | None = None
-
-
-def _library(
-    config: ResolvedConfig,
-    functions: StepFunctions,
-    eager: StepFunctions,
-    capturer: GraphCapturer | None,
-    keys: Sequence[StepKey],
-) -> StepLibrary[StepKey, StepOutput]:
-    """Return the unprepared step library of the mode. Missing keys run as plain PyTorch."""
-
-    def make_step(key: StepKey) -> Step[StepOutput]:
-        if config.mode == "eager":
-            return EagerStep(eager.bind(key), str(key))
-        if capturer is None:
-            return CompiledStep(functions.bind(key), str(key))
-        return CapturedStep(functions.bind(key), str(key), capturer, identity=key)
-
-    def make_fallback(key: StepKey) -> Step[StepOutput]:
-        return EagerStep(eager.bind(key), str(key))
-
-    return StepLibrary(make_step, keys, lambda key: key.size, make_fallback)

@@ -170,7 +170,9 @@ class SampleSteps:
         self.state = RowState.allocate(rows, len(self.groups), columns, model.vocab_size, device)
         layout = StepInputs.layout(
             max_num_seqs=rows,
-            prefill_tokens=max(case.key.size for case in cases if case.key.phase == "prefill"),
+            prefill_tokens=max(
+                (case.key.size for case in cases if case.key.phase == "prefill"), default=1
+            ),
             prefill_rows=config.max_prefill_rows,
             table_updates=1,
         )

@@ -10,21 +10,16 @@ tokens back.
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
 its guards. Only a plain PyTorch sampler is compiled, on its own. Other steps are compiled as a
-whole: forward pass, head, sampling and token feedback. All buckets share the compiled code of a
-phase and a sampler: one version for any number of tokens, and one for a single token, which torch
-specialises. Inputs are small copies, so that they differ only in length: torch recompiles for views
-at other offsets, and for two arguments that are the same tensor.
+whole: forward pass, head, sampling and token feedback (see `compiled_parts.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -36,10 +31,9 @@ from ..operation_scopes import operation
 from ..sampling.drafts import sample_drafts
 from ..sampling.sample_output import SampleOutput
 from ..sampling.samplers import SAMPLERS
+from .compiled_parts import CompiledParts
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .row_state import RowState
-
-_serial = itertools.count()
 
 __all__ = ["StepFunctions", "StepKey", "StepOutput", "on_device"]
 
@@ -103,22 +97,16 @@ class StepFunctions:
         self.embeds = embeds
         self.drafts = drafts
         self._sampler = SAMPLERS[model.kernels.sampler]
-        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._parts = CompiledParts((arena, *state.tensors().values()))
         if compiled and model.stack is None:
             if model.kernels.sampler == "triton":  # torch.compile cannot trace its launches
                 self._sampler = SAMPLERS["torch"]
-            self._compile(self._decode_parts)
-            self._compile(self._prefill_parts)
+            self._parts.add(self._decode_parts)
+            self._parts.add(self._prefill_parts)
             if drafts is not None:
-                self._compile(self._verify_parts)
+                self._parts.add(self._verify_parts)
         elif compiled and model.kernels.sampler == "torch":
-            self._compile(self._sampled)
-
-    def _compile(self, part: Callable[..., Any]) -> None:
-        for tensor in (self.arena, *self.state.tensors().values()):
-            torch._dynamo.mark_static_address(tensor)
-        code = torch.compile(_own_code(part), fullgraph=True, dynamic=True)
-        self._compiled[part.__name__] = code
+            self._parts.add(self._sampled)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
         """Return the step of a key as a callable without arguments."""
@@ -162,7 +150,7 @@ class StepFunctions:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
         rows_B = self.inputs.decode_rows[: key.size]
-        tensors = self._copied(self._decode_parts, rows_B)
+        tensors = self._parts.inputs(self._decode_parts, rows_B)
         return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
 
     def _decode_parts(
@@ -202,7 +190,7 @@ class StepFunctions:
         assert self.drafts is not None, "these steps were made without room for drafts"
         assert (key.phase, key.steps) == ("decode", 1)
         drafts, size = self.drafts, key.size
-        tensors = self._copied(
+        tensors = self._parts.inputs(
             self._verify_parts,
             self.inputs.decode_rows[:size],
             drafts.token_ids[:size, : key.tokens_per_row - 1],
@@ -249,7 +237,7 @@ class StepFunctions:
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
         inputs, size = self.inputs, key.size
-        tensors = self._copied(
+        tensors = self._parts.inputs(
             self._prefill_parts,
             inputs.token_ids[:size],
             inputs.positions[:size],
@@ -258,7 +246,7 @@ class StepFunctions:
             inputs.query_start_loc,
             inputs.sample_rows,
         )
-        embeds = self._copied(self._prefill_parts, *self._embeds(size))
+        embeds = self._parts.inputs(self._prefill_parts, *self._embeds(size))
         sizes = key.read_blocks, key.full_sampler
         return self._call(self._prefill_parts, *tensors, *sizes, *embeds)
 
@@ -292,23 +280,8 @@ class StepFunctions:
             return ()
         return self.embeds.embeds[:size], self.embeds.mask[:size]
 
-    def _copied(
-        self, part: Callable[..., StepOutput], *tensors: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """Return the inputs of a part, as copies if it is compiled (see the top of this file)."""
-        if part.__name__ not in self._compiled:
-            return tensors
-        with operation("inputs"):
-            return [tensor.clone() for tensor in tensors]
-
     def _call(self, part: Callable[..., StepOutput], *arguments: Any) -> StepOutput:
-        """Run a part of a step, or its compiled code within one profiler scope."""
-        compiled = self._compiled.get(part.__name__)
-        if compiled is None:
-            output = part(*arguments)
-        else:
-            with operation("compiled"):
-                output = compiled(*arguments)
+        output: StepOutput = self._parts.call(part, *arguments)
         if output.details is None or not output.logits.is_cuda:
             return output
         details = output.details.pack()  # so that one copy transfers them to the host
@@ -386,24 +359,9 @@ class StepFunctions:
 
     def close(self) -> None:
         """Release compiled code, which references this object."""
-        self._compiled = {}
+        self._parts.close()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a CUDA device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _own_code(bound: Callable[..., Any]) -> MethodType:
-    """Return the method with a code object of its own.
-
-    torch stores compiled code with the code object, and limits recompilations per code object.
-    Without copies, engines of a process would share this limit and keep each other's code alive.
-    """
-    method = cast(MethodType, bound)
-    function = method.__func__
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
-    own = FunctionType(
-        code, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
-    )
-    return MethodType(own, method.__self__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
@@ -66,17 +66,17 @@ class Family:
     defaults: Json = field(default_factory=dict)
     """Optional keys of `config.json`, with the defaults of transformers."""
     is_sliding: Callable[[Json, int], bool] = _full
-    """Whether a layer slides, where the config does not list `layer_types`."""
+    """Whether a layer has a sliding window, if the config does not list `layer_types`."""
     window_switch: bool = False
-    """Whether `use_sliding_window` of the config says if there is a window."""
+    """Whether `use_sliding_window` of the config switches the window on."""
     lists_layer_types: bool = False
     """Whether `layer_types` of the config decides."""
     attention_bias: bool = True
-    """Whether the config can give biases to the projections of attention."""
+    """Whether the projections of attention have biases if the config says so."""
     mlp_bias: bool = False
-    """Whether the config can give biases to the MLP."""
+    """Whether the MLP has biases if the config says so."""
     activation_key: str = "hidden_act"
-    """What `config.json` calls the activation of the MLP."""
+    """The key of `config.json` that names the activation of the MLP."""
     activation: str = "silu"
     """The activation where the config names none."""
     qk_norm: bool = False
@@ -88,17 +88,17 @@ class Family:
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
     query_scalar: bool = False
-    """`query_pre_attn_scalar` takes the place of the head size in the scale of the scores."""
+    """Scores are divided by the root of `query_pre_attn_scalar`, not by that of the head size."""
     score_softcap: bool = False
-    """`attn_logit_softcapping` is in force."""
+    """`attn_logit_softcapping` applies."""
     logits_softcap: bool = False
-    """`final_logit_softcapping` is in force."""
+    """`final_logit_softcapping` applies."""
     two_ropes: bool = False
-    """Sliding layers have a rotation of their own."""
+    """Sliding layers have rotary parameters of their own."""
     attention_sinks: bool = False
     """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
     clamped_activation: bool = False
-    """`swiglu_limit` is in force: gate and up are clamped, and the activation is
+    """`swiglu_limit` applies: gate and up are clamped, and the activation is
     (up + 1) * gate * sigmoid(1.702 * gate) (gpt-oss)."""
     latent: bool = False
     """Multi-head latent attention."""
@@ -115,6 +115,20 @@ _GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    is_sliding=_every_second_full,
+    lists_layer_types=True,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    offset_norms=True,
+    output_norms=True,
+    scaled_embeddings=True,
+    query_scalar=True,
+    score_softcap=True,
+    logits_softcap=True,
+)
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -154,34 +168,15 @@ FAMILIES: dict[str, Family] = {
         lists_layer_types=True,
         qk_norm=True,
     ),
-    "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
-        defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        is_sliding=_every_second_full,
-        lists_layer_types=True,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        offset_norms=True,
-        output_norms=True,
-        scaled_embeddings=True,
-        query_scalar=True,
-        score_softcap=True,
-        logits_softcap=True,
-    ),
-    "gemma3_text": Family(
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
         architecture="Gemma3ForCausalLM",
         defaults=_GEMMA
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         is_sliding=_last_of_each_pattern_full,
-        lists_layer_types=True,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
         qk_norm=True,
-        offset_norms=True,
-        output_norms=True,
-        scaled_embeddings=True,
-        query_scalar=True,
-        logits_softcap=True,
+        score_softcap=False,
         two_ropes=True,
     ),
     "deepseek_v2": Family(
@@ -211,9 +206,8 @@ FAMILIES: dict[str, Family] = {
         rope_interleaved=None,
     ),
 }
-"""By `model_type`. transformers takes no notice of `attn_logit_softcapping` in Gemma 3, has no
-biases in the attention of Mistral, and caps the logits of the Gemmas only, whatever the config
-says."""
+"""By `model_type`. As in transformers, `attn_logit_softcapping` is ignored for Gemma 3, attention
+biases are ignored for Mistral, and only the logits of the Gemmas are capped."""
 
 
 def family_of(config: Json) -> tuple[str, Family]:

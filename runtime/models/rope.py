@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, "RoFormer"): how far each pair of elements turns."""
+"""Rotary position embeddings (Su et al. 2021, "RoFormer"): frequencies and rotation."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ _BOUND = f" (numbers from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g} are supported)"
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context a model was first trained on.
+    """How rotary frequencies are scaled for contexts longer than that of the first training.
 
     `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
-    high ones and blend those between (see `inverse_frequencies`). Raises `ConfigError`.
+    high ones and blend those between (see `inverse_frequencies`).
+
+    Raises:
+        ConfigError: the type is unknown, or a number is out of range.
     """
 
     type: RopeType = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 8192
-    """`llama3`, `yarn`: positions of the first training."""
+    """`llama3`, `yarn`: context length of the first training, in tokens."""
     low_freq_factor: float = 1.0
-    """`llama3`: wavelengths above `original_max_position_embeddings` / this are stretched."""
+    """`llama3`: frequencies with wavelengths above `original_max_position_embeddings` / this are
+    divided by `factor`."""
     high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below `original_max_position_embeddings` / this are kept."""
+    """`llama3`: those with wavelengths below `original_max_position_embeddings` / this are kept."""
     beta_fast: float = 32.0
     """`yarn`: pairs that turn more often than this in the first training's context are kept."""
     beta_slow: float = 1.0
-    """`yarn`: pairs that turn less often than this are stretched."""
+    """`yarn`: frequencies of pairs that turn less often than this are divided by `factor`."""
     truncate: bool = True
     """`yarn`: whether the blend begins and ends at whole pairs. transformers 5.23 reads the key at
     the top level of `rope_parameters` only, and ignores it where parameters are nested by the kind
     of layer, as in Gemma 3; here it counts there too."""
     attention_factor: float | None = None
-    """`yarn`: what cosines and sines are multiplied by; None: it follows from the factor."""
+    """`yarn`: the multiplier of cosines and sines; None: computed from `factor`."""
     mscale: float | None = None
-    """`yarn`: weight of log(factor) in what cosines and sines are multiplied by."""
+    """`yarn`: weight of log(factor) in the multiplier of cosines and sines."""
     mscale_all_dim: float | None = None
-    """Weight of log(factor) in what the scores of latent attention are multiplied by; `yarn`
-    divides cosines and sines by its root where `mscale` is given too."""
+    """Weight of log(factor) in the multiplier of the scores of latent attention. `yarn` divides
+    cosines and sines by the root of that multiplier if `mscale` is given too."""
 
     def __post_init__(self) -> None:
         if self.type not in get_args(RopeType):
@@ -90,7 +94,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for `yarn`."""
+        """Multiplier of cosines and sines; 1 except for `yarn`."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -101,13 +105,13 @@ class RopeScaling:
 
     @property
     def latent_score_scale(self) -> float:
-        """What the scores of latent attention are multiplied by (DeepSeek-V2)."""
+        """Multiplier of the scores of latent attention (DeepSeek-V2)."""
         if self.type == "default" or not self.mscale_all_dim:
             return 1.0
         return self._log_scale(self.mscale_all_dim) ** 2
 
     def _log_scale(self, weight: float) -> float:
-        """The temperature that YaRN found for a factor (Peng et al. 2023, equation 22)."""
+        """The attention temperature of YaRN for `factor` (Peng et al. 2023, equation 22)."""
         return 0.1 * weight * math.log(self.factor) + 1.0
 
 
@@ -115,16 +119,16 @@ UNSCALED = RopeScaling()
 
 
 class Rope(NamedTuple):
-    """The rotation of a layer: its base and how it is stretched."""
+    """The rotary embedding of a layer: its base and how its frequencies are scaled."""
 
     theta: float
     scaling: RopeScaling = UNSCALED
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
-    """Return the angle by which each pair of elements turns per position: float32 `[dim / 2]`.
+    """Return the angle by which each pair turns per position, in radians: float32 `[dim / 2]`.
 
-    Pair i turns by `theta ** (-2i / dim)` radians. `linear` scaling divides all of them by the
+    Without scaling pair i turns by `theta ** (-2i / dim)`. `linear` scaling divides all by the
     factor (Chen et al. 2023). The others weigh by how often a pair turns within the context L of
     the first training, n = L / wavelength: slow pairs are divided by the factor, fast ones kept.
     `llama3` blends linearly in n between `low_freq_factor` and `high_freq_factor` (Llama 3.1);
@@ -150,7 +154,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
 
 
 def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
-    """Return the pairs, as fractions if not truncated, where the blend begins and ends."""
+    """Return the pair numbers where the blend begins and ends; fractions if not truncated."""
     theta, scaling = rope
 
     def pair_that_turns(times: float) -> float:
@@ -168,10 +172,12 @@ def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
 def rotate(
     x_TNE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """Turn the pairs of each vector; `cos_TE` and `sin_TE` are float32 `[T, E / 2]`.
+    """Rotate each vector of `x_TNE` `[tokens, heads, E]` by the angles of its token.
 
-    A pair is (i, i + E / 2), or (2i, 2i + 1) if `interleaved`; the result has the first layout in
-    both cases, which changes no product of two rotated vectors.
+    `cos_TE` and `sin_TE` are float32 `[tokens, E / 2]`. The result has the dtype of `x_TNE`.
+
+    Elements (i, i + E / 2) are a pair, or (2i, 2i + 1) if `interleaved`. The result has the first
+    layout in both cases, which changes no dot product of two rotated vectors.
     """
     x = x_TNE.float()
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

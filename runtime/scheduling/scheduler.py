@@ -29,23 +29,19 @@ blocks with the same content (see `cache/kv_cache.py`).
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
-from operator import attrgetter
-
 from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
+from .admission import AdmissionControl
 from .headroom import Headroom
 from .next_events import NextEvents
 from .plan import Admission, Preemption, RowSpan, StepPlan, TableUpdate
 from .preemption import PreemptionPolicy
 from .publishing import Publishing
+from .running import RunningRequests, order_of
 from .step_budget import StepBudget
 from .waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
-
-_order = attrgetter("order")
 
 
 class Scheduler:
@@ -85,22 +81,12 @@ class Scheduler:
         self.tokens_per_row = tokens_per_row
         self._step_budget = step_budget
         self._waiting = WaitingQueue()
-        # In the order of service: requests with a row; the prefilling and the decoding ones.
-        self._running: list[Request] = []
-        self._prefilling: list[Request] = []
-        self._decoding: list[Request] = []
-        # Requests whose launched steps may have sampled all of their tokens.
-        self._ending: set[Request] = set()
-        self._decode: list[Request] | None = []  # `_decoding` as a list, until it changes
         self._num_steps = 0  # planned so far; counts each decode step of a launch
         self._next_events = NextEvents()
+        self._running = RunningRequests(max_num_seqs)
         self._headroom = Headroom(cache)
-        self._rows: dict[Request, int] = {}
-        self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._publishing = Publishing(cache)
-        # The request that was refused last, with the state at that time: siblings to fork from,
-        # prompts published, headroom released, free blocks.
-        self._refused: tuple[Request, int, int, int, int] | None = None
+        self._admission = AdmissionControl(cache, self._running, self._publishing, self._headroom)
 
     @property
     def num_waiting(self) -> int:
@@ -123,8 +109,10 @@ class Scheduler:
         steps of the next owner are launched after them.
         """
         assert request.status is RequestStatus.FINISHED
-        if request in self._rows:
-            self._leave(request)
+        if request in self._running.rows:
+            self._publishing.publish(request, ends=True)
+            self._give_up_row(request)
+            self.cache.release(request.id)
             return
         self.cache.forget_swapped(request.id)
         self._waiting.drop_ended()
@@ -135,15 +123,16 @@ class Scheduler:
         Allocates and frees rows and blocks. Requests do not change until the engine launches the
         plan.
         """
-        plan = StepPlan()
+        plan, running = StepPlan(), self._running
         self._num_steps += 1
         due = self._next_events.pop_due(self._num_steps)
-        if due is not None or self._prefilling:
+        if due is not None or running.prefilling:
             self._look_at(plan, due or {})
-        plan.decode = self._those_that_decode()
-        self._plan_prefill(plan)
-        if plan.preempted:
-            plan.decode = self._those_that_decode()
+        plan.decode = running.decoding()
+        if running.prefilling or running.free_rows:
+            self._plan_prefill(plan)
+            if plan.preempted:
+                plan.decode = running.decoding()
         if self.steps_per_launch > 1 and not single:
             self._plan_several_steps(plan)
         if self.tokens_per_row > 1 and not single:
@@ -157,7 +146,7 @@ class Scheduler:
         Its next event is now earlier than necessary, which is harmless. If the launched steps could
         have sampled all of its tokens, it decodes again from the next plan on.
         """
-        if request in self._ending and not request.reached_max_tokens:
+        if request in self._running.ending and not request.reached_max_tokens:
             self._next_events.cancel(request)
             self._next_events.schedule(request, self._num_steps + 1)
 
@@ -191,26 +180,25 @@ class Scheduler:
 
     def _look_at(self, plan: StepPlan, due: dict[Request, None]) -> None:
         """Process the due events of decoding requests, and add requests that begin to decode."""
-        joining = [request for request in self._prefilling if request.decoding]
-        for request in (*due, *self._prefilling):
+        running = self._running
+        joining = [request for request in running.prefilling if request.decoding]
+        for request in (*due, *running.prefilling):
             if request.least_computed >= self._publishing.next_at(request):
                 self._publishing.publish(request)
         if joining:
-            self._prefilling = [request for request in self._prefilling if not request.decoding]
-        for request in sorted((*due, *joining), key=_order):
-            if request not in self._rows:  # preempted for an earlier request
+            running.prefilling = [request for request in running.prefilling if not request.decoding]
+        for request in sorted((*due, *joining), key=order_of):
+            if request not in running.rows:  # preempted for an earlier request
                 continue
             if request.reached_max_tokens:
-                if request in due and request not in self._ending:
-                    self._stop_decoding(request)
-                self._ending.add(request)
+                if request in due and request not in running.ending:
+                    running.stop_decoding(request)
+                running.ending.add(request)
                 continue
             stop = request.num_computed + self._next_count(request)
             if self._make_room(plan, request, stop, may_leave=True):
-                if request not in due or request in self._ending:
-                    self._ending.discard(request)
-                    insort(self._decoding, request, key=_order)
-                    self._decode = None
+                if request not in due or request in running.ending:
+                    running.begin_decoding(request)
                 self._schedule_next_event(request)
 
     def _plan_several_steps(self, plan: StepPlan) -> None:
@@ -219,7 +207,7 @@ class Scheduler:
         A request without an event before the end of these steps has enough tokens and blocks.
         """
         steps = self.steps_per_launch
-        if not plan.decode or plan.prefill or self._prefilling:
+        if not plan.decode or plan.prefill or self._running.prefilling:
             return
         soon = self._next_events.between(self._num_steps + 1, self._num_steps + steps)
         lacking = 0
@@ -257,27 +245,15 @@ class Scheduler:
         """First position whose token requires a change of the request's blocks."""
         return min(self.cache.quiet_until(request.id), self._publishing.next_at(request))
 
-    def _stop_decoding(self, request: Request) -> None:
-        self._decoding.remove(request)
-        self._decode = None
-
-    def _those_that_decode(self) -> list[Request]:
-        """Return `_decoding` as a list: the same object until `_decoding` changes.
-
-        Steps in flight keep the list that they were launched with.
-        """
-        if self._decode is None:
-            self._decode = self._decoding.copy()
-        return self._decode
-
     def _plan_prefill(self, plan: StepPlan) -> None:
+        running = self._running
         budget = min(
             self.prefill_chunk, self.max_batch_tokens - len(plan.decode) * self.tokens_per_row
         )
-        for request in tuple(self._prefilling):
+        for request in tuple(running.prefilling):
             if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
                 break
-            if request not in self._rows:
+            if request not in running.rows:
                 continue
             stop = min(request.num_tokens, request.num_computed + budget)
             if self._make_room(plan, request, stop, may_leave=False):
@@ -285,79 +261,25 @@ class Scheduler:
         if plan.preempted:  # would readmit them with the blocks they just lost
             return
         aside: list[Request] = []
-        while self._free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
+        while running.free_rows and budget > 0 and len(plan.prefill) < self.max_prefill_rows:
             head = self._waiting.head()
             if head is None:
                 break
-            if self._waits_for_sibling(head):  # does not block later requests
+            if self._admission.waits_for_sibling(head):  # does not block later requests
                 self._waiting.pop()
                 aside.append(head)
                 continue
-            if not self._admit(plan, head, budget):
+            found = self._admission.admit(head, budget)
+            if found is None:
                 break
-            budget = self._add_chunk(plan, head, plan.admitted[-1].found.num_tokens, budget)
+            self._waiting.pop()
+            plan.admitted.append(Admission(head, running.join(head), found))
+            self._publishing.admit(head)
+            self._headroom.update(head)
+            self._update_tables(plan, head, self.cache.table_of(head.id))
+            budget = self._add_chunk(plan, head, found.num_tokens, budget)
         for request in aside:
             self._waiting.push(request)
-
-    def _admit(self, plan: StepPlan, head: Request, budget: int) -> bool:
-        """Admit the first waiting request if a row and enough blocks are available.
-
-        Running requests that are served before it must still be able to allocate the next block
-        that they may need. Otherwise it would be preempted one step later. No block is reserved for
-        requests that are served after it, because they are preempted first.
-        """
-        siblings = self._siblings(head)
-        free = self.cache.num_free_blocks
-        state = (head, len(siblings), self._publishing.num_prompts, self._headroom.num_releases)
-        # A refused request is not tried again until there are more cached tokens or free blocks.
-        if self._refused is not None and self._refused[:4] == state and free <= self._refused[4]:
-            return False
-        found = self.cache.admit(
-            head.id,
-            head.num_tokens,
-            chunk=budget,
-            headroom=self._headroom.before(head.order),
-            hashes=head.hashes_of(head.num_tokens),
-            siblings=siblings,
-        )
-        if found is None:
-            self._refused = (*state, free)
-            return False
-        self._refused = None
-        self._waiting.pop()
-        row = heapq.heappop(self._free_rows)
-        self._rows[head] = row
-        insort(self._running, head, key=_order)
-        insort(self._prefilling, head, key=_order)
-        self._publishing.admit(head)
-        self._headroom.update(head)
-        plan.admitted.append(Admission(head, row, found))
-        self._update_tables(plan, head, self.cache.table_of(head.id))
-        return True
-
-    def _siblings(self, request: Request) -> list[tuple[str, int]]:
-        """Return the sibling that has computed the request's prompt, and the tokens to share.
-
-        Shares all tokens but the last, whose logits the request needs to sample its own token.
-        """
-        shared = len(request.prompt_ids) - 1
-        return [(s.id, shared) for s in self._may_fork(request) if s.num_computed >= shared]
-
-    def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether siblings are prefilling the request's prompt and none has finished."""
-        shared = len(request.prompt_ids) - 1
-        running = self._may_fork(request)
-        return bool(running) and all(s.num_computed < shared for s in running)
-
-    def _may_fork(self, request: Request) -> list[Request]:
-        """Return the running requests that a waiting request can fork from, now or later."""
-        if (
-            not request.may_fork
-            or len(request.prompt_ids) == 1
-            or self.cache.is_swapped(request.id)
-        ):
-            return []
-        return [sibling for sibling in request.siblings if sibling in self._rows]
 
     def _add_chunk(self, plan: StepPlan, request: Request, start: int, budget: int) -> int:
         """Plan a chunk of a prompt within the token budget; return the remaining budget.
@@ -370,8 +292,8 @@ class Scheduler:
         if self._step_budget is not None:
             count = self._step_budget.fit(plan, request, start, asked)
         if count:
-            samples = start + count == request.num_tokens
-            plan.prefill.append(RowSpan(request, self._rows[request], start, count, samples))
+            row, samples = self._running.rows[request], start + count == request.num_tokens
+            plan.prefill.append(RowSpan(request, row, start, count, samples))
         return budget - count if count == asked else 0
 
     def _make_room(
@@ -392,7 +314,7 @@ class Scheduler:
                 self._slide(plan, request)
                 slid = True
                 continue
-            victim = self._running[-1]
+            victim = self._running.last
             if victim is request and not may_leave:
                 self._headroom.update(request)
                 return False
@@ -424,57 +346,30 @@ class Scheduler:
 
     def _update_tables(self, plan: StepPlan, request: Request, changes: list[TableChange]) -> None:
         if changes:
-            row = self._rows[request]
+            row = self._running.rows[request]
             for group, column, block in changes:
                 plan.table_updates.append(TableUpdate(group, row, column, block))
 
-    def _leave(self, request: Request) -> None:
-        """End a running request."""
-        self._publishing.publish(request, ends=True)
-        self._give_up_row(request)
-        self.cache.release(request.id)
-
     def _give_up_row(self, request: Request) -> None:
-        self._running.remove(request)
-        if request in self._prefilling:
-            self._prefilling.remove(request)
-        elif request in self._ending:
-            self._ending.remove(request)
-        elif request in self._decoding:
-            self._stop_decoding(request)
+        self._running.leave(request)
         self._next_events.cancel(request)
         self._headroom.forget(request)
-        heapq.heappush(self._free_rows, self._rows.pop(request))
         self._publishing.leave(request)
 
     def check_integrity(self) -> None:
-        """Assert that rows, queues and blocks are consistent."""
+        """Assert that rows, queues and blocks are consistent, and events are in time."""
         self.cache.check_integrity()
-        rows = sorted(self._rows.values())
-        assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs))
-        assert len(self._rows) == len(self._running)
-        assert all(request in self._rows for request in self._running)
-        assert [r.order for r in self._running] == sorted(r.order for r in self._running)
-        self._publishing.check_integrity(self._rows)
-        self._headroom.check_integrity(self._rows)
+        self._running.check_integrity()
+        self._publishing.check_integrity(self._running.rows)
+        self._headroom.check_integrity(self._running.rows)
         self._waiting.check_integrity()
-        self._check_decoding()
-        assert not any(request in self._rows for request in self._waiting)
-
-    def _check_decoding(self) -> None:
-        """Assert that every request with a row is in one phase and has its event in time."""
-        prefilling, decoding = set(self._prefilling), set(self._decoding)
-        assert not prefilling & decoding
-        assert [r for r in self._running if r in prefilling] == self._prefilling
-        assert [r for r in self._running if r in decoding] == self._decoding
-        assert self._ending == set(self._running) - prefilling - decoding
-        assert self._decode is None or self._decode == self._decoding
+        assert not any(request in self._running.rows for request in self._waiting)
         self._next_events.check_integrity()
-        events = self._next_events.all()
-        for request in self._ending:
+        events, ending = self._next_events.all(), self._running.ending
+        for request in ending:
             assert request.decoding
             assert request.reached_max_tokens == (request not in events)
-        assert events.keys() - self._ending == decoding
+        assert events.keys() - ending == set(self._running.decoding())
         for request, number in events.items():
             tokens = (number - self._num_steps - 1) * self.tokens_per_row  # decoded before
             assert 0 <= tokens <= request.num_unsampled

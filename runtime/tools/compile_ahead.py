@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from ...profiling.markdown import aligned
 from ..kernels.triton.kernel_calls import INTERPRETED, KernelCall
 from ..kernels.triton.linear import FEW_ROWS, ROW_CLASSES
 from ..kernels.triton.ptx import PtxSummary, summarize_ptx
+from .arguments import DTYPES, STORED_DTYPES, positive_int
 
 __all__ = [
     "CompileAheadError",
@@ -83,18 +86,27 @@ class CompiledKernel:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the code."""
-        named = {self.parameters[i]: width for i, width in self.order.loads.items()}
+        order, names = self.order, self.parameters
+        constants = {
+            name: value if isinstance(value, bool | int | float | str | None) else str(value)
+            for name, value in self.constants.items()
+        }
         return {
-            **{k: getattr(self, k) for k in ("name", "capability", "num_warps", "num_stages")},
-            "constants": {k: v if _is_plain(v) else str(v) for k, v in self.constants.items()},
-            **{k: getattr(self, f"{k}_bytes") for k in ("shared", "stack", "local")},
+            "name": self.name,
+            "capability": self.capability,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "constants": constants,
+            "shared": self.shared_bytes,
+            "stack": self.stack_bytes,
+            "local": self.local_bytes,
             "registers": self.registers,
             "seconds": self.seconds,
-            "load_bytes": named,
-            "early_loads": [self.parameters[i] for i in sorted(self.order.early_loads)],
-            "stores": [self.parameters[i] for i in sorted(self.order.stores)],
-            "waits": self.order.waits,
-            "lets_dependents_start": self.order.lets_dependents_start,
+            "load_bytes": {names[i]: width for i, width in order.loads.items()},
+            "early_loads": [names[i] for i in sorted(order.early_loads)],
+            "stores": [names[i] for i in sorted(order.stores)],
+            "waits": order.waits,
+            "lets_dependents_start": order.lets_dependents_start,
             "faults": self.faults,
         }
 
@@ -227,10 +239,6 @@ def _check(capability: int) -> None:
         raise CompileAheadError(f"unknown compute capability {capability}: one of {known}")
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def _storage(call: KernelCall, parameter: str) -> int:
     """Return the identity of the memory behind an argument."""
     tensor = call.args[call.kernel.arg_names.index(parameter)]
@@ -261,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the command needs models, which are made of kernels.
     from ..config import EngineConfig
     from ..errors import StepgraphError
-    from .recorded_steps import record_layers, record_steps
+    from .recorded_steps import record_paged_attention, record_steps
 
     document: dict[str, Any] = {"model": options.model, "steps": [], "kernels": []}
     kernels: dict[CompiledKernel, list[str]] = {}
@@ -275,29 +283,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for capability in options.capability:
             _check(capability)
+        # Untuned products of more rows use cuBLAS; tuned ones can use these kernels.
+        many = [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]
+        few = [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]
         for capability in options.capability:
-            steps = record_steps(
-                options.model,
-                config,
-                rows=options.rows,
-                tokens=options.tokens,
-                capability=capability,
-            )
-            # Untuned products of more rows use cuBLAS; tuned ones can use these kernels.
-            if many := [rows for rows in options.rows if FEW_ROWS < rows <= ROW_CLASSES[-1]]:
-                steps += record_steps(
-                    options.model,
-                    config,
-                    rows=many,
-                    tokens=(),
-                    capability=capability,
-                    library=False,
-                )
-            if few := [rows for rows in options.rows if options.pairs and rows <= FEW_ROWS]:
-                steps += record_steps(
-                    options.model, config, rows=few, tokens=(), capability=capability, pairs=True
-                )
-            steps += record_layers(
+            record = partial(record_steps, options.model, config, capability=capability)
+            steps = record(rows=options.rows, tokens=options.tokens)
+            if many:
+                steps += record(rows=many, tokens=(), library=False)
+            if few:
+                steps += record(rows=few, tokens=(), pairs=True)
+            steps += record_paged_attention(
                 options.model, config, tokens=options.tokens, capability=capability
             )
             if not document["steps"]:  # of any device there are as many
@@ -331,27 +327,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def kernel_table(kernels: Sequence[CompiledKernel]) -> str:
     """Return the resources of kernels as an aligned Markdown table."""
-    head = ("kernel", "sm", "constants", "registers", "shared", "stack", "local", "loads", "s")
-    rows = [
+    head = ("kernel", "constants", "loads", "sm", "registers", "shared", "stack", "local", "s")
+    cells = [
         (
-            kernel.title,
-            str(kernel.capability),
-            kernel.choices,
-            str(kernel.registers),
-            str(kernel.shared_bytes),
-            str(kernel.stack_bytes),
-            str(kernel.local_bytes),
-            kernel.loads,
-            f"{kernel.seconds:.1f}",
+            *(kernel.title, kernel.choices, kernel.loads),
+            *(str(kernel.capability), str(kernel.registers), str(kernel.shared_bytes)),
+            *(str(kernel.stack_bytes), str(kernel.local_bytes), f"{kernel.seconds:.1f}"),
         )
         for kernel in kernels
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in (head, tuple("-" * w for w in widths), *rows)
-    ]
-    return "\n".join(lines)
+    return "\n".join(aligned(head, cells, text_columns=3))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -361,9 +346,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="preset:llama-3.2-1b", help="as of bench.py")
     parser.add_argument(
-        "--rows", nargs="+", type=_positive, default=[1, 8, 32], help="decode steps"
+        "--rows", nargs="+", type=positive_int, default=[1, 8, 32], help="decode steps"
     )
-    parser.add_argument("--tokens", nargs="*", type=_positive, default=[512], help="prefill steps")
+    parser.add_argument(
+        "--tokens", nargs="*", type=positive_int, default=[512], help="prefill steps"
+    )
     parser.add_argument(
         "--pairs",
         action="store_true",
@@ -371,26 +358,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--capability", nargs="+", type=int, default=[90], help="90, 80 ...")
     parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="as in bench.py, like the next flags",
+        "--dtype", default="auto", choices=DTYPES, help="as in bench.py, like the next flags"
     )
-    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
-    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--weight-dtype", default="auto", choices=STORED_DTYPES)
+    parser.add_argument("--kv-dtype", default="auto", choices=STORED_DTYPES)
     parser.add_argument("--max-model-len", type=int, help="(default: the model's own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -10,27 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.ops.weight_storage import WeightStorage, quantise_weight, quantised_dtype
+from ..kernels.ops.weight_storage import WeightStorage, quantised_dtype
 from ..kernels.result_check import relative_error
-from ..kernels.triton.combine_output import combine_output, reference_combine_output
 from ..kernels.triton.fusion import GateUp, NormLinear, ResidualLinear, fuse
-from ..kernels.triton.gate_up import gate_up, reference_gate_up
-from ..kernels.triton.head import head, reference_head
-from ..kernels.triton.linear import FEW_ROWS, GpuLinear, GpuNorm, LinearConfig, Pending, row_class
+from ..kernels.triton.linear import FEW_ROWS, GpuLinear, LinearConfig, Pending, row_class
 from ..kernels.triton.linear_configs import candidate_configs, weight_rows
-from ..kernels.triton.norm_linear import norm_linear, reference_norm_linear
-from ..kernels.triton.residual_linear import reference_residual_linear, residual_linear
+from ..kernels.triton.operations import Operations
 from ..kernels.triton.splits import choose_splits
 from ..kernels.triton.tuning import TuningKey, is_tight, tuning_key
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
+from .random_tensors import RandomTensors, cloned
 
 __all__ = ["LinearProblem", "Operands", "Problem", "TimedOperands", "problems_of"]
+
+_NATIVE, _PLAIN = Operations.native(), Operations.reference()
 
 
 class TimedOperands(Protocol):
@@ -55,7 +54,7 @@ class Problem(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
 
     @property
     def weight_bytes(self) -> int:
@@ -73,37 +72,42 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearProblem:
-    """A product of a decode step, at a number of rows."""
+    """A product of a decode step with a given number of rows."""
 
     kernel: str
+    """The field of `Operations` that computes it."""
     rows: int
     n: int
-    """Output features; of gate_up those of the result."""
+    """Output features; for gate_up those after the activation."""
     k: int
+    """Input features."""
     dtype: torch.dtype
+    """The dtype of activations."""
     weights: WeightStorage
     pending: bool = False
-    """Whether an output of the layer waits to be normed and added, where the kernel norms."""
+    """The kernel first norms the previous output and adds it to its input."""
     gelu: bool = False
+    """gate_up applies gelu; otherwise silu."""
     heads: int = 1
+    """Query heads whose splits combine_output combines; 1 for other kernels."""
     splits: int = 1
-    """What combine_output puts together."""
+    """Splits of each head that combine_output combines; 1 for other kernels."""
     softcap: float = 0.0
-    """Of the head."""
+    """Soft cap of the logits; 0: none, and for kernels other than the head."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weight as stored."""
+        """The dtype in which the weight is stored."""
         return quantised_dtype(self.weights) or self.dtype
 
     @property
     def stored_rows(self) -> int:
-        """Of the weight: gate_up has two for each feature of the result."""
+        """Rows of the weight; gate_up has two for each output feature."""
         return self.n * weight_rows(self.kernel)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight, without scales."""
+        """Bytes of the weight, without scales."""
         return self.stored_rows * self.k * self.weight_dtype.itemsize
 
     @property
@@ -185,62 +189,29 @@ class Operands:
     def __init__(self, problem: LinearProblem, device: torch.device, copies: int) -> None:
         """Allocate them; `copies` of at least 1."""
         self.problem = problem
-        rows, n, k, dtype = problem.rows, problem.n, problem.k, problem.dtype
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device)
-
-        weight, scales = (random(problem.stored_rows, k) * k**-0.5).to(dtype), None
-        if problem.weights != "model":
-            weight, scales = quantise_weight(weight, problem.weights)
-        first = GpuLinear(weight, scales)
-        self.linears = [first] + [
-            GpuLinear(weight.clone(), None if scales is None else scales.clone())
-            for _ in range(copies - 1)
-        ]
-        self.x_TK = random(rows, k).to(dtype)
-        self.norm = GpuNorm((1 + 0.1 * random(k)).to(dtype), 1e-5)
+        rows, k = problem.rows, problem.k
+        random = RandomTensors(problem.dtype, problem.weights, device)
+        first = random.linear(problem.stored_rows, k)
+        self.linears = [first, *(cloned(first) for _ in range(copies - 1))]
+        self.x_TK, self.norm = random.normal(rows, k), random.norm(k)
         self.pending: Pending | None = None
         if problem.pending:
-            self.pending = Pending(
-                random(rows, k).to(dtype), self.norm, torch.empty_like(self.x_TK)
-            )
-        self.residual_TN = random(rows, n).to(dtype)
+            self.pending = Pending(random.normal(rows, k), self.norm, torch.empty_like(self.x_TK))
+        self.residual_TN = random.normal(rows, problem.n)
         self.out_TN = torch.full_like(self.residual_TN, torch.nan)
-        self.best: tuple[Tensor, Tensor] | None = None
+        self.best: list[Tensor] = []
+        """Of the head: the largest logit of each chunk, and its token."""
         cells = (rows, problem.heads, problem.splits)
         self.partials = (
-            random(*cells, k // problem.heads),
-            random(*cells),
-            random(*cells).abs() + 0.1,
+            random.normal(*cells, k // problem.heads, dtype=torch.float32),
+            random.normal(*cells, dtype=torch.float32),
+            random.normal(*cells, dtype=torch.float32).abs() + 0.1,
         )
 
     def run(self, number: int, config: LinearConfig | None) -> None:
         """Run it over copy `number` of the weight, modulo the copies there are."""
         linear = self.linears[number % len(self.linears)]
-        match self.problem.kernel:
-            case "norm_linear":
-                norm_linear(self.x_TK, self.norm, linear, self.out_TN, self.pending, config)
-            case "gate_up":
-                gate_up(
-                    self.x_TK,
-                    self.norm,
-                    linear,
-                    self.out_TN,
-                    gelu=self.problem.gelu,
-                    pending=self.pending,
-                    config=config,
-                )
-            case "residual_linear":
-                residual_linear(self.x_TK, linear, self.residual_TN, self.out_TN, config)
-            case "head":
-                self.out_TN, *best = head(
-                    self.x_TK, self.norm, linear, self.problem.softcap, self.pending, config
-                )
-                self.best = (best[0], best[1])
-            case _:
-                combine_output(*self.partials, linear, self.residual_TN, self.out_TN, config)
+        self.out_TN, *self.best = self._run(_NATIVE, linear, self.out_TN, config=config)
 
     def poison(self) -> None:
         """Fill the result with NaN; the head makes a new one."""
@@ -248,30 +219,32 @@ class Operands:
 
     def error(self) -> float:
         """Return how far the last result is off; infinite if the best of its chunks are not."""
-        if self.best is not None:
+        if self.best:
             maxima_TC, ids_TC = self.best
             logits_TV = self.out_TN.float()
             right = torch.equal(logits_TV.gather(1, ids_TC.long()), maxima_TC)
             if not (right and torch.equal(maxima_TC.amax(1), logits_TV.amax(1))):
                 return float("inf")
-        return float(relative_error(self.out_TN, self._reference()))
+        expected_TN, *_ = self._run(_PLAIN, self.linears[0], torch.empty_like(self.out_TN))
+        return float(relative_error(self.out_TN, expected_TN))
 
-    def _reference(self) -> Tensor:
-        linear = self.linears[0]
-        match self.problem.kernel:
-            case "norm_linear":
-                return reference_norm_linear(self.x_TK, self.norm, linear, self.pending)
-            case "gate_up":
-                return reference_gate_up(
-                    self.x_TK, self.norm, linear, gelu=self.problem.gelu, pending=self.pending
-                )
-            case "residual_linear":
-                return reference_residual_linear(self.x_TK, linear, self.residual_TN)
+    def _run(
+        self, operations: Operations, linear: GpuLinear, out_TN: Tensor, **config: Any
+    ) -> tuple[Tensor, ...]:
+        """Run the operation; return its result, and of the head the best of each chunk too."""
+        problem, pending = self.problem, self.pending
+        normed = (self.x_TK, self.norm, linear)
+        match problem.kernel:
             case "head":
-                return reference_head(
-                    self.x_TK, self.norm, linear, self.problem.softcap, self.pending
-                )[0]
+                return operations.head(*normed, problem.softcap, pending, **config)
+            case "norm_linear":
+                operations.norm_linear(*normed, out_TN, pending, **config)
+            case "gate_up":
+                operations.gate_up(*normed, out_TN, gelu=problem.gelu, pending=pending, **config)
+            case "residual_linear":
+                operations.residual_linear(self.x_TK, linear, self.residual_TN, out_TN, **config)
             case _:
-                return reference_combine_output(
-                    *self.partials, linear, self.residual_TN, self.problem.dtype
+                operations.combine_output(
+                    *self.partials, linear, self.residual_TN, out_TN, **config
                 )
+        return (out_TN,)

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from ..kernels.ops.weight_storage import WeightStorage, quantise_weight, quantised_dtype
+from ..kernels.ops.weight_storage import WeightStorage, quantised_dtype
 from ..kernels.result_check import relative_error
 from ..kernels.triton.fused_pair import (
     PairShape,
@@ -24,12 +23,13 @@ from ..kernels.triton.fused_pair import (
 )
 from ..kernels.triton.fusion import GateUp, fuse, product_pairs
 from ..kernels.triton.gate_up import gate_up
-from ..kernels.triton.linear import FEW_ROWS, SEPARATE, GpuLinear, GpuNorm, LinearConfig, row_class
+from ..kernels.triton.linear import FEW_ROWS, SEPARATE, LinearConfig, row_class
 from ..kernels.triton.norm_linear import norm_linear
 from ..kernels.triton.residual_linear import residual_linear
 from ..kernels.triton.tuning import TuningKey, tuning_key
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
+from .random_tensors import RandomTensors
 
 __all__ = ["PairOperands", "PairProblem", "pair_problems"]
 
@@ -102,25 +102,16 @@ class PairOperands:
     def __init__(self, problem: PairProblem, device: torch.device, copies: int) -> None:
         """Allocate them; `copies` of at least 1."""
         self.problem = problem
-        shape, dtype = problem.shape, problem.dtype
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator, device=device)
-
-        def linear(n: int, k: int) -> GpuLinear:
-            weight = (random(n, k) * k**-0.5).to(dtype)
-            if problem.weights == "model":
-                return GpuLinear(weight)
-            return GpuLinear(*quantise_weight(weight, problem.weights))
-
+        shape = problem.shape
+        random = RandomTensors(problem.dtype, problem.weights, device)
         stored_n = shape.n * (2 if shape.gated else 1)
         self.pairs = [
-            (linear(shape.hidden, shape.k), linear(stored_n, shape.hidden)) for _ in range(copies)
+            (random.linear(shape.hidden, shape.k), random.linear(stored_n, shape.hidden))
+            for _ in range(copies)
         ]
-        self.a_TK = random(shape.rows, shape.k).to(dtype)
-        self.residual_TD = random(shape.rows, shape.hidden).to(dtype)
-        self.norm = GpuNorm((1 + 0.1 * random(shape.hidden)).to(dtype), 1e-5)
+        self.a_TK = random.normal(shape.rows, shape.k)
+        self.residual_TD = random.normal(shape.rows, shape.hidden)
+        self.norm = random.norm(shape.hidden)
         self.x_TD = torch.full_like(self.residual_TD, torch.nan)
         self.out_TN = self.x_TD.new_full((shape.rows, shape.n), torch.nan)
         self.barrier = new_barrier(device)
@@ -129,26 +120,17 @@ class PairOperands:
         """Run it over copy `number` of the weights, modulo the copies there are."""
         gated, gelu = self.problem.shape.gated, self.problem.gelu
         first, second = self.pairs[number % len(self.pairs)]
+        a_TK, residual_TD, x_TD, out_TN = self.a_TK, self.residual_TD, self.x_TD, self.out_TN
         if config is not None and config.kind == "pair":
-            fused_pair(
-                self.a_TK,
-                first,
-                self.residual_TD,
-                self.x_TD,
-                self.norm,
-                second,
-                self.out_TN,
-                self.barrier,
-                config,
-                gated=gated,
-                gelu=gelu,
-            )
+            summed = (a_TK, first, residual_TD, x_TD)
+            normed = (self.norm, second, out_TN)
+            fused_pair(*summed, *normed, self.barrier, config, gated=gated, gelu=gelu)
             return
-        residual_linear(self.a_TK, first, self.residual_TD, self.x_TD)
+        residual_linear(a_TK, first, residual_TD, x_TD)
         if gated:
-            gate_up(self.x_TD, self.norm, second, self.out_TN, gelu=gelu)
+            gate_up(x_TD, self.norm, second, out_TN, gelu=gelu)
         else:
-            norm_linear(self.x_TD, self.norm, second, self.out_TN)
+            norm_linear(x_TD, self.norm, second, out_TN)
 
     def poison(self) -> None:
         """Fill the results with NaN."""
@@ -157,12 +139,11 @@ class PairOperands:
 
     def error(self) -> float:
         """Return how far the worse of the last results is off; NaN if one is."""
-        kind = {"gated": self.problem.shape.gated, "gelu": self.problem.gelu}
-        first, second = self.pairs[0]
+        shape, (first, second) = self.problem.shape, self.pairs[0]
         expected = reference_fused_pair(
-            self.a_TK, first, self.residual_TD, self.norm, second, **kind
+            *(self.a_TK, first, self.residual_TD, self.norm, second),
+            gated=shape.gated,
+            gelu=self.problem.gelu,
         )
-        results = zip((self.x_TD, self.out_TN), expected, strict=True)
-        return float(
-            torch.stack([relative_error(*pair) for pair in results]).max()
-        )  # NaN if one is
+        errors = map(relative_error, (self.x_TD, self.out_TN), expected)
+        return float(torch.stack(list(errors)).max())  # NaN if one is

@@ -20,31 +20,32 @@ from ..engine.startup import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions, StepKey
-from ..kernels import kernels_for, select_kernels
+from ..kernels import AttentionForm, LayerPlace, RaggedBatch, kernels_for, select_kernels
 from ..kernels.triton.kernel_calls import CAPABILITY, KernelCall, record_kernel_calls
+from ..kernels.triton.paged_attention import triton_paged_attention
 from ..kernels.triton.paired_layers import every_pair
 from ..kernels.triton.tuning import without_library
 from ..loading.loader import resolve_source
 from ..models.decoder import Decoder
 from ..models.layout import fused_layout
 from ..models.plan import model_plan
-from .kernel_cases import run_prefill_layers
 from .memory_report import resolve_absent
 
-__all__ = ["RecordedStep", "record_layers", "record_steps"]
+__all__ = ["RecordedStep", "record_paged_attention", "record_steps"]
 
 _META = torch.device("meta")
 _BLOCKS = 2
-"""Of the cache: no kernel depends on how many there are."""
+"""Blocks of the cache; no kernel depends on their number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step and its kernel calls, in order."""
+    """A step and its kernel calls."""
 
     name: str
-    """Its phase, size and sampler, as `decode 8 greedy`."""
+    """Phase, number of rows or tokens, and sampler, for example `decode 8 greedy`."""
     kernel_calls: list[KernelCall]
+    """All calls of the step, in launch order."""
 
 
 def record_steps(
@@ -65,10 +66,10 @@ def record_steps(
         rows: sizes of decode steps.
         tokens: sizes of prefill steps.
         capability: compute capability, times ten, of the device that sizes are chosen for.
-        library: False: products that would be the library's, which calls no Triton kernel, are
-            those of this package's kernels; the names of steps say so.
-        pairs: every two products that can be one kernel are one (`kernels/triton/fused_pair.py`);
-            the names of steps say so.
+        library: False: Triton kernels compute the products that cuBLAS computes by default; step
+            names end in `without library`.
+        pairs: fuse every supported pair of products into one kernel
+            (`kernels/triton/fused_pair.py`); step names end in `in pairs`.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
@@ -125,30 +126,63 @@ def record_steps(
     return steps
 
 
-def record_layers(
+def record_paged_attention(
     source: str | Path,
     config: EngineConfig,
     *,
     tokens: Sequence[int],
     capability: int = CAPABILITY,
 ) -> list[RecordedStep]:
-    """Record a layer that runs operation by operation, as `kernel_cases.py` runs it.
+    """Record paged attention over a chunk of one row, and over as many rows of one token each.
 
-    In steps that are recorded these operations are torch's own, which call no Triton kernel.
+    It is the attention of layers that no stack of kernels computes. Recorded steps do not contain
+    it: there it is an operation of torch, which calls no Triton kernel without a device.
 
     Args:
         source: as for `record_steps`.
         config: likewise.
-        tokens: sizes of prefill steps.
+        tokens: sizes of the chunk.
         capability: compute capability, times ten, of the device that sizes are chosen for.
 
     Raises as `record_steps`.
     """
     model = resolve_source(source, config_only=True).config
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
+    attend = model_plan(model).layers[0].attend
+    form = AttentionForm(
+        attend.scale, attend.window, attend.softcap, resolved.storage, attend.value_dim
+    )
+    arena = Arena(
+        layer_groups(model, resolved)[:1],
+        _BLOCKS,
+        resolved.block_size,
+        resolved.dtype,
+        _META,
+        resolved.storage,
+    ).tensor
+    blocks = resolved.max_blocks_per_row
+    table = torch.empty(1, 1, blocks, dtype=torch.int32, device=_META)
     steps: list[RecordedStep] = []
     for size in tokens:
+        queries = torch.empty(
+            size, attend.heads, attend.head_dim, dtype=resolved.dtype, device=_META
+        )
+        keys = queries[:, : attend.kv_heads]
+        values = None if attend.shared_values else keys
+        index = torch.empty(size, dtype=torch.int64, device=_META)
+        chunk = RaggedBatch(
+            positions=index,
+            slots=index[None],
+            token_rows=index,
+            rows=index[:1],
+            block_tables=table,
+            read_blocks=blocks,
+            block_size=resolved.block_size,
+            tokens_per_row=size,
+        )
+        rows = dataclasses.replace(chunk, rows=index, tokens_per_row=1)
         with record_kernel_calls(capability) as calls:
-            run_prefill_layers(model, resolved, _META, tokens=size)
-        steps.append(RecordedStep(f"layer of {size} tokens", calls))
+            for batch in (chunk, rows):
+                triton_paged_attention(queries, keys, values, arena, LayerPlace(0, 0), batch, form)
+        steps.append(RecordedStep(f"paged attention of {size} tokens", calls))
     return steps

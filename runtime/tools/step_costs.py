@@ -1,15 +1,13 @@
-"""Bytes that each kernel of a decode step on a GPU must move, and the time this takes at least.
+"""Bytes that each kernel of a decode step on a GPU moves, and the least time this takes.
 
-A decode step is `begin`, five operations a layer, `head` and `greedy`. Up to four rows each of them
-is one kernel; for more rows the norm before a product and its epilogue (residual, activation, sum
-of parts) are kernels of their own. Each operation reads its weights once and its share of the
-cache, like the floor of the step (`roofline.py`); it also reads and writes what the floor leaves
-out: activations, partial results, the keys and values of the new tokens. All of that is counted as
-if it came from memory, though what one kernel leaves to the next mostly stays in the L2 cache. A
-prediction is bytes over bandwidth, and for each kernel an edge: what passes between the end of one
-and the first loads of the next.
-
-The kernels are those that `kernels/triton/fusion.py` finds in the plan of the model.
+A decode step is `begin`, the operations of each layer that `kernels/triton/fusion.py` finds in the
+plan of the model, `head` and `greedy`. For up to four rows each operation is one kernel. For more
+rows the norm before a product and its epilogue (residual, activation, sum of parts) are kernels of
+their own. Like the floor of the step (`roofline.py`), each operation reads its weights once and its
+share of the cache. In addition it reads and writes what the floor leaves out: activations, partial
+results, and the keys and values of the new tokens. All of it is counted as memory traffic, although
+most of what one kernel writes for the next stays in the L2 cache. The predicted time is bytes over
+bandwidth, plus an edge for each kernel: the time between its end and the first loads of the next.
 """
 
 from __future__ import annotations
@@ -38,29 +36,29 @@ __all__ = [
 ]
 
 EDGE_SECONDS = 1.3e-6
-"""Between two kernels of a CUDA graph on an H100 or H200: an assumption, nothing measured here."""
+"""Seconds between two kernels of a CUDA graph on an H100 or H200: assumed, not measured."""
 
 DEPENDENT_EDGE_SECONDS = 0.35e-6
-"""The same with programmatic dependent launch (CUDA Programming Guide), where the next kernel is
-set up and may load its weights before the one before it has ended."""
+"""The same with programmatic dependent launch (CUDA Programming Guide), where the next kernel
+starts and may load its weights before the previous one ends. Assumed too."""
 
 FEW_ROWS = 4
-"""Rows up to which every operation is one kernel (`triton/linear.py`)."""
+"""Largest number of rows for which every operation is one kernel (`triton/linear.py`)."""
 
 VOCABULARY_CHUNK = 32
-"""Neighbouring tokens of which the head keeps the largest logit, for `greedy` to choose from: those
-of a program for few rows, by default for vocabularies of more than 17,000."""
+"""Consecutive tokens of the vocabulary of which the head keeps the largest logit, for `greedy` to
+choose from: the tokens of a program for up to four rows. Default for more than 17,000 tokens."""
 
 ROWS_CHUNK = 128
-"""The same of more rows, where a kernel here makes the logits (`triton/row_product.py`)."""
+"""The same for more rows where `triton/row_product.py` computes the logits."""
 
 LIBRARY_CHUNK = 1024
-"""The same where the library makes the logits (`triton/head.py`)."""
+"""The same where cuBLAS computes the logits (`triton/head.py`)."""
 
 Parts = Callable[[str, int, int], int]
-"""(operation, output features, input features) -> how its product of more than four rows is
-computed: 0 by the library, else the parts of the input features of `row_product.py`. The output
-features of `gate_up` are those of the result."""
+"""(operation, output features, input features) -> implementation of its product for more than four
+rows: 0 for cuBLAS, otherwise the number of parts that `row_product.py` splits the input features
+into. Output features of `gate_up` are counted after the activation."""
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -68,71 +66,68 @@ _INT64 = 8
 
 
 class StoredSizes(NamedTuple):
-    """How tensors are stored, as far as the bytes of a step depend on it."""
+    """Bytes of stored tensors."""
 
     matrix_bytes: Callable[[int, int], int]
-    """(output features, input features) -> bytes of the weight of a linear layer, or of so many
-    rows of the embedding, as stored: scales included."""
+    """(output features, input features) -> bytes of the weight of a linear layer, or of as many
+    rows of the embedding, as stored with its scales."""
     element_bytes: int
-    """Of an activation, of the weight of a norm and of a bias."""
+    """Bytes of an element of activations, norm weights and biases."""
     kv_vector_bytes: int
-    """Of a key or a value of one head as the cache stores it, scale included."""
+    """Bytes of the key or value of one head in the cache, with its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one launch of a kernel moves, in bytes."""
+    """Bytes that one launch of an operation moves."""
 
     name: str
+    """The operation, as `fusion.py` names it, or `begin`, `head` or `greedy`."""
     launches: int
-    """In a step."""
+    """Launches in a step."""
     weight_bytes: int
+    """Bytes of weights read, scales, norms and biases included."""
     cache_bytes: int
-    """Keys and values that rows attend to."""
+    """Bytes of keys and values that rows attend to."""
     other_bytes: int
-    """What the floor of a step leaves out."""
+    """Bytes that the floor of a step leaves out, mostly activations."""
     window: int | None = None
-    """Tokens that the layers attend to at most; of attention."""
+    """Sliding window of attention, in tokens; None for full attention and other operations."""
     kernels: int = 1
-    """Kernels that one launch of the operation consists of."""
+    """Kernels in one launch of the operation."""
     library_kernels: int = 0
-    """How many of them are the library's, which have no dependent launch."""
+    """How many of them are from cuBLAS, which has no dependent launch."""
 
     @property
     def bytes(self) -> int:
-        """All that one launch moves."""
+        """Bytes that one launch moves in total."""
         return self.weight_bytes + self.cache_bytes + self.other_bytes
 
     def seconds(self, bandwidth_bytes_per_s: float) -> float:
-        """Return the seconds of one launch at the bandwidth, without edges."""
+        """Return the seconds of one launch at this bandwidth, without edges."""
         return floor_seconds(self.bytes, bandwidth_bytes_per_s)
 
     def edge_seconds(self, edge_seconds: float) -> float:
-        """Return the seconds of the edges of one launch, given those of one edge.
+        """Return the seconds of all edges of one launch, given the seconds of one edge.
 
-        The edges before and after a kernel of the library take at least `EDGE_SECONDS`.
+        The edges before and after a cuBLAS kernel take at least `EDGE_SECONDS`.
         """
         plain = max(EDGE_SECONDS, edge_seconds)
         return self.kernels * edge_seconds + 2 * self.library_kernels * (plain - edge_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """Which kernels compute a product of a decode step."""
+class _Product(NamedTuple):
+    """The kernels that compute a product of a decode step."""
 
-    parts: int
-    """0: by the library."""
-    kernels: int
-    """The product, and the kernels before and after it."""
-    bytes: int
-    """Written by one of them and read by another."""
-
-    @property
-    def library_kernels(self) -> int:
-        return int(self.parts == 0)
+    parts: int = 1
+    """As `Parts`."""
+    kernels: int = 1
+    """Number of kernels: the product, and those before and after it."""
+    bytes: int = 0
+    """Bytes that one of them writes and another one reads."""
 
 
-_ONE_KERNEL = _Product(1, 1, 0)
+_ONE_KERNEL = _Product()
 
 
 def kernel_costs(
@@ -146,17 +141,16 @@ def kernel_costs(
 ) -> tuple[KernelCost, ...]:
     """Return the operations of a decode step in the order of their first launch.
 
-    Whether the embedding is tied to the head makes no difference to a step: it reads all of the
-    head, and one row of the embedding for each row that decodes. Layers of different windows have
-    an attention of their own each.
+    A step reads the whole head, and one row of the embedding for each row that decodes, whether or
+    not they are tied. Attention has an entry for each window size.
 
     Args:
         plan: the model.
-        sizes: how it is stored.
-        rows: that decode, without padding.
-        context: tokens of each row, the newest included.
-        splits: parts that the positions of a row are attended to in.
-        parts: what carries out the products of more than four rows; the library, if not given.
+        sizes: bytes of its stored tensors.
+        rows: rows that decode, without padding.
+        context: tokens of each row, including the newest.
+        splits: splits of attention along the positions of a row.
+        parts: implementation of the products for more than four rows; default: cuBLAS.
 
     Raises:
         ValueError: one of these numbers is less than 1, or an operation of the plan has no kernel.
@@ -166,47 +160,45 @@ def kernel_costs(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     step = _Step(plan, sizes, rows, context, splits, parts)
     layers = {layer: fuse(layer) for layer in dict.fromkeys(plan.layers)}
-    by_name: dict[str, Counter[KernelCost]] = {}
-    for layer in plan.layers:
-        for fused in layers[layer]:
-            cost = step.cost(fused)
-            by_name.setdefault(cost.name, Counter())[cost] += 1
-    return (
-        step.begin(),
-        *(
-            replace(cost, launches=count)
-            for costs in by_name.values()
-            for cost, count in costs.items()
-        ),
-        *step.ends(),
-    )
+    counted = Counter(step.cost(fused) for layer in plan.layers for fused in layers[layer])
+    names = list(dict.fromkeys(cost.name for cost in counted))
+    in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
+    launched = (replace(cost, launches=count) for cost, count in in_order)
+    return (step.begin(), *launched, *step.ends())
 
 
+@dataclass(frozen=True)
 class _Step:
     """The costs of one decode step, kernel by kernel."""
 
-    def __init__(
-        self,
-        plan: ModelPlan,
-        sizes: StoredSizes,
-        rows: int,
-        context: int,
-        splits: int,
-        parts: Parts,
-    ) -> None:
-        self._plan, self._sizes, self._rows = plan, sizes, rows
-        self._context, self._splits, self._parts = context, splits, parts
-        self._few = rows <= FEW_ROWS
-        self._x = self._activations(plan.hidden_size)
-        self._rotations = rows * plan.rope_dim * _FLOAT32  # half of them cosines, half sines
+    plan: ModelPlan
+    sizes: StoredSizes
+    rows: int
+    context: int
+    splits: int
+    parts: Parts
+
+    @property
+    def _few(self) -> bool:
+        return self.rows <= FEW_ROWS
+
+    @property
+    def _x(self) -> int:
+        """Bytes of the hidden states."""
+        return self._activations(self.plan.hidden_size)
+
+    @property
+    def _rotations(self) -> int:
+        """Bytes of the cosines and sines."""
+        return self.rows * self.plan.rope_dim * _FLOAT32
 
     def begin(self) -> KernelCost:
-        """What the first kernel reads and writes: tokens, embeddings and rotations."""
-        rows = self._sizes.matrix_bytes(self._rows, self._plan.hidden_size)
-        return _cost("begin", 0, rows + self._x + self._plan.rope_kinds * self._rotations)
+        """Return the cost of the first kernel: embeddings and rotations."""
+        rows = self.sizes.matrix_bytes(self.rows, self.plan.hidden_size)
+        return _cost("begin", 0, rows + self._x + self.plan.rope_kinds * self._rotations)
 
     def cost(self, fused: Fused) -> KernelCost:
-        """Of one launch of a kernel of a layer."""
+        """Return the cost of one launch of a kernel of a layer."""
         name = fused.name
         if isinstance(fused, Attention):
             return self._attention(fused)
@@ -227,58 +219,58 @@ class _Step:
         return _cost(name, weights, self._x + self._activations(features), product)
 
     def ends(self) -> Iterator[KernelCost]:
-        """Of the head, and of greedy, which reads the largest logit of each chunk.
+        """Yield the costs of the head, and of greedy, which reads the best of each chunk.
 
-        It writes the token, as the row's newest one and as the step's output, and its position.
+        greedy writes the token twice, to the row and to the step's output, and its position.
         """
-        plan, vocabulary = self._plan, self._plan.vocab_size
+        plan, vocabulary = self.plan, self.plan.vocab_size
         product = self._product("head", vocabulary, plan.hidden_size, normed=True)
-        if product.parts == 0:  # the logits are a result too, which is written anyway
-            product = replace(product, bytes=product.bytes - self._activations(vocabulary))
+        if product.parts == 0:  # the head writes the logits in any case
+            product = product._replace(bytes=product.bytes - self._activations(vocabulary))
         chunk = LIBRARY_CHUNK if product.parts == 0 else ROWS_CHUNK
-        maxima = self._rows * -(-vocabulary // (VOCABULARY_CHUNK if self._few else chunk))
+        maxima = self.rows * -(-vocabulary // (VOCABULARY_CHUNK if self._few else chunk))
         logits = self._activations(vocabulary) + maxima * (_FLOAT32 + _INT32)
         weights = self._norm(plan.norm) + self._linear(plan.head)
         yield _cost("head", weights, self._x + logits, product)
-        yield _cost("greedy", 0, maxima * _FLOAT32 + self._rows * 3 * _INT64)
+        yield _cost("greedy", 0, maxima * _FLOAT32 + self.rows * 3 * _INT64)
 
     def _attention(self, fused: Attention) -> KernelCost:
-        attend, rows = fused.attend, self._rows
+        attend, rows = fused.attend, self.rows
         qkv = self._activations(attend.query_features + 2 * attend.kv_features)
-        position = attend.sides * attend.kv_heads * self._sizes.kv_vector_bytes
+        position = attend.sides * attend.kv_heads * self.sizes.kv_vector_bytes
         norms = () if fused.qk_norm is None else fused.qk_norm.parameters
-        # Up to four rows the next kernel reads the partials, of more rows attention itself does.
+        # Up to four rows the next kernel reads the partials, above that attention itself.
         if self._few:
             written = self._partials(attend.features)
         else:
             written = self._activations(attend.features)
-            if self._splits > 1:
+            if self.splits > 1:
                 written += 2 * self._partials(attend.features)
         return replace(
             _cost(
                 fused.name,
-                sum(norm.elements for norm in norms) * self._sizes.element_bytes,
+                sum(norm.elements for norm in norms) * self.sizes.element_bytes,
                 qkv + self._rotations + rows * position + written,
             ),
-            cache_bytes=rows * min(self._context, attend.window or self._context) * position,
+            cache_bytes=rows * min(self.context, attend.window or self.context) * position,
             window=attend.window or None,
         )
 
     def _activations(self, features: int) -> int:
-        return self._rows * features * self._sizes.element_bytes
+        return self.rows * features * self.sizes.element_bytes
 
     def _partials(self, features: int) -> int:
-        """Of each split of each head a vector of sums, a maximum and a denominator."""
-        heads = features // self._plan.layers[0].attend.value_dim
-        return self._rows * self._splits * (features + 2 * heads) * _FLOAT32
+        """Bytes of the splits: a vector of sums, a maximum and a denominator for each head."""
+        heads = features // self.plan.layers[0].attend.value_dim
+        return self.rows * self.splits * (features + 2 * heads) * _FLOAT32
 
     def _norm(self, norm: Norm | None) -> int:
-        return 0 if norm is None else norm.weight.elements * self._sizes.element_bytes
+        return 0 if norm is None else norm.weight.elements * self.sizes.element_bytes
 
     def _linear(self, linear: Linear) -> int:
         bias = 0 if linear.bias is None else linear.bias.elements
-        matrix = self._sizes.matrix_bytes(linear.out_features, linear.in_features)
-        return matrix + bias * self._sizes.element_bytes
+        matrix = self.sizes.matrix_bytes(linear.out_features, linear.in_features)
+        return matrix + bias * self.sizes.element_bytes
 
     def _product(
         self,
@@ -290,16 +282,17 @@ class _Step:
         normed: bool = False,
         bare: bool = False,
     ) -> _Product:
-        """The kernels of a product, and the bytes that they pass to each other.
+        """The kernels of a product of `n` output and `k` input features.
 
-        One that is `bare` needs no kernel after it, unless it was computed in parts.
+        `stored` is the number of rows of the weight if that is not `n`. A `normed` product has a
+        kernel before it. A `bare` one has a kernel after it only if it is computed in parts.
         """
         if self._few:
             return _ONE_KERNEL
-        count, stored = self._parts(name, n, k), stored or n
+        count, stored = self.parts(name, n, k), stored or n
         finished = not bare if count == 0 else count > 1
-        size = self._sizes.element_bytes
-        moved = 2 * self._rows * stored * (count * _FLOAT32 if count else size) if finished else 0
+        size = self.sizes.element_bytes
+        moved = 2 * self.rows * stored * (count * _FLOAT32 if count else size) if finished else 0
         return _Product(count, 1 + normed + finished, moved + 2 * normed * self._activations(k))
 
 
@@ -311,19 +304,19 @@ def _cost(name: str, weights: int, other: int, product: _Product = _ONE_KERNEL) 
         cache_bytes=0,
         other_bytes=other + product.bytes,
         kernels=product.kernels,
-        library_kernels=product.library_kernels,
+        library_kernels=int(product.parts == 0),
     )
 
 
 def floor_bytes(costs: Sequence[KernelCost]) -> int:
-    """Return what the step's floor counts: the weights and the cache (`roofline.step_bytes`)."""
+    """Return the bytes of the step's floor: the weights and the cache of every row."""
     return sum(cost.launches * (cost.weight_bytes + cost.cache_bytes) for cost in costs)
 
 
 def operation_costs(costs: Sequence[KernelCost]) -> list[OperationCost]:
-    """Return what one launch of each operation must read: what the floor counts of it.
+    """Return the bytes that one launch of each operation must read: its part of the floor.
 
-    Layers of different windows are one operation, of which a launch reads the mean.
+    For layers with different windows this is the mean.
     """
     launches: Counter[str] = Counter()
     read: Counter[str] = Counter()
@@ -340,10 +333,10 @@ def predicted_seconds(
     bandwidth_bytes_per_s: float,
     edge_seconds: float = DEPENDENT_EDGE_SECONDS,
 ) -> float:
-    """Return the seconds of the step: all bytes at the bandwidth, and an edge for each kernel.
+    """Return the seconds of the step: all bytes at this bandwidth, and an edge for each kernel.
 
     Raises:
-        ValueError: the bandwidth is not positive, or an edge takes less than no time.
+        ValueError: the bandwidth is not positive, or `edge_seconds` is negative.
     """
     if not edge_seconds >= 0:  # NaN fails too
         raise ValueError(f"edge_seconds is {edge_seconds}; it must not be negative")

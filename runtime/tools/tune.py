@@ -24,6 +24,7 @@ from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
+from .arguments import DTYPES, STORED_DTYPES, positive_int
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Tuned
@@ -128,27 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows",
         nargs="+",
-        type=_positive,
+        type=positive_int,
         default=[1, 2, 4, 8, 16, 32],
         help="rows of decode steps (default: 1 2 4 8 16 32)",
     )
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    parser.add_argument(
-        "--weight-dtype", nargs="+", default=["auto"], choices=("auto", "int8", "fp8")
-    )
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
+    parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=STORED_DTYPES)
     return parser
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Checks the kernels of a decode step against their references, alone and in captured graphs.
+"""Checks the kernels of a decode step against plain PyTorch, alone and in captured graphs.
 
     python -m stepgraph.runtime.tools.verify_kernels --model preset:llama-3.2-1b --rows 1 8 32
 
-Each kernel runs over random tensors of the model's shapes, into poisoned outputs, with dependent
-launch off and on. On a CUDA device each kernel, and all of them in the order of a layer (`layer`),
-are also captured and replayed many times. Every replay must leave the same bits; different bits
-mean a race. Prints a line for each check; the exit status is 1 if one failed.
+Each kernel runs with the arguments of a step with random weights, into poisoned outputs, with
+dependent launch off and on. On a CUDA device each kernel, and all of them in the order of a layer
+(`layer`), are also captured and replayed many times. Every replay must leave the same bits;
+different bits mean a race. Prints a line for each check; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..kernels.triton.dependent import dependent_launch
 from ..kernels.triton.fusion import kernel_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
+from ..kernels.triton.operations import Operations
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
@@ -84,12 +85,12 @@ class Verified:
 def check_operations(
     model: ModelConfig,
     config: ResolvedConfig,
-    device: torch.device,
     *,
     rows: int,
     context: int,
     replays: int = 1000,
     kernels: Sequence[str] | None = None,
+    operations: Operations | None = None,
 ) -> Iterator[Verified]:
     """Yield a result for each kernel of a decode step, dependent launch off, then on (on CUDA).
 
@@ -97,14 +98,16 @@ def check_operations(
 
     Args:
         model: one that `kernel_obstacle` has nothing against.
-        config: dtype, storage of weights and cache, block size.
-        device: a CUDA device, or the CPU in Triton's interpreter, where nothing is captured.
+        config: dtype, storage of weights and cache, block size, and the device: a CUDA device, or
+            the CPU in Triton's interpreter, where nothing is captured.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
         replays: of each captured graph.
         kernels: names of those to check; None: all, and the layer.
+        operations: to check; None: the Triton kernels.
     """
-    cases = decode_cases(model, config, device, rows=rows, context=context)
+    device = config.device
+    cases = decode_cases(model, config, rows=rows, context=context, operations=operations)
     tolerance = TOLERANCE[config.dtype]
     captured = replays if device.type == "cuda" else 0
     switches = (False, True) if device.type == "cuda" else (False,)
@@ -132,17 +135,14 @@ def _verify(
     device: torch.device,
 ) -> Verified:
     """Return `found` with the outcome of running these cases in order; tensors stay as they are."""
-    tensors = {id(t): t for case in cases for t in (*case.outputs(), *case.updates)}
-    saved = [(tensor, tensor.clone()) for tensor in tensors.values()]
-    updates = [(t, t.clone()) for case in cases for t in case.updates]
+    outputs = {id(t): t for case in cases for t in case.outputs()}
+    saved = [(tensor, tensor.clone()) for tensor in outputs.values()]
 
     def prepare() -> None:
-        """Poison what is only written, and restore what is updated in place."""
+        """Poison what is only written."""
         for case in cases:
             for tensor in case.outputs():
                 tensor.fill_(math.nan if tensor.is_floating_point() else 0)
-        for tensor, before in updates:
-            tensor.copy_(before)
 
     try:
         expected = reference()
@@ -256,7 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in check_operations(
             model,
             config,
-            device,
             rows=rows,
             context=options.context,
             replays=options.replays,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,6 @@ __all__ = ["failed_checks", "warnings"]
 
 SPREAD_LIMIT = 0.05
 """A case whose repetitions differ by more is warned about."""
-_WITH_DEVICE_STATE = ("cases", "interference", "churn", "prefix", "memory", "neighbours")
-"""Lists of a document whose entries have the state of the device."""
 _DTYPES = ("dtype", "weight_dtype", "kv_dtype")
 _SIZES = ("batch_size", "input_len", "output_len")
 
@@ -80,8 +79,9 @@ def _not_interleaved(cases: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _throttling(document: Mapping[str, Any]) -> Iterator[str]:
-    for entry in (entry for name in _WITH_DEVICE_STATE for entry in document.get(name, ())):
-        state = entry["device_state"]
+    lists = [value for value in document.values() if isinstance(value, list)]
+    for entry in itertools.chain.from_iterable(lists):
+        state = entry.get("device_state")
         held = state and describe_throttling(state["before"], state["after"])
         if held:
             yield f"Warning: {_name(entry)}: {held}"

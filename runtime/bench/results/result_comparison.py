@@ -21,9 +21,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ...errors import StepgraphError
 
@@ -31,12 +30,10 @@ __all__ = [
     "COMPARED",
     "SCHEMA_VERSION",
     "Compared",
-    "Observed",
     "ResultsError",
     "case_of",
     "compare",
     "confidence",
-    "ratio_bounds",
     "read_results",
     "slower_than",
 ]
@@ -81,23 +78,6 @@ _OPTIONAL = ("weight_dtype", "kernels", "prefill_chunk", "steps_per_launch")
 """Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`."""
 _MIN_MS, _MAX_MS = 1e-9, 1e12
 """No step takes less than a picosecond, or more than thirty years."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A time of one run, and its value in each repetition."""
-
-    value: float
-    repetitions: tuple[float, ...]
-    """Empty if repetitions cannot be told apart."""
-
-
-def ratio_bounds(old: Observed, new: Observed) -> tuple[float, float] | None:
-    """Return the bounds of new / old; None unless both runs have several repetitions."""
-    if min(len(old.repetitions), len(new.repetitions)) < 2:
-        return None
-    olds, news = ((side.value, *side.repetitions) for side in (old, new))
-    return min(news) / max(olds), max(news) / min(olds)
 
 
 def confidence(old: int, new: int) -> float:
@@ -184,52 +164,46 @@ def _entry(
     fail_above: float | None,
 ) -> dict[str, Any] | None:
     """Return the comparison of a case; None if one of the runs did not observe the metric."""
-    before, after = (_observed(entry, metric, percentile) for entry in (old, new))
-    if before is None or after is None:
+    if any(side[metric] is None or side[metric][percentile] is None for side in (old, new)):
         return None
-    ratio, bounds = after.value / before.value, ratio_bounds(before, after)
-    low, high = bounds or (None, None)
-    counts = len(before.repetitions), len(after.repetitions)
+    before, after = old[metric][percentile], new[metric][percentile]
+    olds: Sequence[float] = ()
+    news: Sequence[float] = ()
+    if (metric, percentile) == ("step_ms", "p50"):  # of others, repetitions have no value
+        olds, news = _repetitions(old), _repetitions(new)
+    bounded = min(len(olds), len(news)) > 1
     return {
         "case": case,
         "metric": f"{metric}.{percentile}",
-        "old": before.value,
-        "new": after.value,
-        "ratio": ratio,
-        "low": low,
-        "high": high,
-        "confidence": None if bounds is None else confidence(*counts),
-        "repetitions_old": counts[0],
-        "repetitions_new": counts[1],
+        "old": before,
+        "new": after,
+        "ratio": after / before,
+        "low": min(after, *news) / max(before, *olds) if bounded else None,
+        "high": max(after, *news) / min(before, *olds) if bounded else None,
+        "confidence": confidence(len(olds), len(news)) if bounded else None,
+        "repetitions_old": len(olds),
+        "repetitions_new": len(news),
         "n_old": old[metric]["n"],
         "n_new": new[metric]["n"],
-        "above": None if fail_above is None else ratio > fail_above,
+        "above": None if fail_above is None else after / before > fail_above,
     }
 
 
-def _observed(entry: Mapping[str, Any], metric: str, percentile: str) -> Observed | None:
-    summary = entry[metric]
-    if summary is None or summary[percentile] is None:
-        return None
-    repeated = (metric, percentile) == ("step_ms", "p50")
-    return Observed(summary[percentile], _repetitions(entry) if repeated else ())
-
-
-def _repetitions(case: Mapping[str, Any]) -> tuple[float, ...]:
+def _repetitions(case: Mapping[str, Any]) -> Sequence[float]:
     """Return the median step of each repetition.
 
     A file without them may have them in its samples, if every repetition has as many.
     """
     medians: Sequence[float] | None = case.get("repetition_ms")
     if medians is not None:
-        return tuple(medians)
-    samples: Sequence[float] = case.get("samples", {}).get("step_ms", ())
+        return medians
+    samples: Sequence[float] = (case.get("samples") or {}).get("step_ms") or ()
     each = case["output_len"] - 1
     if case.get("steps_per_launch", 1) != 1 or each < 1 or len(samples) % each:
         return ()
-    return tuple(
+    return [
         statistics.median(samples[start : start + each]) for start in range(0, len(samples), each)
-    )
+    ]
 
 
 def read_results(path: Path, scenario: str | None) -> tuple[str, dict[str, Any]]:
@@ -303,23 +277,26 @@ def _check_entry(entry: object, compared: Compared, name: str) -> None:
             _check_key(key, entry[key], name)
         elif key not in _OPTIONAL:
             raise ValueError(f"{name} has no {key}")
+    times: dict[str, object] = {}
     for metric in dict.fromkeys(metric for metric, _ in compared.metrics):
         summary = entry.get(metric)
         if summary is None and metric in entry and metric != "step_ms":
             continue  # nothing was observed
-        if not isinstance(summary, dict) or not _is_number(summary.get("n"), whole=True, least=1):
+        if not isinstance(summary, dict) or not _is_number(summary.get("n"), int, least=1):
             raise ValueError(f"{name}: {metric} is no distribution")
-        times = [summary.get("p50"), *([summary["p99"]] if summary.get("p99") is not None else [])]
-        _check_times(times, f"{name}: {metric}")
-        summary.setdefault("p99", None)
+        p99 = summary.setdefault("p99", None)
+        times[metric] = [summary.get("p50"), *([] if p99 is None else [p99])]
     samples = entry.get("samples") or {}
     if not isinstance(samples, dict):
         raise ValueError(f"{name}: samples is no object")
-    for what, listed in (
-        ("repetition_ms", entry.get("repetition_ms")),
-        ("samples.step_ms", samples.get("step_ms")),
-    ):
-        _check_times([] if listed is None else listed, f"{name}: {what}")
+    times["repetition_ms"] = entry.get("repetition_ms")
+    times["samples.step_ms"] = samples.get("step_ms")
+    for what, listed in times.items():
+        if not isinstance(listed, list | None):
+            raise ValueError(f"{name}: {what} is no list")
+        for value in listed or ():
+            if not (_is_number(value, float) and _MIN_MS <= value <= _MAX_MS):
+                raise ValueError(f"{name}: {what} has {value!r:.40}, which is no time in ms")
 
 
 def _check_key(key: str, value: object, name: str) -> None:
@@ -327,21 +304,14 @@ def _check_key(key: str, value: object, name: str) -> None:
     if key in _ENGINE:
         valid, what = isinstance(value, str), "text"
     elif key == "max_itl_ms":
-        valid, what = value is None or _is_number(value, whole=False), "time in milliseconds"
+        valid, what = value is None or _is_number(value, float), "time in ms"
     else:
-        valid, what = _is_number(value, whole=True, least=int(key != "neighbours")), "count"
+        valid, what = _is_number(value, int, least=int(key != "neighbours")), "count"
     if not valid:
         raise ValueError(f"{name}: {key} is {value!r:.40}, which is no {what}")
 
 
-def _is_number(value: object, *, whole: bool, least: int = 0) -> bool:
-    numbers = (int,) if whole else (int, float)
-    return isinstance(value, numbers) and not isinstance(value, bool) and value >= least
-
-
-def _check_times(values: object, name: str) -> None:
-    if not isinstance(values, list):
-        raise ValueError(f"{name} is no list")
-    for value in values:
-        if not (_is_number(value, whole=False) and _MIN_MS <= value <= _MAX_MS):
-            raise ValueError(f"{name} has {value!r:.40}, which is no time in milliseconds")
+def _is_number(value: object, kind: type[int] | type[float], least: int = 0) -> TypeGuard[float]:
+    """Whether a value of a JSON document is a number; an integer is a float too."""
+    kinds = (int,) if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= least

@@ -22,7 +22,6 @@ from ..console import shown_command_line
 from .result_comparison import SCHEMA_VERSION
 
 __all__ = [
-    "describe_budget",
     "describe_engine",
     "describe_environment",
     "dtype_names",
@@ -109,11 +108,6 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "prefill_chunk": engine.config.user.prefill_chunk,
         "fallbacks": engine.stats()["fallbacks"],
     }
-
-
-def describe_budget(engine: Engine, max_itl_ms: float | None) -> dict[str, Any]:
-    """Return the fields of entries whose steps may have a time budget."""
-    return {"max_itl_ms": max_itl_ms, "step_budget": engine.stats()["step_budget"]}
 
 
 def _driver_and_clocks(device: torch.device) -> dict[str, Any]:

@@ -71,19 +71,6 @@ class PeerSpec(NamedTuple):
             ) from error
         return done.stdout.split()
 
-    def check(self) -> None:
-        """Check that the runtime is installed, without importing it.
-
-        Raises:
-            PeerError: it is not, or its Python cannot be run.
-        """
-        missing = self.missing()
-        if missing:
-            raise PeerError(
-                f"--peer {self.name}: {self.python} has no {', '.join(missing)}: install it there,"
-                f" or name another Python with --peer {self.name}=PYTHON"
-            )
-
 
 def peer_spec(text: str) -> PeerSpec:
     """Read `NAME` or `NAME=PYTHON`, for argparse."""
@@ -107,7 +94,11 @@ def choose_peers(given: Sequence[PeerSpec] | None, device: torch.device) -> list
     if device.type != "cpu":
         raise PeerError(f"--peer measures on a CPU, and the device is {str(device)!r}")
     for spec in given:
-        spec.check()
+        if missing := spec.missing():
+            raise PeerError(
+                f"--peer {spec.name}: {spec.python} has no {', '.join(missing)}: install it there,"
+                f" or name another Python with --peer {spec.name}=PYTHON"
+            )
     return list(given)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,23 +51,6 @@ class Method(Protocol):
         """Free the memory of the last case."""
 
 
-@dataclass
-class _MethodRun:
-    """Observations of a method in a case."""
-
-    method: Method
-    step_ms: list[float] = field(default_factory=list)
-    token_ids: list[list[int]] = field(default_factory=list)
-    """Of the first run."""
-    error: str | None = None
-
-    def run(self) -> None:
-        """Decode the prompts once."""
-        step_ms, token_ids = self.method.run()
-        self.step_ms += step_ms
-        self.token_ids = self.token_ids or token_ids
-
-
 class BaselineCase:
     """A case that is run repeatedly by every method that can."""
 
@@ -76,9 +58,9 @@ class BaselineCase:
         self, methods: Sequence[Method], common: dict[str, Any], say: Callable[[str], None]
     ) -> None:
         """`common` are the JSON fields of all methods; `say` reports that one has failed."""
-        self._runs = [_MethodRun(method) for method in methods]
-        self._common = common
-        self._say = say
+        self._methods, self._common, self._say = methods, common, say
+        self._runs: dict[Method, list[Decoded]] = {method: [] for method in methods}
+        self._errors: dict[Method, str] = {}
 
     def prepare(self, prompts: Sequence[list[int]], steps: int, max_batch_tokens: int) -> None:
         """Prepare every method; one that fails is left out.
@@ -86,9 +68,7 @@ class BaselineCase:
         Raises:
             BaselineError: all of them failed.
         """
-        for run in self._runs:
-            self._try(run, lambda r: r.method.prepare(prompts, steps, max_batch_tokens))
-        self._check()
+        self._each(lambda method: method.prepare(prompts, steps, max_batch_tokens))
 
     def run(self) -> None:
         """Decode the prompts once by each method.
@@ -96,9 +76,20 @@ class BaselineCase:
         Raises:
             BaselineError: the last method failed.
         """
-        for run in self._runs:
-            self._try(run, _MethodRun.run)
-        self._check()
+        self._each(lambda method: self._runs[method].append(method.run()))
+
+    def _each(self, act: Callable[[Method], None]) -> None:
+        for method in self._methods:
+            if method not in self._errors:
+                try:
+                    act(method)
+                except BaselineError as error:
+                    self._errors[method] = str(error).partition("\n")[0]
+                    method.release()
+                    self._say(f"{method.name} is left out: {self._errors[method]}")
+        if len(self._errors) == len(self._methods):
+            reasons = "; ".join(f"{m.name}: {self._errors[m]}" for m in self._methods)
+            raise BaselineError(f"transformers cannot be compared with: {reasons}")
 
     def to_json(
         self, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
@@ -109,40 +100,25 @@ class BaselineCase:
             ours_ms: our steps: `speedup` is the ratio of the medians.
             ours_token_ids: our tokens.
         """
-        return [self._entry(run, ours_ms, ours_token_ids) for run in self._runs]
+        return [self._entry(method, ours_ms, ours_token_ids) for method in self._methods]
 
     def _entry(
-        self, run: _MethodRun, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
+        self, method: Method, ours_ms: Sequence[float], ours_token_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
-        entry = {"method": run.method.name, **self._common}
-        if not run.step_ms:
+        entry = {"method": method.name, **self._common}
+        error, runs = self._errors.get(method), self._runs[method]
+        if error is not None or not runs:
             unknown = ("compiled", "cuda_graphs", "async", "step_ms", "speedup", "tokens_equal")
-            return {**entry, **dict.fromkeys(unknown), "error": run.error}
-        summary = Summary.of(run.step_ms)
+            return {**entry, **dict.fromkeys(unknown), "error": error}
+        summary = Summary.of(ms for step_ms, _ in runs for ms in step_ms)
         return {
             **entry,
-            **run.method.describe(),
+            **method.describe(),
             "step_ms": summary.to_json(),
             "speedup": summary.p50 / Summary.of(ours_ms).p50,
-            "tokens_equal": equal_share(ours_token_ids, run.token_ids),
+            "tokens_equal": equal_share(ours_token_ids, runs[0][1]),
             "error": None,
         }
-
-    def _try(self, run: _MethodRun, act: Callable[[_MethodRun], None]) -> None:
-        if run.error is not None:
-            return
-        try:
-            act(run)
-        except BaselineError as error:
-            run.error = str(error).partition("\n")[0]
-            run.step_ms.clear()
-            run.method.release()
-            self._say(f"{run.method.name} is left out: {run.error}")
-
-    def _check(self) -> None:
-        if all(run.error is not None for run in self._runs):
-            reasons = "; ".join(f"{t.method.name}: {t.error}" for t in self._runs)
-            raise BaselineError(f"transformers cannot be compared with: {reasons}")
 
 
 class TransformersBaseline:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from ...errors import StepgraphError
-from ...models.config import ModelConfig
+from ...models.config import LatentConfig, ModelConfig
 from ...models.families import Family
 from ...models.rope import Rope
 
@@ -16,6 +16,21 @@ __all__ = ["BaselineError", "hf_config", "import_transformers"]
 
 LEAST_VERSION = (5, 17)
 """Of transformers: the first with the configuration of continuous batching that is used here."""
+_LATENT_FIELDS = dataclasses.fields(LatentConfig)
+"""Named as the keys of transformers."""
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "original_max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor"),
+    ),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+"""Keys of transformers' `rope_parameters`, by type."""
 
 
 class BaselineError(StepgraphError, RuntimeError):
@@ -53,7 +68,7 @@ def hf_config(config: ModelConfig) -> Any:
     Raises:
         BaselineError: transformers is missing or too old.
     """
-    family, latent = config.family, config.latent
+    family = config.family
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -71,16 +86,14 @@ def hf_config(config: ModelConfig) -> Any:
         "eos_token_id": list(config.eos_token_ids),
         "pad_token_id": None,
     }
-    if latent is None:
-        fields |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    else:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-        fields |= {name: getattr(latent, name) for name in (*names, "v_head_dim")}
+    if family.latent:
+        fields |= {field.name: getattr(config.latent, field.name) for field in _LATENT_FIELDS}
         fields |= {
             "num_key_value_heads": config.num_heads,
-            "rope_interleave": latent.rope_interleave,
             "first_k_dense_replace": config.num_layers,  # no mixture of experts
         }
+    else:
+        fields |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
     windowed = config.sliding_window is not None
     if windowed or family.window_switch:
         fields |= {"sliding_window": config.sliding_window}
@@ -110,16 +123,5 @@ def _rope_parameters(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _rope(rope: Rope) -> dict[str, Any]:
     scaling = dataclasses.asdict(rope.scaling)
-    kind = scaling.pop("type")
-    names: tuple[str, ...] = ()
-    if kind != "default":
-        names = ("factor",)
-    if kind in ("llama3", "yarn"):
-        names += ("original_max_position_embeddings",)
-    if kind == "llama3":
-        names += ("low_freq_factor", "high_freq_factor")
-    if kind == "yarn":
-        names += ("beta_fast", "beta_slow", "truncate", "attention_factor")
-        names += ("mscale", "mscale_all_dim")
-    given = {name: scaling[name] for name in names if scaling[name] is not None}
-    return {"rope_type": kind, "rope_theta": rope.theta, **given}
+    given = {key: scaling[key] for key in _ROPE_KEYS[rope.scaling.type] if scaling[key] is not None}
+    return {"rope_type": rope.scaling.type, "rope_theta": rope.theta, **given}

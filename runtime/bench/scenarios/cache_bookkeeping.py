@@ -22,6 +22,7 @@ from typing import Literal, get_args
 from ....cache.kv_cache import KVCache
 from ....cache.prefix_hashes import PrefixHashes
 from ....cache.spec import FullAttentionSpec, LayerGroup
+from ..workload import interleave
 
 __all__ = ["CacheOperation", "BookkeepingCost", "measure_cache"]
 
@@ -67,10 +68,8 @@ def measure_cache(
     for bench in benches:
         bench.round()  # warms up
         bench.samples = {operation: [] for operation in get_args(CacheOperation)}
-    for number in range(rounds):
-        # Reversed every round, so that no pool always follows the same other in the CPU caches.
-        for bench in benches if number % 2 else benches[::-1]:
-            bench.round()
+    # No pool always follows the same other in the CPU caches.
+    interleave([bench.round for bench in benches], rounds)
     return [
         BookkeepingCost(
             operation, bench.size, statistics.median(samples), max(samples), len(samples)

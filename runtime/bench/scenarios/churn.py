@@ -10,18 +10,17 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...models.config import ModelConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..results.result_document import describe_budget, describe_engine
-from ..step_watch import MeasuredStep, StepWatch, mean_roofline
+from ..step_watch import StepWatch, mean_roofline
 from ..workload import abort_all, greedy, random_prompts
 
 __all__ = ["ChurnCase", "measure_churn", "run_churn"]
@@ -35,17 +34,16 @@ ABORTED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ChurnCase:
-    """Requests arrive at `batch_size` rows for `num_steps` steps.
+    """Requests arrive at `batch_size` rows for `steps` steps.
 
     Prompts have from a quarter of `input_len` tokens to all; outputs `output_len` on average and
     four times that at most, distributed exponentially.
     """
 
-    model: str
     batch_size: int
     input_len: int
     output_len: int
-    num_steps: int
+    steps: int
 
     @property
     def longest_sequence(self) -> int:
@@ -53,38 +51,12 @@ class ChurnCase:
         return self.input_len + 4 * self.output_len
 
 
-@dataclass(frozen=True, slots=True)
-class Churn:
-    """Observations; times in milliseconds."""
-
-    case: ChurnCase
-    itl_ms: list[float]
-    """All gaps of all requests."""
-    ttft_ms: list[float]
-    step_ms: list[float]
-    num_requests: int
-    num_aborted: int
-    """Before their end."""
-    num_preemptions: int
-    records: list[StepRecord]
-    decode_steps: list[MeasuredStep]
-    """Those without prefill."""
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the rows that decoded in a step, on average."""
-        return statistics.fmean(r.rows for r in self.records) / self.case.batch_size
-
-    @property
-    def padding(self) -> float:
-        """Share of padding in the rows of decode steps."""
-        decoding = [r for r in self.records if r.rows]
-        padded_rows = sum(r.bucket for r in decoding)
-        return 1 - sum(r.rows for r in decoding) / padded_rows if padded_rows else 0.0
-
-
-def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
+def measure_churn(
+    engine: Engine, case: ChurnCase, *, seed: int, bandwidth: float
+) -> tuple[dict[str, Any], list[StepRecord]]:
     """Run a case on an idle engine with `batch_size` rows.
+
+    Returns the fields of an entry of `churn` in the JSON that depend on the run, and all steps.
 
     Raises:
         RequestError: the sequences do not fit the engine.
@@ -98,7 +70,7 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
     step_ms: list[float] = []
     preemptions = engine.stats()["preemptions"]
     watch = StepWatch(engine)
-    while len(step_ms) < case.num_steps and (num_requests < len(schedule) or open_ids):
+    while len(step_ms) < case.steps and (num_requests < len(schedule) or open_ids):
         if not open_ids:
             sooner = max(sooner, schedule[num_requests].step - len(step_ms))
         while num_requests < len(schedule) and schedule[num_requests].step <= len(step_ms) + sooner:
@@ -123,17 +95,22 @@ def measure_churn(engine: Engine, case: ChurnCase, *, seed: int) -> Churn:
     preemptions = engine.stats()["preemptions"] - preemptions
     abort_all(engine, sorted(open_ids))
     timings = [output.timing for output in latest.values() if output.timing is not None]
-    return Churn(
-        case=case,
-        itl_ms=[gap for timing in timings for gap in timing.itl_ms],
-        ttft_ms=[timing.ttft_ms for timing in timings],
-        step_ms=step_ms,
-        num_requests=num_requests,
-        num_aborted=num_aborted,
-        num_preemptions=preemptions,
-        records=records,
-        decode_steps=decode_steps,
-    )
+    itl_ms = [gap for timing in timings for gap in timing.itl_ms]
+    ttft_ms = [timing.ttft_ms for timing in timings]
+    decoding = [record for record in records if record.rows]
+    padded_rows = sum(record.bucket for record in decoding)
+    return {
+        "requests": num_requests,
+        "aborted": num_aborted,
+        "preemptions": preemptions,
+        "occupancy": statistics.fmean(record.rows for record in records) / case.batch_size,
+        "padding": 1 - sum(r.rows for r in decoding) / padded_rows if padded_rows else 0.0,
+        "prefill_tokens": sum(record.prefill_tokens for record in records),
+        "itl_ms": Summary.of(itl_ms).to_json() if itl_ms else None,
+        "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
+        "step_ms": Summary.of(step_ms).to_json(),
+        "roofline": mean_roofline(engine, decode_steps, bandwidth),
+    }, records
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +128,7 @@ def _schedule(config: ModelConfig, case: ChurnCase, seed: int) -> list[_Arrival]
     between = case.output_len / (OCCUPANCY * case.batch_size)  # steps
     schedule: list[_Arrival] = []
     step = 0.0
-    while step < case.num_steps:
+    while step < case.steps:
         output_len = min(1 + round(rng.expovariate(1 / case.output_len)), 4 * case.output_len)
         prompt_len = rng.randint(-(-case.input_len // 4), case.input_len)
         (prompt,) = random_prompts(config, 1, prompt_len, rng.getrandbits(32))
@@ -162,51 +139,19 @@ def _schedule(config: ModelConfig, case: ChurnCase, seed: int) -> list[_Arrival]
     return schedule
 
 
-def to_json(
-    engine: Engine, measured: Churn, max_itl_ms: float | None, bandwidth: float
-) -> dict[str, Any]:
-    """Return an entry of `churn` in the JSON. `bandwidth` is in bytes per second."""
-    case = measured.case
-    return {
-        **describe_engine(engine, case.model),
-        **describe_budget(engine, max_itl_ms),
-        "batch_size": case.batch_size,
-        "input_len": case.input_len,
-        "output_len": case.output_len,
-        "steps": case.num_steps,
-        "requests": measured.num_requests,
-        "aborted": measured.num_aborted,
-        "preemptions": measured.num_preemptions,
-        "occupancy": measured.occupancy,
-        "padding": measured.padding,
-        "prefill_tokens": sum(record.prefill_tokens for record in measured.records),
-        "itl_ms": Summary.of(measured.itl_ms).to_json() if measured.itl_ms else None,
-        "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
-        "step_ms": Summary.of(measured.step_ms).to_json(),
-        "roofline": mean_roofline(engine, measured.decode_steps, bandwidth),
-    }
-
-
 def run_churn(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield an entry for each point of the grid and each budget."""
     options = run.options
-    for output_len, input_len, rows in itertools.product(
-        options.output_len, options.input_len, options.batch_size
+    for output_len, input_len, rows, max_itl_ms in itertools.product(
+        options.output_len, options.input_len, options.batch_size, options.max_itl_ms or (None,)
     ):
-        case = ChurnCase(kind.model, rows, input_len, output_len, options.num_steps)
-        for max_itl_ms in options.max_itl_ms or (None,):
-            config = run.config(
-                kind,
-                mode,
-                max_num_seqs=rows,
-                max_model_len=case.longest_sequence,
-                max_itl_ms=max_itl_ms,
-            )
-            with run.start_budgeted(kind, config, input_len, rows) as engine:
-                read_again = watch(run.monitor)
-                with run.steps.timed(engine):
-                    measured = measure_churn(engine, case, seed=options.seed)
-                state = read_again()
-                entry = to_json(engine, measured, max_itl_ms, run.bandwidth)
-            run.steps.add(entry, measured.records)
-            yield entry | {"device_state": state}
+        case = ChurnCase(rows, input_len, output_len, options.num_steps)
+        config = run.config(
+            kind,
+            mode,
+            max_num_seqs=rows,
+            max_model_len=case.longest_sequence,
+            max_itl_ms=max_itl_ms,
+        )
+        measure = partial(measure_churn, case=case, seed=options.seed, bandwidth=run.bandwidth)
+        yield run.measure_budgeted(kind, config, asdict(case), measure)

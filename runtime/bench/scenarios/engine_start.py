@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import StepgraphError
@@ -23,19 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["measure_starts", "run_start"]
 
 
-_FIELDS = (
-    *("device", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "prefill_chunk"),
-    *("prefix_cache", "seed", "max_num_seqs", "buckets"),
-)
-"""Of the configuration that the processes are given."""
-
-
 def measure_starts(model: str, config: Mapping[str, Any], count: int = 2) -> list[dict[str, Any]]:
     """Start an engine `count` times; return what each start took, the first one first.
 
     Args:
         model: as `Engine.from_pretrained` takes it.
-        config: arguments of `EngineConfig`, those that JSON can hold.
+        config: arguments of `EngineConfig`.
         count: starts, one after the other.
 
     Returns:
@@ -77,9 +71,8 @@ def run_start(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
     buckets = tuple(sorted(run.options.batch_size))
     config = run.config(kind, mode, max_num_seqs=buckets[-1], buckets=buckets)
     kernels = resolve_engine(kind.model, config).kernels  # refuses before a process is started
-    given = {name: getattr(config, name) for name in _FIELDS}
     run.say(f"{kind} {mode}: two starts, the first with empty caches")
-    for number, measured in enumerate(measure_starts(kind.model, given), start=1):
+    for number, measured in enumerate(measure_starts(kind.model, asdict(config)), start=1):
         engine = {"model": kind.model, "mode": mode.mode, "kernels": kernels}
         yield engine | {"buckets": list(buckets), "number": number} | measured
 

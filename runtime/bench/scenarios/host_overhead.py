@@ -133,7 +133,7 @@ class HostRig:
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
         self.runner = Runner(model, config, arena, groups)
         self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
-        self.runner.prepare()
+        self.runner.library.prepare()
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(
             self.cache,
@@ -155,7 +155,9 @@ class HostRig:
         for number in range(rows):
             self.add(f"row {number}", params or greedy, max_tokens)
         while scheduler.num_running < rows or not all(
-            request.num_output for group in self.loop.groups.values() for request in group.requests
+            request.num_output
+            for group in self.loop.requests.groups.values()
+            for request in group.requests
         ):
             self.loop.step()
         for number in range(queued):
@@ -166,7 +168,7 @@ class HostRig:
         length = PROMPT_LEN + self.rng.randrange(PROMPT_LEN - BLOCK_SIZE)
         prompt = self.rng.choices(range(1, MODEL.vocab_size), k=length)
         params = dataclasses.replace(params, max_tokens=max_tokens)
-        self.loop.add(self._intake.accept(request_id, prompt, params, priority=0))
+        self.loop.requests.add(self._intake.accept(request_id, prompt, params, priority=0))
 
     def run(self, steps: int) -> list[int]:
         """Return the nanoseconds of each of the next steps."""
@@ -200,30 +202,27 @@ def measure_host(
     points = [(queued[0], num_blocks[0])]
     points += [(waiting, num_blocks[0]) for waiting in queued[1:]]
     points += [(queued[0], blocks) for blocks in num_blocks[1:]]
-    return [cost for count in rows for cost in _measure(count, points, num_steps, seed)]
+    costs = []
+    for count in rows:
+        rigs = [
+            HostRig(count, waiting, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
+            for waiting, blocks in points
+        ]
+        for rig in rigs:
+            rig.run(WARMUP_STEPS)
+        times: list[list[int]] = [[] for _ in rigs]
+        gc.collect()
+        interleave(
+            [partial(_turn, rig, ns, num_steps) for rig, ns in zip(rigs, times, strict=True)],
+            -(-num_steps // TURN),
+        )
+        for point, ns in zip(points, times, strict=True):
+            costs.append(HostCost(count, *point, Summary.of(t / 1000 for t in ns)))
+    return costs
 
 
-def _measure(
-    rows: int, points: Sequence[tuple[int, int]], num_steps: int, seed: int
-) -> list[HostCost]:
-    rigs = [
-        HostRig(rows, queued, blocks, num_steps=num_steps + WARMUP_STEPS, seed=seed)
-        for queued, blocks in points
-    ]
-    for rig in rigs:
-        rig.run(WARMUP_STEPS)
-    samples: list[list[int]] = [[] for _ in rigs]
-    gc.collect()
-
-    def turn(rig: HostRig, times: list[int]) -> None:
-        times += rig.run(min(TURN, num_steps - len(times)))
-
-    sides = [partial(turn, rig, times) for rig, times in zip(rigs, samples, strict=True)]
-    interleave(sides, -(-num_steps // TURN))
-    return [
-        HostCost(rows, queued, blocks, Summary.of(ns / 1000 for ns in times))
-        for (queued, blocks), times in zip(points, samples, strict=True)
-    ]
+def _turn(rig: HostRig, times: list[int], num_steps: int) -> None:
+    times += rig.run(min(TURN, num_steps - len(times)))
 
 
 def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:

@@ -11,17 +11,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ....graphs.buckets import Buckets
-from ....profiling.device_state import watch
 from ....profiling.stats import Summary
 from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
-from ..results.result_document import describe_budget, describe_engine
-from ..step_watch import MeasuredStep, StepWatch, mean_roofline, steps_in_flight
+from ..step_watch import StepWatch, mean_roofline, steps_in_flight
 from ..workload import abort_all, greedy, random_prompts
 
 __all__ = ["InterferenceCase", "measure_interference", "run_interference"]
@@ -56,18 +55,17 @@ LEAST_CHUNKS = 3
 
 @dataclass(frozen=True, slots=True)
 class InterferenceCase:
-    """`batch_size` rows decode for `num_steps` steps while prompts of `input_len` tokens arrive."""
+    """`batch_size` rows decode for `steps` steps while prompts of `input_len` tokens arrive."""
 
-    model: str
     batch_size: int
     input_len: int
-    num_steps: int
+    steps: int
 
     @property
     def steady_output(self) -> int:
         """The most tokens of a steady row."""
         prefill = self.batch_size * STEADY_INPUT  # a token a step at the very worst
-        return SETTLING_STEPS + self.num_steps + prefill + 2
+        return SETTLING_STEPS + self.steps + prefill + 2
 
     @property
     def max_num_seqs(self) -> int:
@@ -95,45 +93,26 @@ class Chunks:
     """The median."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interference:
-    """Observations; times in milliseconds."""
-
-    case: InterferenceCase
-    itl_ms: list[float]
-    """The longest gap of the steady rows in each step."""
-    decode_step_ms: list[float]
-    """Steps of the steady rows alone."""
-    decode_steps: list[MeasuredStep]
-    """The same steps, with their contexts."""
-    chunks: list[Chunks]
-    ttft_ms: list[float]
-    """Of the long prompts that got a token."""
-    num_arrivals: int
-    records: list[StepRecord]
-    """Of all steps, from the first of the steady rows alone."""
-
-    @property
-    def chunk_ms(self) -> float:
-        """Time that a chunk adds to a decode step, of the kind that adds the most."""
-        kinds = [c.ms for c in self.chunks if c.n >= LEAST_CHUNKS]
-        return max(kinds) if kinds else statistics.median([c.ms for c in self.chunks] or [0.0])
-
-    @property
-    def bound_ms(self) -> float:
-        """Bound of the 99th percentile of the gaps."""
-        return TOLERANCE * (statistics.median(self.decode_step_ms) + self.chunk_ms)
+def chunk_ms(chunks: Sequence[Chunks]) -> float:
+    """Return the time that a chunk adds to a decode step, of the kind that adds the most."""
+    kinds = [c.ms for c in chunks if c.n >= LEAST_CHUNKS]
+    return max(kinds) if kinds else statistics.median([c.ms for c in chunks] or [0.0])
 
 
-def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -> Interference:
+def measure_interference(
+    engine: Engine, case: InterferenceCase, *, seed: int, bandwidth: float
+) -> tuple[dict[str, Any], list[StepRecord]]:
     """Run a case on an idle engine with `case.max_num_seqs` rows.
+
+    Returns the fields of an entry of `interference` in the JSON that depend on the run, and the
+    steps, from the first of the steady rows alone.
 
     Raises:
         RequestError: the sequences do not fit the engine.
     """
     config = engine.model_config
     steady_prompts = random_prompts(config, case.batch_size, STEADY_INPUT, seed)
-    num_arrivals = -(-case.num_steps // ARRIVAL_STEPS)
+    num_arrivals = -(-case.steps // ARRIVAL_STEPS)
     arriving = random_prompts(config, num_arrivals, case.input_len, seed + 1)
     lag = steps_in_flight(engine)
     watch = StepWatch(engine, lag)
@@ -152,7 +131,7 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     for _ in range(SETTLING_STEPS):
         step()
     ids: list[str] = []
-    for index in range(case.num_steps):
+    for index in range(case.steps):
         if index % ARRIVAL_STEPS == 0:
             ids.append(watch.add_request(arriving[len(ids)], greedy(ARRIVING_OUTPUT)))
         step()
@@ -165,17 +144,26 @@ def measure_interference(engine: Engine, case: InterferenceCase, *, seed: int) -
     ]
     abort_all(engine, [*steady, *ids])
     decode_ms, chunks = _chunks(gaps[0], records, case, engine.config.token_buckets)
-    ttfts = [latest[request_id].timing for request_id in ids if request_id in latest]
-    return Interference(
-        case=case,
-        itl_ms=[max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True)],
-        decode_step_ms=decode_ms,
-        decode_steps=watch.decode_steps(case.batch_size),
-        chunks=chunks,
-        ttft_ms=[timing.ttft_ms for timing in ttfts if timing is not None],
-        num_arrivals=len(ids),
-        records=records,
-    )
+    timings = [latest[request_id].timing for request_id in ids if request_id in latest]
+    itl = Summary.of(max(gap) for gap in zip(*(row[SETTLING_STEPS:] for row in gaps), strict=True))
+    ttft_ms = [timing.ttft_ms for timing in timings if timing is not None]
+    decode = Summary.of(decode_ms)
+    bound_ms = TOLERANCE * (decode.p50 + chunk_ms(chunks))
+    return {
+        "arrival_steps": ARRIVAL_STEPS,
+        "arrivals": len(ids),
+        "first_tokens": len(ttft_ms),
+        "itl_ms": itl.to_json(),
+        "decode_step_ms": decode.to_json(),
+        "roofline": mean_roofline(
+            engine, watch.decode_steps(case.batch_size), bandwidth, ms=decode.p50
+        ),
+        "chunks": [asdict(kind) for kind in chunks],
+        "chunk_ms": chunk_ms(chunks),
+        "bound_ms": bound_ms,
+        "p99_within_bound": None if itl.p99 is None else itl.p99 <= bound_ms,
+        "ttft_ms": Summary.of(ttft_ms).to_json() if ttft_ms else None,
+    }, records
 
 
 def _chunks(
@@ -209,32 +197,6 @@ def _chunks(
     ]
 
 
-def to_json(
-    engine: Engine, measured: Interference, max_itl_ms: float | None, bandwidth: float
-) -> dict[str, Any]:
-    """Return an entry of `interference` in the JSON. `bandwidth` is in bytes per second."""
-    case, itl = measured.case, Summary.of(measured.itl_ms)
-    decode = Summary.of(measured.decode_step_ms)
-    return {
-        **describe_engine(engine, case.model),
-        **describe_budget(engine, max_itl_ms),
-        "batch_size": case.batch_size,
-        "input_len": case.input_len,
-        "steps": case.num_steps,
-        "arrival_steps": ARRIVAL_STEPS,
-        "arrivals": measured.num_arrivals,
-        "first_tokens": len(measured.ttft_ms),
-        "itl_ms": itl.to_json(),
-        "decode_step_ms": decode.to_json(),
-        "roofline": mean_roofline(engine, measured.decode_steps, bandwidth, ms=decode.p50),
-        "chunks": [asdict(chunks) for chunks in measured.chunks],
-        "chunk_ms": measured.chunk_ms,
-        "bound_ms": measured.bound_ms,
-        "p99_within_bound": None if itl.p99 is None else itl.p99 <= measured.bound_ms,
-        "ttft_ms": Summary.of(measured.ttft_ms).to_json() if measured.ttft_ms else None,
-    }
-
-
 def _itl(output: RequestOutput) -> list[float]:
     assert output.timing is not None, "it has a token"
     return output.timing.itl_ms
@@ -249,7 +211,10 @@ def run_interference(
     """
     options = run.options
     for input_len, rows in itertools.product(options.input_len, options.batch_size):
-        case = InterferenceCase(kind.model, rows, input_len, options.num_steps)
+        case = InterferenceCase(rows, input_len, options.num_steps)
+        measure = partial(
+            measure_interference, case=case, seed=options.seed, bandwidth=run.bandwidth
+        )
         budgets: list[float | None] = [None, *(options.max_itl_ms or ())]
         for max_itl_ms in budgets:
             config = run.config(
@@ -260,14 +225,8 @@ def run_interference(
                 max_model_len=case.longest_sequence,
                 max_itl_ms=max_itl_ms,
             )
-            with run.start_budgeted(kind, config, input_len, rows) as engine:
-                read_again = watch(run.monitor)
-                with run.steps.timed(engine):
-                    measured = measure_interference(engine, case, seed=options.seed)
-                state = read_again()
-                entry = to_json(engine, measured, max_itl_ms, run.bandwidth)
+            entry = run.measure_budgeted(kind, config, asdict(case), measure)
             if max_itl_ms is None and not options.max_itl_ms:
                 budgets.append(round(AUTOMATIC_BUDGET * entry["decode_step_ms"]["p50"], 2))
-            run.steps.add(entry, measured.records)
             automatic = max_itl_ms is not None and not options.max_itl_ms
-            yield entry | {"automatic_budget": automatic, "device_state": state}
+            yield entry | {"automatic_budget": automatic}

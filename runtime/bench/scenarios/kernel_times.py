@@ -91,14 +91,14 @@ def measure_kernels(
         costs.setdefault(cost.name, cost)
     smallest = min(cost.bytes for name, cost in costs.items() if name not in ("begin", "greedy"))
     copies = min(model.num_layers, -(-COLD_BYTES // smallest))
-    cases = decode_cases(model, config, device, rows=rows, context=context, copies=copies)
+    cases = decode_cases(model, config, rows=rows, context=context, copies=copies)
     for case in cases:
         cost = costs[case.name]
         launches = max(copies, _LEAST_LAUNCHES)
         measured = Summary.of([1e6 * s for s in seconds(case.run, launches)])
         library = None
-        if case.library is not None:
-            library = statistics.median(1e6 * s for s in seconds(case.library, launches))
+        if (product := case.library()) is not None:
+            library = statistics.median(1e6 * s for s in seconds(product, launches))
         predicted = 1e6 * (cost.seconds(bandwidth) + cost.edge_seconds(DEPENDENT_EDGE_SECONDS))
         yield {
             "kernel": case.name,

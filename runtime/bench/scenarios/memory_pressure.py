@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,17 +32,9 @@ from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
 from ..step_watch import MeasuredStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
-from .steady import BenchmarkCase, longest_sequence
+from .steady import BenchmarkCase
 
-__all__ = [
-    "FullCache",
-    "MemoryCase",
-    "Scarcity",
-    "measure_full_cache",
-    "measure_scarcity",
-    "run_memory",
-    "to_json",
-]
+__all__ = ["MemoryCase", "Scarcity", "measure_full_cache", "measure_scarcity", "run_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,6 @@ class MemoryCase:
     With scarce blocks they have the shortest of these prompts, and decode `output_len` tokens.
     """
 
-    model: str
     batch_size: int
     input_lens: tuple[int, ...]
     """Ascending."""
@@ -72,8 +64,8 @@ class MemoryCase:
         return self._whole(input_len, prefill_chunk) - input_len
 
     def _whole(self, input_len: int, prefill_chunk: int) -> int:
-        case = BenchmarkCase(self.model, self.batch_size, input_len, self.num_steps + 1)
-        return longest_sequence(case, prefill_chunk)
+        case = BenchmarkCase(self.batch_size, input_len, self.num_steps + 1)
+        return case.longest_sequence(prefill_chunk)
 
     def roomy(self, config: EngineConfig, model: ModelConfig) -> EngineConfig:
         """Return the configuration of an engine with blocks for all rows.
@@ -114,6 +106,25 @@ class FullCache:
     blocks_in_use: int
     """After the last of them."""
 
+    def to_json(self, engine: Engine, bandwidth: float) -> dict[str, Any]:
+        """Return an entry of `steps` in the JSON. `bandwidth` is in bytes per second."""
+        plan, steps = engine.memory_plan, self.steps
+        step_ms = Summary.of(step.ms for step in steps)
+        contexts = [context for step in steps for context in step.contexts]
+        held = self.blocks_in_use * (plan.cache // plan.num_blocks)
+        padded_rows = sum(step.record.bucket for step in steps)
+        return {
+            "input_len": self.input_len,
+            "mean_context": statistics.fmean(contexts),
+            "blocks_in_use": self.blocks_in_use,
+            "fill": self.blocks_in_use / plan.usable_blocks,
+            "slack": 1 - sum(map(engine.kv_bytes_read, steps[-1].contexts)) / held,
+            "padding": 1 - sum(step.record.rows for step in steps) / padded_rows,
+            "kv_bytes": sum(map(engine.kv_bytes_read, contexts)) // len(steps),
+            "step_ms": step_ms.to_json(),
+            "roofline": mean_roofline(engine, steps, bandwidth, ms=step_ms.p50),
+        }
+
 
 def measure_full_cache(engine: Engine, case: MemoryCase, *, seed: int) -> list[FullCache]:
     """Run a case on an idle engine with room for it; return a measurement per prompt length.
@@ -147,12 +158,8 @@ class Scarcity:
     """Of each repetition, from the first arrival to the last token."""
     itl_ms: list[float] = field(default_factory=list)
     decode_steps: list[MeasuredStep] = field(default_factory=list)
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("preemptions", "swapped_out", "swapped_in", "recomputed_tokens"), 0
-        )
-    )
-    """Over all repetitions: swapped blocks, and tokens that were prefilled again."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Over all repetitions: preemptions, swapped blocks, and tokens that were prefilled again."""
     token_ids: list[list[int]] = field(default_factory=list)
     """Of each request of each repetition."""
 
@@ -178,8 +185,7 @@ class Scarcity:
         engine.check_integrity()
         self.decode_steps += watch.decode_steps()
         after = _counters(engine)
-        for name in after:
-            self.counts[name] += after[name] - before[name]
+        self.counts.update({name: after[name] - before[name] for name in after})
         prefilled = sum(record.prefill_tokens for record in engine.timeline().records())
         self.counts["recomputed_tokens"] += prefilled - sum(map(len, prompts))
         for output in (done[request_id] for request_id in ids):
@@ -235,56 +241,24 @@ def measure_scarcity(
 
 
 def to_json(
-    engine: Engine,
-    case: MemoryCase,
-    full: Sequence[FullCache],
-    *,
-    process_bytes: Mapping[str, int],
-    bandwidth: float,
+    engine: Engine, model: str, full: Sequence[FullCache], held: Mapping[str, int], bandwidth: float
 ) -> dict[str, Any]:
-    """Return an entry of `memory` in the JSON, without `scarcity`.
+    """Return an entry of `memory` in the JSON, without the runs with scarce blocks.
 
-    Args:
-        engine: with blocks for all rows.
-        case: the sizes.
-        full: the steps.
-        process_bytes: resident bytes `before` the engine was started and when it was `started`.
-        bandwidth: of the device, in bytes per second.
+    `held` are the resident bytes `before` the engine was started and when it was `started`.
     """
     plan, blocks = engine.memory_plan, engine.stats()["blocks"]
-    block_bytes = plan.cache // plan.num_blocks
     return {
-        **describe_engine(engine, case.model),
-        "batch_size": case.batch_size,
+        **describe_engine(engine, model),
+        "batch_size": engine.config.user.max_num_seqs,
         "memory": engine.stats()["memory"],
-        "process_bytes": {**process_bytes, "filled": resident_bytes(engine.config.device)},
+        "process_bytes": {**held, "filled": resident_bytes(engine.config.device)},
         "usable_blocks": blocks["usable"],
         "block_size": blocks["size"],
-        "block_bytes": block_bytes,
+        "block_bytes": plan.cache // plan.num_blocks,
         "context_tokens": plan.context_tokens,
         "longest_request": plan.longest_request,
-        "steps": [_full_to_json(engine, entry, block_bytes, bandwidth) for entry in full],
-    }
-
-
-def _full_to_json(
-    engine: Engine, measured: FullCache, block_bytes: int, bandwidth: float
-) -> dict[str, Any]:
-    steps, last = measured.steps, measured.steps[-1].contexts
-    step_ms = Summary.of(step.ms for step in steps)
-    contexts = [context for step in steps for context in step.contexts]
-    padded_rows = sum(step.record.bucket for step in steps)
-    held = measured.blocks_in_use * block_bytes
-    return {
-        "input_len": measured.input_len,
-        "mean_context": statistics.fmean(contexts),
-        "blocks_in_use": measured.blocks_in_use,
-        "fill": measured.blocks_in_use / engine.memory_plan.usable_blocks,
-        "slack": 1 - sum(map(engine.kv_bytes_read, last)) / held,
-        "padding": 1 - sum(step.record.rows for step in steps) / padded_rows,
-        "kv_bytes": sum(map(engine.kv_bytes_read, contexts)) // len(steps),
-        "step_ms": step_ms.to_json(),
-        "roofline": mean_roofline(engine, steps, bandwidth, ms=step_ms.p50),
+        "steps": [measured.to_json(engine, bandwidth) for measured in full],
     }
 
 
@@ -297,7 +271,7 @@ def run_memory(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[d
     lengths = ", ".join(map(str, input_lens))
     sized = []
     for output_len, rows in itertools.product(options.output_len, options.batch_size):
-        case = MemoryCase(kind.model, rows, input_lens, output_len, options.num_steps)
+        case = MemoryCase(rows, input_lens, output_len, options.num_steps)
         sized.append((case, case.roomy(base, source), case.scarce(base, source)))
     for case, roomy, scarce in sized:
         before = resident_bytes(run.device)
@@ -307,21 +281,15 @@ def run_memory(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[d
             held = {"before": before, "started": resident_bytes(run.device)}
             read_again = watch(run.monitor)
             full = measure_full_cache(engine, case, seed=options.seed)
-            entry = to_json(engine, case, full, process_bytes=held, bandwidth=run.bandwidth)
+            entry = to_json(engine, kind.model, full, held, run.bandwidth)
             runs: dict[str, Scarcity] = {}
             if scarce:
                 engines = {"none": engine}
                 for name, config in scarce.items():
                     engines[name] = stack.enter_context(run.start(kind, config))
-                runs = measure_scarcity(
-                    engines,
-                    case,
-                    num_warmup=options.num_warmup,
-                    num_iters=options.num_iters,
-                    seed=options.seed,
-                )
+                how = {name: getattr(options, name) for name in ("num_warmup", "num_iters", "seed")}
+                runs = measure_scarcity(engines, case, **how)
             scarcity = [
-                scarce_run.to_json(name, runs["none"], run.bandwidth)
-                for name, scarce_run in runs.items()
+                one.to_json(name, runs["none"], run.bandwidth) for name, one in runs.items()
             ]
             yield entry | {"interleaved": True, "scarcity": scarcity, "device_state": read_again()}

@@ -7,6 +7,7 @@ The next round reverses the order of numbers and runtimes. Prefill is not timed.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import statistics
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from ....profiling.device_state import watch
@@ -26,7 +28,7 @@ from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
 from ..results.result_document import describe_engine, num_cpus, num_threads
 from ..runtimes.peers import Peer, PeerError, choose_peers, start_peers
 from ..workload import abort_all, greedy, random_prompts, spread
-from .steady import BenchmarkCase, longest_sequence
+from .steady import BenchmarkCase
 
 __all__ = [
     "EngineSide",
@@ -36,7 +38,6 @@ __all__ = [
     "measure_neighbours",
     "points",
     "run_neighbours",
-    "to_json",
 ]
 
 SETTLING_SECONDS = 0.3
@@ -107,23 +108,22 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class NeighboursCase:
-    """`rounds` rounds of `num_steps` timed steps for each number of busy processes."""
+    """Each round has `steps` timed steps for each number of busy processes."""
 
-    model: str
     batch_size: int
     input_len: int
-    num_steps: int
+    steps: int
     neighbours: tuple[int, ...]
 
     @property
     def output_len(self) -> int:
         """Tokens of a request whose steps are all of the whole batch, the first one included."""
-        return 1 + len(self.neighbours) * (SETTLING_STEPS + self.num_steps)
+        return 1 + len(self.neighbours) * (SETTLING_STEPS + self.steps)
 
     def longest_sequence(self, prefill_chunk: int) -> int:
         """Return the tokens of the longest sequence, prompt and output."""
-        case = BenchmarkCase(self.model, self.batch_size, self.input_len, self.output_len)
-        return longest_sequence(case, prefill_chunk)
+        case = BenchmarkCase(self.batch_size, self.input_len, self.output_len)
+        return case.longest_sequence(prefill_chunk)
 
 
 class Side(Protocol):
@@ -178,14 +178,19 @@ class SideRun:
     error: str | None = None
     """Why a peer was left out; its earlier measurements do not count."""
 
-    def attempt(self, act: Callable[[Side], None], say: Callable[[str], None]) -> None:
-        """Run a part of a round, unless an earlier one failed."""
-        if self.error is None:
-            try:
-                act(self.side)
-            except PeerError as error:
-                self.error = str(error)
-                say(f"left out: {error}")
+    def to_json(self, neighbours: int) -> dict[str, Any]:
+        """Return the fields of one number of busy processes."""
+        if self.error is not None:
+            return dict.fromkeys(("step_ms", "repetition_ms", "spread", "p99_to_p50"))
+        rounds = self.step_ms[neighbours]
+        step = Summary.of(itertools.chain.from_iterable(rounds))
+        medians = [statistics.median(one) for one in rounds]
+        return {
+            "step_ms": step.to_json(),
+            "repetition_ms": medians,
+            "spread": spread(medians),
+            "p99_to_p50": None if step.p99 is None else step.p99 / step.p50,
+        }
 
 
 def measure_neighbours(
@@ -210,69 +215,42 @@ def measure_neighbours(
         say: reports progress.
     """
 
-    def decode(run: SideRun, neighbours: int) -> None:
-        def act(side: Side) -> None:
-            time.sleep(SETTLING_SECONDS)
-            side.steps(SETTLING_STEPS)
-            run.step_ms.setdefault(neighbours, []).append(side.steps(case.num_steps))
+    def attempt(act: Callable[[SideRun], None], order: int = 1) -> None:
+        for run in runs[::order]:
+            if run.error is None:
+                try:
+                    act(run)
+                except PeerError as error:
+                    run.error = str(error)
+                    say(f"left out: {error}")
 
-        run.attempt(act, say)
+    def decode(run: SideRun, neighbours: int) -> None:
+        time.sleep(SETTLING_SECONDS)
+        run.side.steps(SETTLING_STEPS)
+        run.step_ms.setdefault(neighbours, []).append(run.side.steps(case.steps))
 
     for number in range(-num_warmup, num_iters):
         order = 1 if number % 2 == 0 else -1
-        for run in runs:
-            run.attempt(lambda side: side.prefill(prompts, max_tokens), say)
+        attempt(lambda run: run.side.prefill(prompts, max_tokens))
         for neighbours in case.neighbours[::order] if number >= 0 else (0,):
             with busy_processes(neighbours):
-                for run in runs[::order]:
-                    decode(run, neighbours)
-        for run in runs:
-            run.attempt(lambda side: side.end(), say)
-            if number < 0:
-                run.step_ms.clear()
+                attempt(partial(decode, neighbours=neighbours), order)
+        attempt(lambda run: run.side.end())
         if number >= 0:
             say(f"round {number + 1} of {num_iters}")
+        else:
+            for run in runs:
+                run.step_ms.clear()
 
 
-def to_json(
-    engine: Engine, case: NeighboursCase, ours: SideRun, theirs: Sequence[tuple[Peer, SideRun]]
-) -> Iterator[dict[str, Any]]:
-    """Yield an entry of `neighbours` in the benchmark's JSON for each number of busy processes."""
-    for neighbours in case.neighbours:
-        measured = _measured(ours.step_ms[neighbours])
-        yield {
-            **describe_engine(engine, case.model),
-            "batch_size": case.batch_size,
-            "input_len": case.input_len,
-            "steps": case.num_steps,
-            "neighbours": neighbours,
-            "threads": num_threads(),
-            "cpus": num_cpus(),
-            **measured,
-            "peers": [_peer(peer, run, neighbours, measured["step_ms"]) for peer, run in theirs],
-        }
-
-
-def _measured(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
-    step = Summary.of(ms for one in rounds for ms in one)
-    medians = [statistics.median(one) for one in rounds]
-    return {
-        "step_ms": step.to_json(),
-        "repetition_ms": medians,
-        "spread": spread(medians),
-        "p99_to_p50": None if step.p99 is None else step.p99 / step.p50,
-    }
-
-
-def _peer(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) -> dict[str, Any]:
-    entry = {"name": peer.name, "version": peer.version, "dtype": peer.dtype, "error": run.error}
-    unknown = ("step_ms", "repetition_ms", "spread", "p99_to_p50", "ratio_p50", "ratio_p90")
-    if run.error is not None:
-        return entry | dict.fromkeys(unknown)
-    measured = _measured(run.step_ms[neighbours])
-    theirs = measured["step_ms"]
-    ratios = {f"ratio_{p}": ours[p] / theirs[p] for p in ("p50", "p90")}
-    return entry | measured | ratios
+def _compare(peer: Peer, run: SideRun, neighbours: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of `peers` in the JSON; `ours` are the fields of the engine."""
+    measured = run.to_json(neighbours)
+    ratios: dict[str, float | None] = {"ratio_p50": None, "ratio_p90": None}
+    if run.error is None:
+        ratios = {f"ratio_{p}": ours["step_ms"][p] / measured["step_ms"][p] for p in ("p50", "p90")}
+    described = {"name": peer.name, "version": peer.version, "dtype": peer.dtype}
+    return {**described, "error": run.error, **measured, **ratios}
 
 
 def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
@@ -280,7 +258,7 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
     options = run.options
     specs = choose_peers(options.peer, run.device)
     cases = [
-        NeighboursCase(kind.model, *point, options.num_steps, tuple(options.neighbours))
+        NeighboursCase(*point, options.num_steps, tuple(options.neighbours))
         for point in points(options.batch_size, options.input_len)
     ]
     batch_sizes = tuple(sorted({case.batch_size for case in cases}))
@@ -310,5 +288,15 @@ def run_neighbours(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterat
                 say=run.say,
             )
             state = read_again()
-            for entry in to_json(engine, case, ours, theirs):
-                yield entry | {"device_state": state}
+            for neighbours in case.neighbours:
+                measured = ours.to_json(neighbours)
+                yield {
+                    **describe_engine(engine, kind.model),
+                    **dataclasses.asdict(case),
+                    "neighbours": neighbours,
+                    "threads": num_threads(),
+                    "cpus": num_cpus(),
+                    **measured,
+                    "peers": [_compare(*their, neighbours, measured) for their in theirs],
+                    "device_state": state,
+                }

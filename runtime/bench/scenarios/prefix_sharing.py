@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
 from ..step_watch import MeasuredStep, StepWatch, decode_whole_batch, mean_roofline
 from ..workload import abort_all, equal_share, greedy, interleave, random_prompts, spread
-from .steady import BenchmarkCase, longest_sequence
+from .steady import BenchmarkCase
 
 __all__ = ["NUM_PREFIXES", "TAIL_TOKENS", "PrefixRun", "measure_prefix", "run_prefix", "to_json"]
 
@@ -38,27 +39,8 @@ TAIL_TOKENS = 32
 """Tokens of a prompt after the prefix, different in each."""
 
 
-def _check_case(case: BenchmarkCase, block_size: int) -> None:
-    """Check that a prefix has a block to share.
-
-    Raises:
-        ConfigError: a prefix has no whole block.
-    """
-    least = block_size + TAIL_TOKENS
-    if case.input_len < least:
-        raise ConfigError(
-            f"input_len={case.input_len} leaves no block to share: a prompt is a prefix of at least"
-            f" one block ({block_size} tokens) and {TAIL_TOKENS} tokens of its own, {least} at"
-            " least"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Wave:
-    """Prompts with one prefix."""
-
-    first: list[int]
-    prompts: list[list[int]]
+Wave = list[list[int]]
+"""Prompts with one prefix: that of the first request, then those of the wave."""
 
 
 @dataclass(slots=True)
@@ -84,10 +66,8 @@ class PrefixRun:
     """The median of those of each repetition."""
     found_tokens: int = 0
     """Of the prompts of first requests and waves, by `RequestOutput.cached_tokens`."""
-    counted: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("queried_tokens", "hit_tokens"), 0)
-    )
-    """The same, and all queried tokens, as counted by `Engine.stats`."""
+    counted: Counter[str] = field(default_factory=Counter)
+    """The same (`hit_tokens`), and all `queried_tokens`, as counted by `Engine.stats`."""
     blocks_in_use: int = 0
     """The most that the requests of a wave held, all of them decoding."""
     token_ids: list[list[int]] = field(default_factory=list)
@@ -104,7 +84,7 @@ class PrefixRun:
         self.num_repetitions += 1
         self.repetition_ms.append(statistics.median(s.ms for s in self.decode_steps[known:]))
         after = self.engine.stats()["cache"]
-        for name in self.counted:
+        for name in ("queried_tokens", "hit_tokens"):
             self.counted[name] += after[name] - before[name]
 
     def to_json(self) -> dict[str, Any]:
@@ -123,19 +103,20 @@ class PrefixRun:
         }
 
 
-def _serve(run: PrefixRun, wave: _Wave) -> None:
+def _serve(run: PrefixRun, wave: Wave) -> None:
     """Serve a first request, then the others of its prefix."""
     engine, case = run.engine, run.case
     watch = StepWatch(engine)
-    watch.add_request(wave.first, greedy(1))
+    first, *others = wave
+    watch.add_request(first, greedy(1))
     while engine.has_unfinished():
         for output in watch.step():
             assert output.timing is not None, "it ended with its first token"
             run.first_ttft_ms.append(output.timing.ttft_ms)
             run.found_tokens += output.cached_tokens
     watch.clear()
-    room = longest_sequence(case, engine.config.user.prefill_chunk) - case.input_len
-    ids = [watch.add_request(prompt, greedy(room)) for prompt in wave.prompts]
+    room = case.longest_sequence(engine.config.user.prefill_chunk) - case.input_len
+    ids = [watch.add_request(prompt, greedy(room)) for prompt in others]
     latest = decode_whole_batch(watch, ids, case.output_len - 1)
     blocks = engine.stats()["blocks"]
     run.blocks_in_use = max(run.blocks_in_use, blocks["usable"] - blocks["free"])
@@ -154,15 +135,12 @@ def _serve(run: PrefixRun, wave: _Wave) -> None:
     run.itl_ms += [gap for timing in timings for gap in timing.itl_ms[1 - case.output_len :]]
 
 
-def _waves(config: ModelConfig, case: BenchmarkCase, seed: int) -> list[_Wave]:
+def _waves(config: ModelConfig, case: BenchmarkCase, seed: int) -> list[Wave]:
     """Return the prompts of a repetition, the same for the same seed."""
+    each = case.batch_size + 1
     prefixes = random_prompts(config, NUM_PREFIXES, case.input_len - TAIL_TOKENS, 2 * seed)
-    tails = random_prompts(config, NUM_PREFIXES * (case.batch_size + 1), TAIL_TOKENS, 2 * seed + 1)
-    waves = []
-    for prefix in prefixes:
-        first, *others = (prefix + tails.pop() for _ in range(case.batch_size + 1))
-        waves.append(_Wave(first, others))
-    return waves
+    tails = random_prompts(config, NUM_PREFIXES * each, TAIL_TOKENS, 2 * seed + 1)
+    return [[prefix + tails.pop() for _ in range(each)] for prefix in prefixes]
 
 
 def measure_prefix(
@@ -191,16 +169,16 @@ def measure_prefix(
     return runs
 
 
-def to_json(unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float) -> dict[str, Any]:
+def to_json(
+    model: str, unshared: PrefixRun, shared: PrefixRun, *, bandwidth: float
+) -> dict[str, Any]:
     """Return an entry of `prefix` in the JSON. `bandwidth` is in bytes per second."""
     case = shared.case
     found, queried = shared.counted["hit_tokens"], shared.counted["queried_tokens"]
     ours, theirs = shared.to_json(), unshared.to_json()
     return {
-        **describe_engine(shared.engine, case.model),
-        "batch_size": case.batch_size,
-        "input_len": case.input_len,
-        "output_len": case.output_len,
+        **describe_engine(shared.engine, model),
+        **dataclasses.asdict(case),
         "prefix_len": case.input_len - TAIL_TOKENS,
         "prefixes": NUM_PREFIXES,
         "prompt_tokens": queried,
@@ -227,10 +205,16 @@ def run_prefix(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[d
     for output_len, input_len, rows in itertools.product(
         options.output_len, options.input_len, options.batch_size
     ):
-        case = BenchmarkCase(kind.model, rows, input_len, output_len)
-        longest = longest_sequence(case, options.prefill_chunk)
+        case = BenchmarkCase(rows, input_len, output_len)
+        longest = case.longest_sequence(options.prefill_chunk)
         config = run.config(kind, mode, max_num_seqs=rows, buckets=(rows,), max_model_len=longest)
-        _check_case(case, config.block_size)
+        least = config.block_size + TAIL_TOKENS
+        if input_len < least:
+            raise ConfigError(
+                f"input_len={input_len} leaves no block to share: a prompt is a prefix of at least"
+                f" one block ({config.block_size} tokens) and {TAIL_TOKENS} tokens of its own,"
+                f" {least} at least"
+            )
         blocks = RequestBlocks.of(source, config, longest).pool(rows)
         sized.append((case, dataclasses.replace(config, num_blocks=blocks)))
     for case, config in sized:
@@ -238,12 +222,7 @@ def run_prefix(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[d
         sharing = dataclasses.replace(config, prefix_cache=True)
         with run.start(kind, config, what) as unshared, run.start(kind, sharing) as shared:
             read_again = watch(run.monitor)
-            runs = measure_prefix(
-                unshared,
-                shared,
-                case,
-                num_warmup=options.num_warmup,
-                num_iters=options.num_iters,
-                seed=options.seed,
-            )
-            yield to_json(*runs, bandwidth=run.bandwidth) | {"device_state": read_again()}
+            how = {name: getattr(options, name) for name in ("num_warmup", "num_iters", "seed")}
+            runs = measure_prefix(unshared, shared, case, **how)
+            entry = to_json(kind.model, *runs, bandwidth=run.bandwidth)
+            yield entry | {"device_state": read_again()}

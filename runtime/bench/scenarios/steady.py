@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,10 @@ from ...sampling_params import SamplingParams
 from ..instrumentation import instrumentation_to_json
 from ..results.result_document import describe_engine
 from ..step_watch import decode_roofline
+from ..token_check import TokenCheck
 from ..workload import abort_all, equal_share, greedy, random_prompts, spread
 
-__all__ = ["BenchmarkCase", "CaseRun", "Reference", "is_reference", "longest_sequence", "to_json"]
+__all__ = ["BenchmarkCase", "CaseRun", "Reference", "is_reference"]
 
 SCORED_TOKENS = 32
 """Length of the sequence whose logits two modes are compared on, half of it prefilled."""
@@ -37,12 +38,21 @@ SCORED_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkCase:
-    """One row of the table."""
+    """Sizes of a case: rows, and the tokens of each prompt and output."""
 
-    model: str
     batch_size: int
     input_len: int
     output_len: int
+
+    def longest_sequence(self, prefill_chunk: int, steps_per_launch: int = 1) -> int:
+        """Return the tokens of the longest sequence, prompt and output.
+
+        The first prompt gets a token in each step that prefills the others. Launches of several
+        steps continue to the last one that counts, and one more is in flight.
+        """
+        alone = 1 + -(-self.batch_size * self.input_len // prefill_chunk) + self.batch_size
+        spare = 2 * steps_per_launch if steps_per_launch > 1 else 0
+        return self.input_len + self.output_len + alone + spare
 
 
 class Reference(NamedTuple):
@@ -50,17 +60,6 @@ class Reference(NamedTuple):
 
     token_ids: list[list[int]]
     logits: torch.Tensor
-
-
-def longest_sequence(case: BenchmarkCase, prefill_chunk: int, steps_per_launch: int = 1) -> int:
-    """Return the tokens of the longest sequence of a case, prompt and output.
-
-    The first prompt gets a token in each step that prefills the others. Launches of several steps
-    continue to the last one that counts, and one more is in flight.
-    """
-    alone = 1 + -(-case.batch_size * case.input_len // prefill_chunk) + case.batch_size
-    spare = 2 * steps_per_launch if steps_per_launch > 1 else 0
-    return case.input_len + case.output_len + alone + spare
 
 
 class CaseRun:
@@ -92,7 +91,7 @@ class CaseRun:
         self._before_step = before_step
         self.prompts = random_prompts(engine.model_config, case.batch_size, case.input_len, seed)
         config = engine.config
-        longest = longest_sequence(case, config.user.prefill_chunk, config.steps_per_launch)
+        longest = case.longest_sequence(config.user.prefill_chunk, config.steps_per_launch)
         self._params = greedy(longest - case.input_len)
         self.ttft_ms: list[float] = []
         self.itl_ms: list[float] = []
@@ -105,11 +104,6 @@ class CaseRun:
     def step_ms(self) -> list[float]:
         """Milliseconds of the steps of all repetitions, in order."""
         return [duration for repetition in self.repetitions for duration in repetition]
-
-    def decode_records(self) -> list[StepRecord]:
-        """Return the steps that decoded the whole batch and did nothing else."""
-        rows = self.case.batch_size
-        return [r for r in self.records if r.rows == rows and not r.prefill_tokens]
 
     def warm_up(self) -> None:
         """Run it once without recording."""
@@ -136,6 +130,56 @@ class CaseRun:
         """Return the tokens, and the logits of a sequence under teacher forcing."""
         scored = self.prompts[0][:SCORED_TOKENS]
         return Reference(self.token_ids, self.engine.score(scored, (len(scored) + 1) // 2))
+
+    def to_json(
+        self, model: str, bandwidth: float, eager: Reference | None, check: TokenCheck | None
+    ) -> dict[str, Any]:
+        """Return the fields of the case in the JSON that depend on this run alone.
+
+        Args:
+            model: the name of the engine's model.
+            bandwidth: of the device, in bytes per second.
+            eager: the same case in eager mode.
+            check: scores the sampled tokens; None: they are not checked.
+        """
+        engine, case, stats = self.engine, self.case, self.engine.stats()
+        # On average half of the output is in the context.
+        context = case.input_len + case.output_len // 2
+        roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
+        step, medians = Summary.of(self.step_ms), list(map(statistics.median, self.repetitions))
+        decoding = [r for r in self.records if r.rows == case.batch_size and not r.prefill_tokens]
+        return {
+            **describe_engine(engine, model),
+            **asdict(case),
+            "steps_per_launch": engine.config.steps_per_launch,
+            "ttft_ms": Summary.of(self.ttft_ms).to_json(),
+            "itl_ms": Summary.of(self.itl_ms).to_json(),
+            "step_ms": step.to_json(),
+            "repetition_ms": medians,
+            "spread": spread(medians),
+            "host_us": Summary.of(r.host_ns / 1e3 / r.steps for r in decoding).to_json(),
+            "tokens_per_second": 1e3 * case.batch_size / step.p50,
+            "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
+            "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
+            "roofline": roofline.to_json(step.p50 / 1e3),
+            "memory": stats["memory"],
+            "captured": stats["prepared"],
+            "start": stats["start"],
+            "correct": self._correctness(eager),
+            "check": None if check is None else check.check(self.prompts, self.outputs),
+            "instrumentation": instrumentation_to_json(engine, self.step_ms),
+            "samples": {"step_ms": self.step_ms},
+        }
+
+    def _correctness(self, eager: Reference | None) -> dict[str, float | None]:
+        """Return how tokens and logits differ from those of eager mode, if it was measured."""
+        if eager is None:
+            return {"tokens_equal_eager": None, "max_abs_logit_error": None}
+        token_ids, logits = self.reference()
+        return {
+            "tokens_equal_eager": equal_share(token_ids, eager.token_ids),
+            "max_abs_logit_error": float((logits - eager.logits).abs().max()),
+        }
 
 
 def _run(
@@ -195,73 +239,6 @@ def _num_tokens(output: RequestOutput) -> int:
     return output.completions[0].num_tokens
 
 
-def to_json(
-    run: CaseRun,
-    *,
-    bandwidth: float,
-    eager: Reference | None,
-    interleaved: bool,
-    baselines: Sequence[dict[str, Any]] = (),
-    device_state: dict[str, Any] | None = None,
-    check: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return a case of the JSON.
-
-    Args:
-        run: the case, after its repetitions.
-        bandwidth: of the device, in bytes per second.
-        eager: the same case in eager mode.
-        interleaved: whether its repetitions were interleaved with those of other modes.
-        baselines: results of other runtimes, as `BaselineCase.to_json` returns them.
-        device_state: clocks, power and throttling before and after, as `watch` returns them.
-        check: as `TokenCheck.check` returns it; None if the tokens were not checked.
-    """
-    engine, case, stats = run.engine, run.case, run.engine.stats()
-    # On average half of the output is in the context.
-    context = case.input_len + case.output_len // 2
-    roofline = decode_roofline(engine, [context] * case.batch_size, bandwidth)
-    step, medians = Summary.of(run.step_ms), [statistics.median(ms) for ms in run.repetitions]
-    decoding = run.decode_records()
-    return {
-        **describe_engine(engine, case.model),
-        "batch_size": case.batch_size,
-        "input_len": case.input_len,
-        "output_len": case.output_len,
-        "steps_per_launch": engine.config.steps_per_launch,
-        "ttft_ms": Summary.of(run.ttft_ms).to_json(),
-        "itl_ms": Summary.of(run.itl_ms).to_json(),
-        "step_ms": step.to_json(),
-        "repetition_ms": medians,
-        "spread": spread(medians),
-        "interleaved": interleaved,
-        "host_us": Summary.of(r.host_ns / 1e3 / r.steps for r in decoding).to_json(),
-        "tokens_per_second": 1e3 * case.batch_size / step.p50,
-        "padding": 1 - sum(r.rows for r in decoding) / max(1, sum(r.bucket for r in decoding)),
-        "kv_bytes": case.batch_size * engine.kv_bytes_read(context),
-        "roofline": roofline.to_json(step.p50 / 1e3),
-        "memory": stats["memory"],
-        "captured": stats["prepared"],
-        "start": stats["start"],
-        "correct": _correctness(run, eager),
-        "check": check,
-        "instrumentation": instrumentation_to_json(engine, run.step_ms),
-        "baselines": list(baselines),
-        "device_state": device_state,
-        "samples": {"step_ms": run.step_ms},
-    }
-
-
 def is_reference(engine: Engine) -> bool:
     """Return whether an engine runs plain PyTorch, eagerly: the reference of other modes."""
     return engine.config.mode == "eager" and engine.config.kernels != "native"
-
-
-def _correctness(run: CaseRun, eager: Reference | None) -> dict[str, float | None]:
-    """Return how tokens and logits differ from those of eager mode, if it was measured."""
-    if eager is None:
-        return {"tokens_equal_eager": None, "max_abs_logit_error": None}
-    token_ids, logits = run.reference()
-    return {
-        "tokens_equal_eager": equal_share(token_ids, eager.token_ids),
-        "max_abs_logit_error": float((logits - eager.logits).abs().max()),
-    }

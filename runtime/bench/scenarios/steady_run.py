@@ -22,7 +22,7 @@ from ..runtimes.transformers_baseline import BaselineCase, TransformersBaseline
 from ..runtimes.transformers_config import import_transformers
 from ..token_check import TokenCheck
 from ..workload import interleave
-from .steady import BenchmarkCase, CaseRun, Reference, is_reference, longest_sequence, to_json
+from .steady import BenchmarkCase, CaseRun, Reference, is_reference
 
 __all__ = ["SteadyRun"]
 
@@ -49,7 +49,7 @@ class SteadyRun(BenchmarkRun):
         if options.baseline is not None:
             import_transformers()  # fails before anything is measured
         points = itertools.product(options.output_len, options.input_len, options.batch_size)
-        self.grid = [(rows, input_len, output_len) for output_len, input_len, rows in points]
+        self.grid = [BenchmarkCase(rows, length, output) for output, length, rows in points]
         super().__init__(options)
         self.checks = self.device.type == "cuda" if options.check is None else options.check
 
@@ -57,10 +57,9 @@ class SteadyRun(BenchmarkRun):
         """Return the configuration of an engine with room for every case."""
         options = self.options
         chunk, steps = options.prefill_chunk, options.steps_per_launch
-        cases = [BenchmarkCase(kind.model, *point) for point in self.grid]
         grid = {
             "max_num_seqs": max(options.batch_size),
-            "max_model_len": max(longest_sequence(case, chunk, steps) for case in cases),
+            "max_model_len": max(case.longest_sequence(chunk, steps) for case in self.grid),
             "buckets": tuple(options.batch_size),
             "steps_per_launch": steps,
         }
@@ -171,8 +170,7 @@ class SteadyRun(BenchmarkRun):
         if self.checks:
             unpacked = [engine for engine in engines if engine.decoder.kernels.pack is None]
             check = TokenCheck((unpacked or engines)[0], model)
-        for number, point in enumerate(self.grid, 1):
-            case = BenchmarkCase(model, *point)
+        for number, case in enumerate(self.grid, 1):
             about = f"{case.batch_size} rows after {case.input_len} tokens"
             self.say(f"{model}, {number} of {len(self.grid)}: {about}")
             runs = [
@@ -201,15 +199,12 @@ class SteadyRun(BenchmarkRun):
                     self.say(f"{name}: {done} of {options.num_iters} repetitions, as they are long")
                 if is_reference(run.engine):
                     eager[case] = run.reference()
-                entry = to_json(
-                    run,
-                    bandwidth=self.bandwidth,
-                    eager=eager.get(case),
-                    interleaved=len(runs) > 1,
-                    baselines=(theirs.to_json(run.step_ms, run.token_ids) if theirs else ()),
-                    device_state=state,
-                    check=None if check is None else check.check(run.prompts, run.outputs),
-                ) | {"profiled": self.profiled}
+                entry = run.to_json(model, self.bandwidth, eager.get(case), check) | {
+                    "interleaved": len(runs) > 1,
+                    "baselines": theirs.to_json(run.step_ms, run.token_ids) if theirs else [],
+                    "device_state": state,
+                    "profiled": self.profiled,
+                }
                 self.steps.add(entry, run.records)
                 yield entry
 

@@ -60,7 +60,9 @@ _HEADERS = (
     "attention_math.h",
     "attention_worker.h",
     "attention.h",
+    "attention_scaled.h",
     "sampling.h",
+    "sampling_math.h",
     "sampling_ops.h",
     "checks.h",
     "elementwise_ops.h",
@@ -71,6 +73,7 @@ _HEADERS = (
     "stack.h",
     "stack_math.h",
     "stack_ops.h",
+    "stack_thread.h",
 )
 _TAIL_LINES = 30
 _QUIET = "STEPGRAPH_QUIET"

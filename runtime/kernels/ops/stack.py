@@ -2,8 +2,8 @@
 
 Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
 rotation. The arithmetic is that of `models/operations.py`, with results rounded to the model's
-dtype at the same places; `csrc/stack.cpp` describes fusion and threading. The result of a row is
-bitwise the same in any batch and with any number of threads.
+dtype at the same places; `csrc/stack_thread.h` describes fusion and threading. The result of a row
+is bitwise the same in any batch and with any number of threads.
 
 Weights are not arguments: a stack is created once over them, and calls pass its handle.
 """

@@ -29,7 +29,7 @@ from .linear import Pending
 from .operations import Operations
 from .split_attention import Partials, reference_combine_splits
 
-__all__ = ["WRITES", "OperationChecks", "Writes"]
+__all__ = ["WRITES", "OperationChecks", "OutputCopies", "Writes", "written_tensors"]
 
 _GUARD = 256
 """Elements of each guard around an output; keeps it aligned."""
@@ -110,7 +110,7 @@ class OperationChecks:
         def call(*args: Any, **keywords: Any) -> Any:
             self.checked.add(name)
             given = signature.bind(*args, **keywords)
-            copies = _Copies(given, writes)
+            copies = OutputCopies(given, writes)
             found: Any = None
             error = None
             if name not in self.failures:
@@ -142,7 +142,7 @@ class OperationChecks:
     def _difference(
         self,
         name: str,
-        copies: _Copies,
+        copies: OutputCopies,
         given: inspect.BoundArguments,
         found: Any,
         expected: Any,
@@ -160,23 +160,11 @@ class OperationChecks:
                 count = self.tokens if name in _ATTENDS else None
                 if problem := disagreement(one[:count], other[:count], limit):
                     return problem
-        for parameter in (*copies.writes.outputs, *copies.writes.updates):
-            written: Any = copies.given.arguments.get(parameter)
-            right: Any = given.arguments.get(parameter)
-            if written is None or right is None:
-                continue
-            if parameter == "partials":
-                if given.arguments.get("attended_TN") is not None:
-                    continue  # workspace: attention has combined it
-                written, right = map(reference_combine_splits, (written, right))
-            elif parameter == "pending":
-                written, right = written.out, right.out
-            elif parameter == "arena":
-                written, right = self._stored(written), self._stored(right)
-            elif parameter == "feed":
-                written, right = (
-                    torch.cat((feed.token_ids, feed.state_positions)) for feed in (written, right)
-                )
+        both = (
+            written_tensors(arguments, copies.writes, self._stored)
+            for arguments in (copies.given, given)
+        )
+        for (parameter, written), (_, right) in zip(*both, strict=True):
             if problem := disagreement(written, right, limit):
                 return f"{parameter.partition('_')[0]}: {problem}"
         return None
@@ -188,10 +176,40 @@ class OperationChecks:
         return torch.stack([read_side(s, blocks, self._block_size, self._storage) for s in sides])
 
 
-class _Copies:
-    """The arguments of a call, with copies of those that are written."""
+def written_tensors(
+    given: inspect.BoundArguments, writes: Writes, stored: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter that a call wrote, and the result in it.
+
+    Args:
+        given: arguments of the call.
+        writes: those that it writes.
+        stored: reads the vectors to compare from the arena.
+    """
+    arguments = given.arguments
+    for parameter in (*writes.outputs, *writes.updates):
+        match arguments.get(parameter):
+            case Partials() as partials:
+                if arguments.get("attended_TN") is None:  # else attention has combined them
+                    yield parameter, reference_combine_splits(partials)
+            case Pending() as pending:
+                yield parameter, pending.out
+            case Feedback() as feed:
+                yield parameter, torch.cat((feed.token_ids, feed.state_positions))
+            case Tensor() as tensor:
+                yield parameter, stored(tensor) if parameter == "arena" else tensor
+
+
+class OutputCopies:
+    """The arguments of a call, with copies of those that are written.
+
+    Attributes:
+        given: the arguments; outputs are poisoned, updates hold what they held.
+        writes: which of them are copies.
+    """
 
     def __init__(self, given: inspect.BoundArguments, writes: Writes) -> None:
+        """Copy the arguments that `writes` names."""
         self.writes = writes
         self.given = inspect.BoundArguments(given.signature, given.arguments.copy())
         self._guards: list[Tensor] = []

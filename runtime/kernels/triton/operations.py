@@ -7,7 +7,7 @@ arguments and return the same kind of result. The plain ones have static shapes 
 nothing, so they can be captured in a CUDA graph.
 
 A new operation needs a field here, a function in `native`, one in `reference_operations.py`, and
-an entry in `self_test.WRITES` that names what it writes.
+an entry in `operation_check.WRITES` that names what it writes.
 """
 
 from __future__ import annotations

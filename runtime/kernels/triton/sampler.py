@@ -28,7 +28,12 @@ _LEAST_RUNS = 128
 """Groups of runs in the search for the top tokens."""
 
 _CAPACITY = 4096
-"""Weights that a program of 8 warps holds while it searches a threshold."""
+"""Weights that a program holds while it searches a threshold."""
+
+
+def _warps(chunks: int) -> int:
+    """Return the warps of a program. 8 spill registers on sm_80 above 131,072 tokens."""
+    return 8 if chunks <= 128 else 16
 
 
 def full_rows(
@@ -83,7 +88,7 @@ def full_rows(
         *given, *statistics, lists, masses, found, *outputs,
         *((None, None) if feed is None else (feed.token_ids, feed.state_positions)),
         vocab_size, logits_BV.stride(0), advance, chunks, reals.shape[0] - 1,
-        num_warps=8,
+        num_warps=_warps(chunks),
         NUM_TOP=outputs[2].shape[1], BLOCK=block, SUB=run,
         CHUNKS=triton.next_power_of_2(chunks), ALL_RUNS=all_runs, CAP=capacity,
     )  # fmt: skip

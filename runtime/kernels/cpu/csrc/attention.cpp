@@ -130,8 +130,8 @@ void attend(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, i
             int64_t index) {
   switch (plan.step.storage) {
     case Storage::kModel: return attend_paged<T, Plain<T>>(args, plan, phases, phase, index);
-    case Storage::kInt8: return attend_int8(args, plan, phases, phase, index);
-    case Storage::kFp8: return attend_fp8(args, plan, phases, phase, index);
+    case Storage::kInt8: return attend_scaled<Int8>(args, plan, phases, phase, index);
+    case Storage::kFp8: return attend_scaled<Fp8>(args, plan, phases, phase, index);
   }
 }
 
@@ -144,8 +144,8 @@ void store_head(const AttentionArgs<T>& args, const AttentionStep& step, bool va
   switch (step.storage) {
     case Storage::kModel:
       return write_slots<T, Plain<T>>(step, x, strides, side, head, first, count);
-    case Storage::kInt8: return store_int8(step, x, strides, side, head, first, count);
-    case Storage::kFp8: return store_fp8(step, x, strides, side, head, first, count);
+    case Storage::kInt8: return store_scaled<Int8>(step, x, strides, side, head, first, count);
+    case Storage::kFp8: return store_scaled<Fp8>(step, x, strides, side, head, first, count);
   }
 }
 

@@ -77,18 +77,13 @@ void attend_paged(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& pha
       });
 }
 
-// Defined in a unit for each storage, which the compiler works on at the same time.
-template <class T>
-void attend_int8(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
-                 int64_t index);
-template <class T>
-void attend_fp8(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases, int64_t phase,
-                int64_t index);
-template <class T>
-void store_int8(const AttentionStep& step, const T* x, const int64_t (&strides)[2], uint8_t* side,
-                int64_t head, int64_t first, int64_t count);
-template <class T>
-void store_fp8(const AttentionStep& step, const T* x, const int64_t (&strides)[2], uint8_t* side,
-               int64_t head, int64_t first, int64_t count);
+// Attention over an arena of 8-bit numbers with a scale each vector. Defined for each kind of number
+// in a unit of its own (`attention_scaled.h`), which the compiler works on at the same time.
+template <class Number, class T>
+void attend_scaled(const AttentionArgs<T>& args, AttentionPlan& plan, Phases& phases,
+                   int64_t phase, int64_t index);
+template <class Number, class T>
+void store_scaled(const AttentionStep& step, const T* x, const int64_t (&strides)[2],
+                  uint8_t* side, int64_t head, int64_t first, int64_t count);
 
 }  // namespace stepgraph

@@ -1,0 +1,191 @@
+"""The parts of a started engine: their lifetime, and what they report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ...cache.memory.handler import MemoryPlan
+from ...profiling.timeline import Timeline
+from ..loading.tokenizer import TextTokenizer
+from ..models.decoder import Decoder
+from .calibration import calibrated_step_budget
+from .encoded_contents import EncodedContents
+from .engine_parts import EngineParts
+from .engine_stats import engine_stats
+from .loop import StepLoop
+from .shared_loop import SharedLoop
+from .startup import make_loop
+
+__all__ = ["StartedEngine"]
+
+
+class StartedEngine:
+    """Owns the parts and the loop over them, until `close`."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Take the parts, and make the loop."""
+        config = parts.config
+        self.config = config
+        self.model_config = parts.model.config
+        self.max_model_len = config.max_model_len
+        """Most tokens of one sequence, prompt and output."""
+        self._parts: EngineParts | None = parts
+        self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
+        self._shared = SharedLoop(make_loop(parts, self._step_budget))
+        self._encoded = EncodedContents(
+            config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
+        )
+
+    def __enter__(self) -> Self:
+        self._open_parts()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free all memory. Unfinished requests end without an output. Idempotent.
+
+        Waits for the current step of another thread; calls of `generate` there raise
+        `EngineClosedError`. Does nothing in a forked child.
+
+        Raises:
+            EngineBusyError: called by a signal handler or a callback within a step.
+        """
+        self._shared.close(self._release_memory)
+
+    def _release_memory(self, loop: StepLoop) -> None:
+        """Free everything. May be repeated after an interrupt."""
+        if self._parts is None:
+            return
+        device = self.config.device
+        if device.type == "cuda" and self._shared.healthy:
+            torch.cuda.synchronize(device)  # launched steps still write to the arena
+        loop.close()
+        if self._parts.model.stack is not None:
+            self._parts.model.stack.close()
+        if self._parts.runner.host_arena is not None:
+            self._parts.runner.host_arena.close()
+        self._parts = None
+        self._encoded.cache.clear()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Drop the prefix cache: the next requests compute their whole prompts.
+
+        Running requests keep their blocks, which are no longer shared. For measuring cold starts,
+        or after weights changed.
+
+        Raises:
+            EngineBusyError: called by a signal handler or a callback within a step.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
+
+    def timeline(self) -> Timeline:
+        """Return a live view of the times of the last steps.
+
+        `device_ns` of its records is None on CUDA for steps outside of `device_timing`.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        return self._loop.timeline
+
+    @contextmanager
+    def device_timing(self) -> Iterator[Timeline]:
+        """Measure the device time of the steps launched in this block; yield the timeline.
+
+        On CUDA two timed events surround each step. They take a few microseconds on the device, so
+        steps are timed only here. On a CPU all steps are timed anyway. Blocks may be nested.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        runner = self._loop.runner
+        before, runner.times_device = runner.times_device, True
+        try:
+            yield self._loop.timeline
+        finally:
+            runner.times_device = before
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """The checkpoint's tokenizer; None for presets and without a `tokenizer.json`."""
+        return self._open_parts().tokenizer
+
+    @property
+    def decoder(self) -> Decoder:
+        """The loaded model, its weights stored as the kernels need them."""
+        return self._open_parts().model
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The memory plan that set the size of the cache."""
+        return self._open_parts().plan
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of the weights that a decode step reads."""
+        return self._open_parts().model.weight_bytes_per_step
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, over all layers."""
+        return sum(group.spec.slot_bytes * len(group.layers) for group in self._open_parts().groups)
+
+    def kv_bytes_read(self, context: int) -> int:
+        """Bytes of the cache that a row of `context` tokens reads in a decode step."""
+        return sum(group.bytes_read(context) for group in self._open_parts().groups)
+
+    def positions_read(self, context: int) -> int:
+        """Tokens that a row of `context` tokens attends to, summed over the layers."""
+        return sum(group.positions_read(context) for group in self._open_parts().groups)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes, as plain numbers and strings.
+
+        `threads` is the number of threads of the native operators on a CPU, None if there are none.
+        `memory` has planned and measured bytes of each term, with a note where a measurement is
+        None; `memory_phases` the memory of each phase of the start, `prepared` the cost of the
+        prepared steps. `start` has the seconds of each phase, whether kernels and compiled code
+        came from a cache, and how many Triton kernels were compiled ahead, in how many threads.
+        `blocks` and `cache` count blocks that are free, cached, found, copied and swapped;
+        `fallbacks` launches without a prepared step. `steps` counts launches,
+        `multi_step_launches` those that decoded several tokens of each row, `non_finite` requests
+        that ended with `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage
+        collector since the engine was made, and their seconds. `step_budget` (None without
+        `max_itl_ms`) compares the times of mixed prefill and decode steps with their predictions.
+        """
+        return engine_stats(
+            self._open_parts(),
+            self._loop,
+            self._encoded.cache,
+            self._step_budget,
+            max_model_len=self.max_model_len,
+            healthy=self._shared.healthy,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert all invariants that hold between two steps. For tests."""
+        self._shared.run("check_integrity", StepLoop.check_integrity)
+
+    @property
+    def _loop(self) -> StepLoop:
+        return self._shared.open_loop
+
+    def _open_parts(self) -> EngineParts:
+        _ = self._loop
+        assert self._parts is not None
+        return self._parts

@@ -1,0 +1,27 @@
+"""Greedy parameters and the way to the last outputs, for tests of engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepgraph.runtime import Engine, RequestOutput, SamplingParams
+
+
+def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
+
+
+def run(engine: Engine, *, checked: bool = False) -> dict[str, RequestOutput]:
+    """Step to the end; return the final output of each request, of which there is one each.
+
+    With `checked`, all invariants must hold after every step.
+    """
+    final: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.request_id not in final, "an output after the final one"
+            if output.finished:
+                final[output.request_id] = output
+        if checked:
+            engine.check_integrity()
+    return final

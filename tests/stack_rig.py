@@ -1,0 +1,120 @@
+"""A decoder whose layers run as one operation or one by one, over a poisoned cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
+from stepgraph.cache.spec import group_layers
+from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
+from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
+from stepgraph.runtime.loading.loader import iter_weights
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.decoder import Decoder, attention_specs
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+ROWS = 3
+LENGTH = 160
+
+
+class Rig:
+    """A decoder and an arena that is NaN wherever a step has no business."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        storage: Storage = "model",
+        seed: int = 0,
+        weights: WeightStorage = "model",
+    ) -> None:
+        torch.manual_seed(seed)
+        self.config, self.dtype, self.storage = config, dtype, storage
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        self.groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        self.decoder = Decoder(
+            config, select_kernels(CPU, "compile", dtype, weights), dtype, CPU, self.groups, storage
+        )
+        self.columns = LENGTH // BLOCK_SIZE
+        blocks = 1 + ROWS * self.columns * len(self.groups)
+        self.arena = Arena(self.groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
+        tables = 1 + torch.randperm(blocks - 1, dtype=torch.int32)
+        self.tables = torch.zeros(len(self.groups), ROWS + 1, self.columns, dtype=torch.int32)
+        self.tables[:, :ROWS] = tables.view(len(self.groups), ROWS, self.columns)
+        if storage == "model":
+            self.arena.normal_()
+        else:
+            # Scales are bfloat16 of ordinary size, and data is anything.
+            width = config.head_dim * BLOCK_SIZE
+            self.arena.random_(0, 120)
+            scales = torch.rand(self.arena[..., width::2].shape) * 0.02
+            self.arena[..., width:] = scales.bfloat16().view(torch.uint8)
+
+    @classmethod
+    def of(
+        cls,
+        model: TinyModel,
+        dtype: torch.dtype,
+        storage: Storage = "model",
+        weights: WeightStorage = "model",
+    ) -> Rig:
+        rig = cls(read_config(model.directory), dtype, storage, weights=weights)
+        with CheckpointReader(model.directory) as reader:
+            rig.decoder.store(iter_weights(reader, rig.config, dtype))
+        return rig
+
+    def inputs(self, chunks: Sequence[tuple[int, int, int]]) -> RaggedBatch:
+        rows = torch.cat([torch.full((n,), row) for row, _, n in chunks])
+        positions = torch.cat([torch.arange(at, at + n) for _, at, n in chunks])
+        blocks = self.tables[:, rows, positions // BLOCK_SIZE].long()
+        return RaggedBatch(
+            positions=positions,
+            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            token_rows=rows,
+            rows=torch.tensor([row for row, _, _ in chunks]),
+            block_tables=self.tables,
+            read_blocks=self.columns,
+            block_size=BLOCK_SIZE,
+            tokens_per_row=None,
+            query_start_loc=torch.tensor([0, *itertools.accumulate(n for *_, n in chunks)]),
+        )
+
+    def hidden(self, inputs: RaggedBatch, seed: int = 1) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(inputs.positions), self.config.hidden_size)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def poison(self, inputs: RaggedBatch) -> None:
+        """Everything becomes NaN that no token of the step reads before it is written."""
+        seen = torch.zeros(len(self.groups), self.arena.shape[2], BLOCK_SIZE, dtype=torch.bool)
+        for group in self.groups:
+            for row, at in zip(inputs.token_rows, inputs.positions, strict=True):
+                window = group.spec.window_tokens or LENGTH
+                read = torch.arange(max(0, int(at) - window + 1), int(at) + 1)
+                blocks = self.tables[group.index, row, read // BLOCK_SIZE]
+                seen[group.index, blocks, read % BLOCK_SIZE] = True
+        kept = seen.any(0)
+        if self.storage == "model":
+            self.arena.masked_fill_(~kept[None, None, :, None, :, None], torch.nan)
+        else:
+            self.arena[:, :, ~kept.any(-1)] = 255  # all ones are NaN in bfloat16
+
+    def step(
+        self, inputs: RaggedBatch, x_TD: torch.Tensor, *, stacked: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and the arena afterwards, which the next call does not see."""
+        arena, stack = self.arena.clone(), self.decoder.stack
+        assert stack is not None
+        if not stacked:
+            self.decoder.stack = None
+        with torch.no_grad():
+            out = self.decoder.decode(x_TD, arena, inputs)
+        self.decoder.stack = stack
+        return out, arena

@@ -1,0 +1,224 @@
+"""Configs of families other than Llama: defaults, windows, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from stepgraph.runtime.errors import CheckpointError, ConfigError
+from stepgraph.runtime.models.config import ModelConfig, Rope, RopeScaling
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import preset
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 64,
+}
+DENSE = {"first_k_dense_replace": 8, "num_key_value_heads": 32}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mistral": (MistralConfig, {}),
+    "qwen3": (Qwen3Config, {}),
+    "gemma2": (Gemma2Config, {}),
+    "gemma3_text": (Gemma3TextConfig, {}),
+    "deepseek_v2": (DeepseekV2Config, DENSE),
+    "deepseek_v3": (DeepseekV3Config, DENSE),
+}
+GEMMA_3_1B: dict[str, Any] = {  # as published, in the layout of transformers 4
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+F, S = ["full_attention"], ["sliding_attention"]
+SLIDING = {"use_sliding_window": True}
+YARN = {"rope_type": "yarn", "factor": 4}
+
+
+def of_full(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rope parameters of layers with full attention only."""
+    return {"rope_parameters": {"full_attention": rope}}
+
+
+def of_family(model_type: str, **changes: Any) -> ModelConfig:
+    minimal = {"model_type": model_type, **SIZES, **FAMILIES[model_type][1]}
+    return ModelConfig.from_hf(copy.deepcopy({**minimal, **changes}))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_left_out_is_what_transformers_assumes(model_type: str) -> None:
+    hf_class, changes = FAMILIES[model_type]
+    spelled_out = hf_class(**SIZES, **changes).to_dict()
+    assert ModelConfig.from_hf(spelled_out | {"dtype": None}) == of_family(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+def test_tokens_that_are_null_are_none(model_type: str) -> None:
+    minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+    config = ModelConfig.from_hf({**minimal, "bos_token_id": None, "eos_token_id": None})
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+def test_caps_are_those_of_the_families_that_have_them(model_type: str) -> None:
+    minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+    config = ModelConfig.from_hf({**minimal, **caps})
+    assert config.attn_logit_softcapping == (5.0 if model_type == "gemma2" else None)
+    gemma = model_type in ("gemma2", "gemma3_text")
+    assert config.final_logit_softcapping == (7.0 if gemma else None)
+
+
+def test_gemma_3_in_both_layouts() -> None:
+    assert ModelConfig.from_hf(GEMMA_3_1B) == preset("gemma-3-1b")
+    new = Gemma3TextConfig(**copy.deepcopy(GEMMA_3_1B)).to_dict()
+    assert "rope_theta" not in new
+    assert ModelConfig.from_hf(new) == preset("gemma-3-1b")
+    scaled = {**GEMMA_3_1B, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = ModelConfig.from_hf(scaled)
+    assert config.rope(5) == Rope(1e6, RopeScaling(type="linear", factor=8.0))
+    assert config.rope(0) == config.rope(6) == Rope(1e4)
+    new = Gemma3TextConfig(**copy.deepcopy(scaled)).to_dict()
+    assert ModelConfig.from_hf(new) == config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("mistral", {}, [4096] * 8),
+        ("mistral", {"sliding_window": 5}, [5] * 8),
+        ("mistral", {"sliding_window": None}, [None] * 8),
+        ("qwen3", {}, [None] * 8),
+        ("qwen3", {"max_window_layers": 2}, [None] * 8),
+        ("qwen3", SLIDING | {"max_window_layers": 8}, [None] * 8),
+        (
+            "qwen3",
+            SLIDING | {"max_window_layers": 6, "sliding_window": 7},
+            [None] * 6 + [7] * 2,
+        ),
+        ("qwen3", SLIDING | {"layer_types": S * 3 + F * 5}, [4096] * 3 + [None] * 5),
+        ("gemma2", {"sliding_window": 3}, [3, None] * 4),
+        ("gemma2", {"layer_types": F * 8}, [None] * 8),
+        ("gemma3_text", {"sliding_window": 3}, [3] * 5 + [None] + [3] * 2),
+        ("gemma3_text", {"sliding_window_pattern": 4}, [4096, 4096, 4096, None] * 2),
+        ("deepseek_v3", {}, [None] * 8),
+    ],
+)
+def test_windows(model_type: str, changes: dict[str, Any], windows: list[int | None]) -> None:
+    config = of_family(model_type, **changes)
+    assert [config.window(layer) for layer in range(8)] == windows
+    hf = FAMILIES[model_type][0](**SIZES, **FAMILIES[model_type][1], **changes)
+    again = ModelConfig.from_hf(hf.to_dict())
+    assert [again.window(layer) for layer in range(8)] == windows
+
+
+def test_latent_attention() -> None:
+    config = of_family("deepseek_v3", q_lora_rank=None, kv_lora_rank=48)
+    assert config.latent is not None
+    assert config.latent.q_lora_rank is None
+    plan = model_plan(config)
+    attend = plan.layers[0].attend
+    assert (attend.kv_heads, attend.head_dim, attend.value_dim) == (1, 112, 48)
+    assert plan.rope_dim == 64
+    assert attend.scale == pytest.approx((128 + 64) ** -0.5)
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    stretched = of_family("deepseek_v3", rope_scaling=yarn)
+    assert stretched.rope(0).scaling.amplitude == 1.0
+    more = (0.1 * math.log(40) + 1) ** 2
+    attend = model_plan(stretched).layers[0].attend
+    assert attend.scale == pytest.approx(more * (128 + 64) ** -0.5)
+
+
+def test_experts_that_no_layer_uses() -> None:
+    assert of_family("deepseek_v2", first_k_dense_replace=0, n_routed_experts=None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 3}, "n_routed_experts = 256.*layers 3 to 7"),
+        ("deepseek_v2", {"first_k_dense_replace": 0}, "n_routed_experts = 64.*not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4.*heads = 32"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0 must be at least 1"),
+        ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank = -1 must be at least 1"),
+        ("deepseek_v2", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 must be even: rotary"),
+        ("deepseek_v2", {"kv_lora_rank": 7}, "kv_lora_rank = 7 must be even: .* of 2 bytes"),
+        ("deepseek_v3", {"layer_types": S * 8}, "layer_types .*contradicts"),
+        ("mistral", {"layer_types": F * 8}, "layer_types = .* contradicts"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0 must be at least 1"),
+        ("mistral", {"sliding_window": 4.5}, "sliding_window must be of type int, not 4.5"),
+        ("qwen3", {"layer_types": S * 8}, "sliding_window is not in use"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is not in use"),
+        ("gemma2", {"layer_types": F * 7}, "7 layers, num_hidden_layers = 8"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types must be a list"),
+        ("gemma2", {"layer_types": [[]] * 8}, "layer_types must be a list"),
+        ("gemma2", {"attn_logit_softcapping": 0}, r"attn_logit_softcapping = 0\.0"),
+        ("gemma2", {"final_logit_softcapping": -3.0}, r"final_logit_softcapping = -3\.0"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'.*pytorch_tanh"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar = 0\.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "by layer type"),
+        ("gemma3_text", {"rope_local_base_freq": -1}, r"rope_theta = -1\.0"),
+        (
+            "gemma3_text",
+            of_full({"rope_type": "linear", "factor": 2})
+            | {"rope_scaling": {"rope_type": "linear", "factor": 4}},
+            "rope_parameters = .*'factor': 2.* and rope_scaling = .*'factor': 4",
+        ),
+        ("gemma3_text", of_full({"rope_type": "dynamic"}), "'dynamic'"),
+        ("qwen3", of_full({"rope_theta": 1e4}), "the same for all layers"),
+        ("qwen3", {"rope_scaling": YARN | {"beta_slow": 64}}, r"beta_slow = 64\.0 .* = 32\.0"),
+        ("qwen3", {"rope_theta": 1, "rope_scaling": YARN}, r"rope_theta = 1\.0"),
+    ],
+)
+def test_refusal_names_the_field(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        of_family(model_type, **changes)
+
+
+def test_contradictions_of_the_constructor() -> None:
+    latent, gemma = preset("mla-small"), preset("gemma-3-1b")
+    for config, changes, message in (
+        (latent, {"model_type": "llama"}, "latent = .*contradicts model_type 'llama'"),
+        (latent, {"head_dim": 512}, "must be 1 and 576"),
+        (latent, {"layer_types": ("full_attention",) * 16}, "layer_types must be empty"),
+        (gemma, {"num_layers": 25}, "layer_types lists 26 layers, num_layers = 25"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(config, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""Rotary positions: frequencies equal to those of transformers, and the rotation itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.plan import model_plan
+from stepgraph.runtime.models.presets import PRESETS, preset
+from stepgraph.runtime.models.rope import inverse_frequencies, rotate
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .test_model_config import old
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 4096}])
+def test_first_context_outside_the_object_has_priority(kind: str, inside: dict[str, int]) -> None:
+    rope = {"rope_type": kind, "factor": 8.0, **inside}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    changes = {"original_max_position_embeddings": 1024, "rope_scaling": rope}
+    config = ModelConfig.from_hf(old(**changes))
+    assert config.rope_scaling.original_max_position_embeddings == 1024
+    expected = LlamaRotaryEmbedding(LlamaConfig(**old(**changes))).inv_freq
+    actual = inverse_frequencies(config.rope(0), model_plan(config).rope_dim)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+    new = LlamaConfig(**old(**changes)).to_dict()
+    assert ModelConfig.from_hf(new) == config
+
+
+@given(
+    head_dim=st.integers(1, 64).map(lambda n: 2 * n),
+    theta=st.floats(1e3, 1e7),
+    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
+    factor=st.floats(1.0, 64.0),
+    low=st.floats(0.5, 2.0),
+    span=st.floats(0.5, 40.0),
+    original=st.integers(64, 16384),
+    truncate=st.booleans(),
+    mscale=st.sampled_from([None, 0.0, 0.707, 1.0]),
+    mscale_all_dim=st.sampled_from([None, 0.0, 0.5, 1.0]),
+    attention_factor=st.sampled_from([None, 1.0, 1.5]),
+)
+@settings(deadline=None)
+def test_equal_to_transformers(
+    head_dim: int,
+    theta: float,
+    kind: str,
+    factor: float,
+    low: float,
+    span: float,
+    original: int,
+    truncate: bool,
+    mscale: float | None,
+    mscale_all_dim: float | None,
+    attention_factor: float | None,
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind}
+    if kind != "default":
+        rope["factor"] = factor
+    if kind == "llama3":
+        rope |= {"low_freq_factor": low, "high_freq_factor": low + span}
+    if kind == "yarn":
+        rope |= {"beta_slow": low, "beta_fast": low + span, "truncate": truncate}
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+        rope["attention_factor"] = attention_factor
+    if kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = original
+    hf = LlamaConfig(**old(head_dim=head_dim, rope_scaling=rope, rope_theta=theta))
+    embedding = LlamaRotaryEmbedding(hf)
+    config = ModelConfig.from_hf(hf.to_dict())
+    actual = inverse_frequencies(config.rope(0), model_plan(config).rope_dim)
+    assert actual.dtype == torch.float32
+    assert actual.shape == (head_dim // 2,)
+    torch.testing.assert_close(actual, embedding.inv_freq, rtol=1e-5, atol=1e-12)
+    assert config.rope(0).scaling.amplitude == pytest.approx(embedding.attention_scaling)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_to_the_last_bits(name: str) -> None:
+    config = preset(name)
+    for layer in range(config.num_layers):
+        theta, scaling = config.rope(layer)
+        hf = LlamaConfig(
+            head_dim=model_plan(config).rope_dim,
+            rope_parameters={
+                "rope_theta": theta,
+                "rope_type": scaling.type,
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": 8192,
+            },
+        )
+        expected = LlamaRotaryEmbedding(hf).inv_freq
+        actual = inverse_frequencies(config.rope(layer), model_plan(config).rope_dim)
+        torch.testing.assert_close(actual, expected, rtol=3e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_turns_pairs(interleaved: bool) -> None:
+    x = torch.randn(5, 3, 8)
+    angles = torch.rand(5, 4) * 6
+    even = (slice(0, None, 2), slice(1, None, 2))
+    first, second = even if interleaved else (slice(0, 4), slice(4, 8))
+    turned = torch.complex(x[..., first], x[..., second])
+    turned = turned * torch.polar(torch.ones(5, 1, 4), angles[:, None])
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    actual = rotate(x, angles.cos(), angles.sin(), interleaved=interleaved)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
