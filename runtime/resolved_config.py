@@ -1,4 +1,4 @@
-"""ResolvedConfig: the configuration of one engine, with every open choice made and every size."""
+"""`ResolvedConfig`: the configuration of one engine, with `auto` and None resolved."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ MAX_PREFILL_ROWS = 8
 class ResolvedConfig:
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
-    Every size that follows from the configuration is a field or a property here. The memory plan
-    reduces two of them: see `fit_to_cache`.
+    Fields and properties contain every size that follows from the configuration. The memory plan
+    reduces two of them (`fit_to_cache`). `preemption="auto"` is decided later, by measurements.
 
     Attributes:
         user: the `EngineConfig` as given, for budgets and for messages.
@@ -62,12 +62,12 @@ class ResolvedConfig:
         max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
         prompt_embeds: whether prompts may have embeddings.
-        prefix_cache: whether requests with a common beginning share its blocks.
-        host_cache_bytes: bytes of the host cache that requests are swapped to.
+        prefix_cache: whether requests with a common prefix share its blocks.
+        host_cache_bytes: bytes of the host cache for preempted requests.
         encoder_cache_bytes: bytes of the cache of encoder outputs.
-        preemption: what happens to a request when blocks run out.
+        preemption: what happens to a preempted request.
         freeze_gc: whether the garbage collector ignores what exists once the engine is ready.
-        seed: seeds requests without a seed of their own, and the weights of presets.
+        seed: seed of requests that have no seed, and of the weights of presets.
     """
 
     user: EngineConfig
