@@ -39,7 +39,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The reusable first tokens of a request, and the block tables that contain them."""
+    """The reusable prefix of a request, and block tables with its blocks."""
 
     found: Admitted
     """`KVCache.admit` adds the copies, because it allocates their destinations."""
@@ -57,10 +57,10 @@ def find_reuse(
     hashes: PrefixHashes | None,
     siblings: Sequence[tuple[str, int]],
 ) -> Reuse:
-    """Return the most reusable tokens of a request of `num_tokens` known tokens.
+    """Return the longest reusable prefix of a request of `num_tokens` known tokens.
 
-    Never all of them: the last one must be computed for its logits. `hashes` and `siblings` are
-    those of `KVCache.admit`.
+    It never contains all of them: the last one must be computed for its logits. `hashes` and
+    `siblings` are those of `KVCache.admit`.
     """
     swapped = host.find(request_id)
     if swapped is not None:

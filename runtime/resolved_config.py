@@ -53,11 +53,11 @@ class ResolvedConfig:
         threads: threads of the native operators on a CPU.
         block_size: tokens of a cache block.
         max_num_seqs: rows of the largest decode step.
-        max_model_len: most tokens of one sequence, by model and configuration, and by the cache
+        max_model_len: maximum tokens of one sequence, by model and configuration, and by the cache
             once that is planned.
-        prefill_chunk: most prompt tokens of one step; at most the batch tokens of the memory plan
-            once there is one.
-        steps_per_launch: most decode steps of one launch.
+        prefill_chunk: maximum prompt tokens of one step; limited by the memory plan once there is
+            one.
+        steps_per_launch: maximum decode steps of one launch.
         buckets: numbers of rows to prepare decode steps for; None for the default ones.
         max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
@@ -107,7 +107,7 @@ class ResolvedConfig:
 
     @property
     def max_prefill_rows(self) -> int:
-        """Most prompts with a chunk in one prefill step."""
+        """Maximum prompts with a chunk in one prefill step."""
         return min(MAX_PREFILL_ROWS, self.max_num_seqs)
 
     @property
@@ -142,7 +142,7 @@ class ResolvedConfig:
 
         Args:
             max_model_len: tokens of the longest sequence that the cache holds.
-            max_batch_tokens: most tokens of one step.
+            max_batch_tokens: maximum tokens of one step.
         """
         return dataclasses.replace(
             self,

@@ -216,13 +216,13 @@ class _Solver:
         return min(wanted, self.footprint.most_batch_tokens)
 
     def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
-        """The most blocks that fit together with `tokens_of(blocks)` batch tokens."""
+        """Maximum blocks that fit together with `tokens_of(blocks)` batch tokens."""
         # A block costs at least its own bytes: an upper bound, exact if no other term grows.
         bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
         return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
 
     def most_tokens(self, ceiling: int, blocks: int) -> int:
-        """The most batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
+        """Maximum batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
         least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
         tokens = range(least, most + 1)
         return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)

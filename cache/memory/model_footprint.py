@@ -165,6 +165,6 @@ class ModelFootprint:
         }
 
     def _longest(self, blocks: int) -> int:
-        """The most tokens, at most `max_model_len`, that hold at most `blocks` blocks."""
+        """Maximum tokens, up to `max_model_len`, of a request with at most `blocks` blocks."""
         tokens = range(1, self.max_model_len + 1)
         return bisect_right(tokens, blocks, key=self.request_blocks)
