@@ -160,7 +160,7 @@ class HostArena:
             self._unpin.atexit = False
 
     def close(self) -> None:
-        """Unpin the memory; the arena must not be used afterwards. Idempotent."""
+        """Unpin the memory. Copies must not follow. Idempotent."""
         if self._unpin is not None:
             self._unpin()
 
