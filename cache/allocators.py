@@ -47,11 +47,11 @@ class GroupAllocator:
         return self._tables
 
     def table(self, request_id: str) -> Sequence[int]:
-        """The block ids of a request, in position order. Not a copy: read it, do not keep it."""
+        """The block ids of a request, in position order. Not a copy: it changes later."""
         return self._tables.get(request_id, ())
 
     def live_columns(self, request_id: str) -> range:
-        """The columns of a request's table that hold a block of its own, and not the null block."""
+        """The columns of a request's table that contain a block other than the null block."""
         return range(self._firsts.get(request_id, 0), len(self.table(request_id)))
 
     def columns(self, num_tokens: int) -> int:
@@ -64,21 +64,21 @@ class GroupAllocator:
         return min(self.spec.first_column(num_tokens, self.block_size), self.columns(num_tokens))
 
     def lacking(self, request_id: str, num_tokens: int) -> int:
-        """Return how many blocks a request lacks for tokens 0 to `num_tokens` - 1."""
+        """Return how many more blocks a request needs for tokens 0 to `num_tokens` - 1."""
         return max(0, self.columns(num_tokens) - len(self.table(request_id)))
 
     def grows(self, request_id: str, num_tokens: int, chunk: int) -> bool:
         """Whether a request may hold more blocks than now before it has `num_tokens` tokens.
 
-        `chunk` is the most tokens of it that one step computes. With a sliding window it may
-        allocate without ever holding more blocks, since it frees one first.
+        `chunk` is the maximum number of its tokens that one step computes. With a sliding window
+        it may allocate blocks without holding more of them, because it frees others first.
         """
         most = self.spec.most_blocks(num_tokens, self.block_size, chunk)
         held = len(self.live_columns(request_id))
         return held < most and self.lacking(request_id, num_tokens) > 0
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        """Allocate the blocks that a request lacks for `num_tokens` tokens, and return them.
+        """Allocate and return the blocks that a request still needs for `num_tokens` tokens.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks; nothing has changed.
@@ -127,10 +127,10 @@ class GroupAllocator:
         return blocks
 
     def shareable(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Return a table for another request that continues after `num_tokens` tokens of this.
+        """Return a table for another request that has the same first `num_tokens` tokens.
 
-        Its last block must be copied if `num_tokens` tokens fill only a part of it. None if this
-        request has freed blocks that the next token reads.
+        The caller must copy its last block if `num_tokens` tokens fill it only in part. None if
+        this request has freed blocks that the next token reads.
         """
         count = self.columns(num_tokens)
         first = self.first_live_column(num_tokens)
@@ -140,7 +140,7 @@ class GroupAllocator:
         return [NULL_BLOCK] * first + list(table[first:count])
 
     def adopt(self, request_id: str, table: Sequence[int]) -> None:
-        """Start a request's table with shared blocks, held by others or cached.
+        """Start a request's table with shared blocks, held by other requests or cached.
 
         Null blocks, if any, come first.
         """

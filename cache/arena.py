@@ -21,7 +21,7 @@ SCALE_BYTES: dict[Storage, int] = {"model": 0, "int8": 2, "fp8": 2}
 """Bytes of the scale of a stored vector."""
 
 COPY_BYTES = 16 << 20
-"""Most bytes of blocks that are copied within an arena at a time."""
+"""Maximum bytes of one batch of block copies within an arena."""
 
 BlockPair = tuple[int, int]
 """(source block, destination block) of a copy."""
@@ -37,24 +37,23 @@ def _block_shape(spec: LayerSpec, block_size: int, storage: Storage) -> tuple[in
 class Arena:
     """One allocation for all layers, blocks and heads.
 
-    In the model's dtype it is `[layers_per_group, sides, num_blocks, kv_heads, block_size,
-    head_dim]`, the sides being keys and values, or (latent attention) one side only. Quantised it
-    is bytes, `[layers_per_group, sides, num_blocks, kv_heads, block_size * (head_dim + 2)]`: of
-    each head of a block first the `[block_size, head_dim]` numbers, then `block_size` bfloat16
-    scales.
+    In the model's dtype its shape is `[layers_per_group, sides, num_blocks, kv_heads, block_size,
+    head_dim]`. The two sides are keys and values; latent attention has one side. A quantised arena
+    has bytes, `[layers_per_group, sides, num_blocks, kv_heads, block_size * (head_dim + 2)]`: for
+    each head of a block `[block_size, head_dim]` 8-bit numbers, then `block_size` bfloat16 scales.
 
-    A block id that a group holds is that block in each of its layers; layers of different groups
-    at the same index share a view and are kept apart by block ids. Inside a block each
-    head is one contiguous `[block_size, head_dim]`, so a kernel reads the keys of a head in long
-    runs. Slot ids count over the blocks: `slot = block * block_size + offset`.
+    A block id that a group holds is that block in each of its layers. Layers of different groups at
+    the same index share `arena[index]`, but never a block. Inside a block each head is one
+    contiguous `[block_size, head_dim]`, so a kernel reads the keys of a head in long runs. The slot
+    of a token is `block * block_size + offset`.
 
-    Captured steps hold the address, so the tensor is made once and never replaced or resized.
+    Captured steps contain the address, so the tensor is never replaced or resized.
 
-    Memory is not initialised, except for the null block: padded reads of it reach arithmetic, and
-    0 x NaN is NaN. All other slots past the end of a request, fresh or recycled, may hold anything,
-    NaN included. That cannot leak because a reader takes masked positions out by *selection*, of
-    the scores (before the softmax) and of the values (before the weighted sum), or does not read
-    them at all. Multiplying values by a probability of zero is not enough.
+    Only the null block is initialised, because padding computes with its contents, and 0 * NaN is
+    NaN. All other unused slots may contain anything, NaN included. They cannot affect a result:
+    attention does not read masked positions, or replaces their scores (before the softmax) and
+    their values (before the weighted sum). Multiplying values by a probability of zero would not be
+    enough.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class Arena:
         """Allocate the arena; `dtype` is the model's.
 
         Raises:
-            ValueError: no group, groups that differ in layout or number of layers, or a spec whose
-                bytes are not those of dtype and storage.
+            ValueError: there is no group, groups differ in layout or number of layers, or the bytes
+                of a spec do not match dtype and storage.
         """
         if not groups:
             raise ValueError("an arena needs at least one layer group, got none")
@@ -80,7 +79,7 @@ class Arena:
                 raise ValueError(
                     f"layer group {group.index} stores {len(group.layers)} layers of {group.spec} "
                     f"and layer group {groups[0].index} {layers_per_group} layers of {spec}: "
-                    f"groups of one arena must be alike but for their windows"
+                    f"groups of one arena may differ in their windows only"
                 )
         element = dtype if storage == "model" else torch.uint8
         if (element.itemsize, SCALE_BYTES[storage]) != (spec.element_bytes, spec.scale_bytes):
@@ -111,17 +110,17 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Device address of the first element; the same for the life of the arena."""
+        """Device address of the first element, which never changes."""
         return self._tensor.data_ptr()
 
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy whole blocks, in all layers, as one batch: no destination is a source.
+        """Copy whole blocks, in all layers. No destination may be a source.
 
-        Large blocks go in several batches, whose copies take no more than `COPY_BYTES` meanwhile.
+        Copies run in batches of at most `COPY_BYTES`, which limits the temporary memory.
         """
         if not pairs:
             return
-        pinned = self._tensor.is_cuda  # from pageable memory the copy would wait for all before it
+        pinned = self._tensor.is_cuda  # a copy from pageable memory would wait for all earlier work
         ids = torch.tensor(pairs, pin_memory=pinned).to(self._tensor.device, non_blocking=True)
         block_bytes = self._tensor.nbytes // self._tensor.shape[2]
         for piece in ids.split(max(1, COPY_BYTES // block_bytes)):
@@ -132,15 +131,15 @@ class Arena:
 class HostArena:
     """Blocks in host memory (pinned for a CUDA arena) for swapped requests.
 
-    `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so it crosses the bus in
-    one piece. Copies are asynchronous, on the arena's stream.
+    `[num_blocks, layers_per_group, sides, ...]`: a block is contiguous, so that it is transferred
+    in one piece. Copies are asynchronous, on the arena's stream.
 
-    torch's allocator of pinned memory rounds up to a power of two and never frees. So the memory is
-    allocated pageable, and registered with CUDA until `close`.
+    torch's allocator of pinned memory rounds sizes up to a power of two and never frees them. So
+    the memory is allocated as pageable, and registered with CUDA until `close`.
     """
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
-        """Allocate `num_blocks` host blocks for `arena`, none of which is a null block.
+        """Allocate `num_blocks` host blocks for `arena`. The host has no null block.
 
         Raises:
             RuntimeError: CUDA cannot pin so much memory.
@@ -161,7 +160,7 @@ class HostArena:
             self._unpin.atexit = False
 
     def close(self) -> None:
-        """Unpin the memory; no copy may follow. Idempotent."""
+        """Unpin the memory. Copies must not follow. Idempotent."""
         if self._unpin is not None:
             self._unpin()
 

@@ -19,10 +19,10 @@ TableChange = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Held:
-    """State of a request that every step checks, so that most steps need not visit the groups."""
+    """State of a request over all groups, so that most steps need not check each group."""
 
     room: int = 0
-    """Tokens that the blocks have room for, in every group."""
+    """Tokens that the request's blocks can hold, in every group."""
     slides_next: int = sys.maxsize
     """First position at which a group frees a block."""
     published: int = 0
@@ -57,7 +57,7 @@ class BlockTables:
 
     @property
     def num_groups(self) -> int:
-        """Layer groups, each with a block table of its own."""
+        """Number of layer groups; each has its own block table."""
         return len(self._allocators)
 
     @property
@@ -76,7 +76,7 @@ class BlockTables:
         return self._pool.num_blocks - 1
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
+        """Maximum blocks, over all groups, that a request of `num_tokens` tokens holds at once."""
         return sum(
             a.spec.most_blocks(num_tokens, self._block_size, self._chunk) for a in self._allocators
         )
@@ -100,7 +100,7 @@ class BlockTables:
         return new
 
     def grow(self, request_id: str, num_tokens: int) -> list[TableChange] | None:
-        """Allocate what tokens 0 to `num_tokens` - 1 need in all groups; never shrinks.
+        """Allocate the missing blocks of tokens 0 to `num_tokens` - 1 in all groups.
 
         Returns:
             The changed entries of the request's block tables (often none); None if too few blocks
@@ -130,7 +130,7 @@ class BlockTables:
     def growing_groups(self, request_id: str, num_tokens: int, *, decodes: bool) -> int:
         """Count the groups in which a request may need more blocks to reach `num_tokens` tokens.
 
-        `decodes`: whether a step computes one token of it, and not up to a chunk.
+        `decodes`: whether a step computes one token of the request, not up to a chunk.
         """
         chunk = 1 if decodes else self._chunk
         return sum(a.grows(request_id, num_tokens, chunk) for a in self._allocators)
@@ -187,7 +187,7 @@ class BlockTables:
         return min((a.slides_next(request_id) for a in self._sliding), default=sys.maxsize)
 
     def check_integrity(self) -> None:
-        """Assert that pool and tables agree: every block is free or held as often as counted."""
+        """Assert that pool and tables agree on the holders of every block."""
         self._pool.check_integrity()
         held: Counter[int] = Counter()
         for allocator in self._allocators:

@@ -1,4 +1,4 @@
-"""The block pool: the free list, reference counts, and blocks that are found by content key."""
+"""The block pool: the free list, reference counts, and lookup of blocks by content key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 __all__ = ["NULL_BLOCK", "BlockPool", "OutOfBlocksError"]
 
 NULL_BLOCK = 0
-"""The block that padding reads and writes. It is never allocated, shared or freed."""
+"""The block that padding reads and writes. No request gets it, so it is never shared or freed."""
 
 
 class OutOfBlocksError(Exception):
@@ -18,21 +18,22 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """Reference counts, a free list and content keys over the block ids `1 .. num_blocks - 1`.
 
-    A block whose contents are complete may be published under a key, the bytes of a hash. It keeps
-    the key, held or free, until it is allocated again. Free blocks with a key are the prefix cache.
+    A full block may be published under a key, the bytes of its hash. It keeps the key, held or
+    free, until it is allocated again. Free blocks with a key are the prefix cache.
 
-    The free list is doubly linked through two preallocated arrays, so adding at either end, taking
-    from the front and removing from the middle cost O(1) and allocate nothing. It is circular and
-    closes over the null block, which is never free itself: `next[0]` is the front, allocated first,
-    `prev[0]` the back. Blocks without a key come before those with one, which are in the order in
-    which they became free. So cached contents are evicted only when no other block is free, the
-    least recently used first.
+    The free list is doubly linked through two preallocated arrays. Adding at either end, taking
+    from the front and removing from the middle are O(1) and allocate no memory. The null block is
+    the sentinel of the circular list: `next[0]` is the front, which is allocated first, and
+    `prev[0]` the back. Blocks without a key are in front of blocks with a key, which are in the
+    order in which they became free. So cached contents are evicted only if no other block is free,
+    the least recently used first.
 
-    No operation takes longer in a larger pool, not even in the worst case. Resizing one dictionary
-    of a million keys would delay a step by a tenth of a second, so there are 256 dictionaries, by
-    the first byte of the key. Numbers are in arrays, which Python's garbage collector skips.
+    No operation takes longer in a larger pool, not even in the worst case, except those marked
+    O(blocks). Resizing one dictionary of a million keys would delay a step by a tenth of a second,
+    so there are 256 dictionaries, by the first byte of the key. Numbers are in arrays, which
+    Python's garbage collector does not visit.
 
-    Misuse (a double free, the null block, an id that does not exist) is an `AssertionError`.
+    A double free, use of the null block and an invalid id raise `AssertionError`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -79,7 +80,7 @@ class BlockPool:
 
     @property
     def num_evictions(self) -> int:
-        """How many blocks with a key were allocated again, which drops the key."""
+        """Number of blocks with a key that were allocated again, which removed the key."""
         return self._num_evictions
 
     def find(self, key: bytes) -> int | None:
@@ -89,8 +90,8 @@ class BlockPool:
     def publish(self, block: int, key: bytes) -> bool:
         """Publish a held block under a key; return False if the block or the key is published.
 
-        The first holder of a shared block publishes it. Of two blocks with the same contents, the
-        first one published is found. The contents must not change from now on.
+        Of two blocks with the same contents, `find` returns the one that was published first. The
+        contents must not change afterwards.
         """
         assert 0 < block < self._num_blocks, f"there is no block {block} to publish"
         assert self._ref_counts[block] > 0, f"free block {block} cannot be published"
@@ -154,7 +155,7 @@ class BlockPool:
         """
         assert n >= 0, f"cannot allocate {n} blocks"
         if n > self._num_free:
-            raise OutOfBlocksError(f"{n} blocks asked for, {self._num_free} are free")
+            raise OutOfBlocksError(f"{n} blocks requested, {self._num_free} are free")
         next_block, ref_counts, keys = self._next, self._ref_counts, self._keys
         blocks: list[int] = []
         block = next_block[NULL_BLOCK]
@@ -174,8 +175,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add one holder to each of `blocks`.
 
-        A free block keeps its contents until it is allocated again, so it can be shared too. It
-        leaves the free list.
+        A free block can be shared too, because it keeps its contents until it is allocated again.
+        It is then removed from the free list.
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         for block in blocks:
@@ -189,11 +190,11 @@ class BlockPool:
             ref_counts[block] = count + 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each of `blocks`; those without holders join the free list.
+        """Remove one holder from each of `blocks`; those without holders become free.
 
-        Blocks with a key join its back and others its front, each in the given order. A caller that
-        frees a sequence passes its last blocks first, since other requests are more likely to share
-        its beginning.
+        Blocks with a key go to the back of the free list, others to the front, in the given order.
+        Pass the last blocks of a sequence first, so that they are evicted first: other requests are
+        more likely to share its beginning.
         """
         next_block, prev_block, ref_counts = self._next, self._prev, self._ref_counts
         keys, front = self._keys, NULL_BLOCK
@@ -213,7 +214,7 @@ class BlockPool:
                 self._num_free += 1
 
     def check_integrity(self) -> None:
-        """Assert that the free list is sound and holds the blocks without a holder. O(blocks)."""
+        """Assert that the free list contains exactly the blocks without a holder. O(blocks)."""
         on_list: dict[int, bool] = {}  # in its order: whether a block has a key
         before, block = NULL_BLOCK, self._next[NULL_BLOCK]
         while block != NULL_BLOCK:

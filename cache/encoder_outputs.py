@@ -13,16 +13,16 @@ __all__ = ["EncoderOutputCache", "content_key"]
 def content_key(content: bytes, kind: str) -> bytes:
     """Return the BLAKE2b-256 hash of a content.
 
-    It is personalised by `kind`, a name of at most 16 bytes: contents of different kinds never have
-    the same key.
+    `kind`, a name of at most 16 bytes, is the hash's personalisation: contents of different kinds
+    never have the same key.
     """
     return hashlib.blake2b(content, digest_size=32, person=kind.encode()).digest()
 
 
 class EncoderOutputCache:
-    """Tensors by content key, limited by their bytes; the least recently used is evicted first.
+    """An LRU cache of tensors by content key, limited by their bytes.
 
-    Eviction drops the reference of the cache only.
+    Eviction removes only the cache's reference to a tensor.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -80,6 +80,6 @@ class EncoderOutputCache:
         self._num_bytes = 0
 
     def check_integrity(self) -> None:
-        """Assert that the bytes are counted right and within the bound."""
+        """Assert that the byte count is correct and within `max_bytes`."""
         assert self._num_bytes == sum(tensor.nbytes for tensor in self._tensors.values())
         assert self._num_bytes <= self.max_bytes

@@ -1,8 +1,8 @@
-"""`KVCache`: the cache as the scheduler uses it. No tensors.
+"""`KVCache`: the scheduler's interface to the cache. No tensors.
 
-`block_tables.py` has the blocks that requests hold. This module adds what requests reuse: shared
-prefixes, forked siblings and the host cache. `reuse.py` finds the tokens that an admitted request
-need not compute.
+`block_tables.py` tracks the blocks that requests hold. This module adds their reuse: shared
+prefixes, forks of siblings (completions of the same prompt) and the host cache. `reuse.py` finds
+the tokens that an admitted request need not compute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVCache(BlockTables):
             groups: the layer groups of the model.
             num_blocks: blocks of the arena.
             block_size: slots of a block.
-            chunk: the most tokens of a request that one step computes.
+            chunk: maximum tokens of a request that one step computes.
             host_blocks: blocks of the host cache.
 
         Raises:
@@ -81,15 +81,15 @@ class KVCache(BlockTables):
         Args:
             request_id: a request that holds no blocks.
             num_tokens: its known tokens. At least the last of them will be computed.
-            chunk: the most tokens that the next step computes.
+            chunk: maximum tokens of the request that the next step computes.
             headroom: blocks that must stay free for other requests.
-            hashes: of its known tokens; None if it shares no blocks by content.
+            hashes: block hashes of its known tokens; None to share no blocks by content.
             siblings: (request, tokens) of requests that have computed the same first tokens.
 
         Returns:
-            What the cache holds of the request; None if too few blocks are free, in which case
-            nothing has changed. Groups with full attention get blocks for all known tokens, those
-            with a sliding window for the next chunk.
+            What the request reuses; None if too few blocks are free, and nothing has changed. In
+            groups with full attention the request gets blocks for all known tokens, in groups with
+            a sliding window for the next chunk.
         """
         assert num_tokens > 0, f"request {request_id} has no token to compute"
         assert chunk > 0, f"a step computes {chunk} tokens of a request"
@@ -134,9 +134,10 @@ class KVCache(BlockTables):
         self.counts["swapped_out"] += num_blocks
 
     def publish(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
-        """Make the blocks that the request's first `num_tokens` tokens fill shareable.
+        """Make the full blocks of the request's first `num_tokens` tokens shareable.
 
-        Those tokens are hashed, and computed by steps launched before any step that reads them.
+        `hashes` must cover these tokens. Steps that compute them must be launched before any step
+        that reads them.
         """
         held, end = self._held[request_id], num_tokens // self._block_size
         if end > held.published:
@@ -147,8 +148,8 @@ class KVCache(BlockTables):
     def verify(self, request_id: str, hashes: PrefixHashes, num_tokens: int) -> None:
         """Protect blocks from `withdraw`: the logits after `num_tokens` tokens are finite.
 
-        Applies to the full blocks that those logits were computed from; not to blocks that had left
-        a sliding window by then.
+        Protects the full blocks that those logits were computed from, not blocks that had already
+        left a sliding window.
         """
         assert num_tokens > 0, f"request {request_id} has no token to verify"
         held, end = self._held[request_id], num_tokens // self._block_size
@@ -161,8 +162,7 @@ class KVCache(BlockTables):
     def withdraw(self, hashes: PrefixHashes, num_tokens: int) -> None:
         """Stop sharing the blocks that hold tokens after the first `num_tokens` of a sequence.
 
-        Blocks that any request has verified stay shareable. Requests keep the blocks they hold. The
-        sequence itself need not hold any.
+        Blocks that any request has verified remain shareable. Requests keep the blocks they hold.
         """
         for allocator in self._allocators:
             allocator.withdraw(hashes, num_tokens // self._block_size)
@@ -202,9 +202,9 @@ class KVCache(BlockTables):
     ) -> int:
         """Return how many blocks must be free to admit a request of `num_tokens` tokens.
 
-        In each group these are the blocks to allocate now, for a table of `lengths` columns, or at
-        the request's peak if that is more, and the shared blocks of `tables` without a holder,
-        which leave the free list too.
+        In each group these are the new blocks of a table of `lengths` columns, or those at the
+        request's peak if that is more. Shared blocks of `tables` without a holder count too,
+        because they are removed from the free list.
         """
         needed = 0
         for allocator, length, table in zip(self._allocators, lengths, tables, strict=True):

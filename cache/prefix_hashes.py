@@ -3,8 +3,8 @@
     hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, other inputs in it)
     hash before block 0 = BLAKE2b-256(salt), personalised, so that it never equals a block's
 
-With 256 bits, two prompts with one hash cannot be constructed. The salt keeps clients that do not
-know it from detecting the prompts of others by the time of a first token (CVE-2025-46570).
+With 256 bits it is infeasible to construct two prompts with the same hash. Clients that do not know
+the salt cannot detect the prompts of others by their time to first token (CVE-2025-46570).
 """
 
 from __future__ import annotations

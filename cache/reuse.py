@@ -1,6 +1,6 @@
 """Finds the tokens that an admitted request need not compute. Changes nothing.
 
-There are three sources, the host cache first, then whichever of the others has more tokens:
+There are three sources. The host cache comes first, then the one of the others with more tokens:
 
     swap     its own blocks are in the host cache: they are copied into new blocks
     fork     a sibling (same prompt, `n` > 1) has computed the prompt: its full blocks are shared,
@@ -26,7 +26,7 @@ __all__ = ["Admitted", "Reuse", "find_reuse"]
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What the cache held of a request when it was admitted."""
+    """What an admitted request reuses."""
 
     num_tokens: int
     """Tokens whose keys and values need not be computed."""
@@ -39,10 +39,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The reusable beginning of a request, and the block tables that it gives."""
+    """The reusable prefix of a request, and block tables with its blocks."""
 
     found: Admitted
-    """`KVCache.admit` adds the copies, since it allocates their destinations."""
+    """`KVCache.admit` adds the copies, because it allocates their destinations."""
     tables: list[list[int]]
     """For each group: blocks to share, and null blocks in columns that are not read."""
     copied: list[int] = field(default_factory=list)
@@ -57,10 +57,10 @@ def find_reuse(
     hashes: PrefixHashes | None,
     siblings: Sequence[tuple[str, int]],
 ) -> Reuse:
-    """Return the longest reusable beginning of a request of `num_tokens` known tokens.
+    """Return the longest reusable prefix of a request of `num_tokens` known tokens.
 
-    It never has all tokens: the last one must be computed for its logits. `hashes` and `siblings`
-    are those of `KVCache.admit`.
+    It never contains all of them: the last one must be computed for its logits. `hashes` and
+    `siblings` are those of `KVCache.admit`.
     """
     swapped = host.find(request_id)
     if swapped is not None:
@@ -101,8 +101,8 @@ def _match(
 ) -> list[list[int]]:
     """Return tables of the published blocks, at most `count` columns, that a sequence starts with.
 
-    Groups with full attention need every column, those with a window the columns that the next
-    token reads. A block that is missing there limits the count to its column. One backward pass
+    Groups with full attention need every column, groups with a window only the columns that the
+    next token reads. A missing block limits the match to the columns before it. One backward pass
     visits the columns that some group needs.
     """
     size = allocators[0].block_size

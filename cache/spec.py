@@ -61,7 +61,7 @@ class LayerSpec:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What must be equal for two layers to share an arena."""
+        """The values that must be equal for two layers to share an arena."""
         return (
             self.sides,
             self.num_kv_heads,
@@ -81,10 +81,10 @@ class LayerSpec:
         return max(0, position - self.window_tokens + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most blocks that a request of `num_tokens` tokens holds at once in one group.
+        """Maximum blocks that a request of `num_tokens` tokens holds at once in one group.
 
-        `chunk` is the most tokens of it that one step computes. With a window, the step reads and
-        writes `window - 1 + chunk` consecutive tokens, which may begin anywhere in a block.
+        `chunk` is the maximum number of its tokens that one step computes. With a window, the step
+        reads and writes `window - 1 + chunk` consecutive tokens, which may begin inside a block.
         """
         blocks = -(-num_tokens // block_size)
         if self.window_tokens is None:
@@ -101,7 +101,7 @@ class LayerSpec:
         if count < 1 or self.num_kv_heads % count:
             raise ValueError(
                 f"{self.num_kv_heads} KV heads cannot be divided among {count} shards: "
-                f"the number of shards must divide that of the heads"
+                f"the number of shards must divide the number of heads"
             )
         return replace(self, num_kv_heads=self.num_kv_heads // count)
 
@@ -175,13 +175,13 @@ class LayerGroup:
 def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     """Group the layers of a model, given the spec of each layer in order.
 
-    A block id stands for the same bytes whichever group holds it, so every group must have the
-    same number of layers: the greatest common divisor of how often each spec occurs. A spec with
-    more layers than that is split into several groups: for specs `A B A B B B` the counts are 2
-    and 4, and the groups are `A(0 2)`, `B(1 3)`, `B(4 5)`.
+    A block has the same number of bytes in every group. So every group has the same number of
+    layers: the greatest common divisor of the counts of each spec. A spec with more layers gets
+    several groups: for specs `A B A B B B` the counts are 2 and 4, and the groups are `A(0 2)`,
+    `B(1 3)`, `B(4 5)`.
 
     Raises:
-        ValueError: there is no layer, or two layers differ in more than their window.
+        ValueError: there is no layer, or two layers differ in more than their windows.
     """
     if not specs:
         raise ValueError("a model needs at least one layer to have a cache, got no layer specs")

@@ -22,7 +22,7 @@ class SwappedRequest:
 
 
 class HostBlocks:
-    """The blocks `0 .. num_blocks - 1` of the host arena, none of which is a null block."""
+    """The blocks `0 .. num_blocks - 1` of the host arena. The host has no null block."""
 
     def __init__(self, num_blocks: int) -> None:
         """Manage `num_blocks` blocks; 0 for no host cache."""

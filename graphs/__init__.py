@@ -1,12 +1,14 @@
-"""Steps of fixed shape: their bucket sizes, input buffers, ways to run, and the library of them.
+"""Steps of fixed shape: bucket sizes, static buffers, eager, compiled and captured steps, library.
 
 | module | owns |
 |---|---|
 | `buckets` | bucket sizes, and the smallest one that holds n (imports no torch) |
-| `buffers` | fixed device buffers for a dataclass of tensors, one host mirror, one copy a step |
+| `buffers` | fixed device buffers for a dataclass of tensors, one host mirror, one copy per step |
 | `steps` | a step run eagerly, compiled, or as a captured CUDA graph, with one interface |
 | `library` | key -> step: prepared largest first, with hits, misses, padding, bytes and seconds |
+| `compilation` | runs a callable until `torch.compile` has nothing left to compile |
+| `step_errors` | the errors of the package |
 
-Nothing here knows a model. This file imports nothing, so that the scheduler can use `buckets`
-without loading torch.
+The package does not depend on a model. This file imports nothing, so that the scheduler can use
+`buckets` without loading torch.
 """

@@ -1,7 +1,7 @@
-"""Bucket sizes: what steps are compiled and captured for. Imports no torch.
+"""Bucket sizes: the sizes that steps are compiled and captured for. Does not import torch.
 
-A step has a fixed shape, so a batch of n runs in the smallest bucket of at least n and the rest of
-the bucket is padding. More buckets cost more compilations and captures at start; fewer buckets cost
+A step has a fixed shape. A batch of n runs in the smallest bucket of at least n; the rest of the
+bucket is padding. More buckets cost more compilations and captures at start; fewer buckets cost
 more padding while serving.
 """
 
@@ -19,10 +19,11 @@ __all__ = [
 ]
 
 MIN_TOKEN_BUCKET = 16
-"""Smallest default prefill step, tokens. Below it the weights' traffic hides the padding."""
+"""Smallest default prefill bucket, in tokens. Smaller steps take as long: reading the weights
+dominates."""
 
 MIN_READ_TOKENS = 128
-"""Smallest default read width, tokens. Below it a step's time no longer depends on the width."""
+"""Smallest default read width, in tokens. Below it the width does not change the time of a step."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -38,7 +39,7 @@ class Buckets:
     def __init__(self, sizes: Iterable[int]) -> None:
         given = tuple(sizes)
         for size in given:
-            # `True` is an int in Python, but no size.
+            # `True` is an int in Python.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"bucket sizes must be positive integers, got {size!r}")
         if not given:
@@ -61,16 +62,17 @@ class Buckets:
         return iter(self.sizes)
 
     def __len__(self) -> int:
-        """Return how many sizes there are."""
+        """Return the number of sizes."""
         return len(self.sizes)
 
 
 def default_row_buckets(max_num_seqs: int) -> Buckets:
     """Return decode buckets, in rows: 1, 2, 4, 8, then multiples of 8 to 64, of 16 to 128, ...
 
-    From 32 on each octave is cut into four, so that less than a fifth of a bucket is padding
-    (33 rows run in 40: 7/40); below that the step is 8 rows, the width of a tensor-core tile.
-    `max_num_seqs` is always a bucket: a full batch pads nothing.
+    From 32 on there are four buckets from one power of two to the next, so that less than a fifth
+    of a bucket is padding (33 rows run in bucket 40: 7/40). From 8 to 32 they are multiples of 8,
+    the width of a tensor-core tile. `max_num_seqs` is always a bucket: a full batch needs no
+    padding.
 
     Raises:
         ValueError: `max_num_seqs` is less than 1.
@@ -88,10 +90,10 @@ def default_row_buckets(max_num_seqs: int) -> Buckets:
 def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:
     """Return prefill buckets, in tokens: the powers of two from 16, and `max_tokens` itself.
 
-    The scheduler fills chunks where it can, so powers of two are enough: there are few steps to
-    prepare, and less than half of a step is padding. `fine` adds a bucket halfway between each two,
-    for chunks that are sized by the measured time of their bucket: such a chunk has at least two
-    thirds of the tokens that the time allows.
+    Powers of two are enough, because the scheduler fills chunks if it can: few steps have to be
+    prepared, and less than half of a step is padding. `fine` adds a bucket halfway between each
+    two, for chunks that are sized by predicted time: such a chunk has at least two thirds of the
+    tokens that the time allows.
 
     Raises:
         ValueError: `max_tokens` is less than 1.
@@ -105,11 +107,11 @@ def default_token_buckets(max_tokens: int, *, fine: bool = False) -> Buckets:
 
 
 def default_width_buckets(max_blocks: int, block_size: int) -> Buckets:
-    """Return read widths, in blocks a row: doubling from 128 tokens' worth up to `max_blocks`.
+    """Return read widths, in blocks per row: doubling from 128 tokens' blocks to `max_blocks`.
 
-    For kernels whose time follows the padded width of the read index rather than the length of
-    each row. The ladder is geometric because every width multiplies the steps to prepare: a
-    context of 128k tokens in blocks of 16 has 11 widths (8, 16, ..., 8192).
+    A read width is the number of block table columns that attention reads. Needed for kernels whose
+    time depends on it and not on the length of each row. Steps are prepared for each width, so the
+    widths double: a context of 128k tokens in blocks of 16 has 11 widths (8, 16, ..., 8192).
 
     Raises:
         ValueError: `max_blocks` or `block_size` is less than 1.

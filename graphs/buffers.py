@@ -6,11 +6,11 @@ into buffers that are allocated once and never move. All fields lie in one alloc
     bytes 0          256        512               768
           | token_ids |positions | token_rows ...  |      each field starts on an aligned boundary
 
-so a step's inputs reach the device in one transfer, however many fields they have. On a CPU the
-mirror *is* the device buffer, and nothing is copied.
+so that one transfer copies all inputs of a step to the device. The mirror is the pinned host copy
+that the host writes. On a CPU it is the device buffer itself, and nothing is copied.
 
-What a step itself writes (fed-back tokens, advanced positions) does not belong here: the next copy
-would overwrite it with the mirror's old values.
+Tensors that a step writes (newest tokens, positions) must not be fields: the next copy would
+overwrite them with the mirror's old values.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 CPU_ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector register."""
+"""Alignment of fields on a CPU, in bytes: a cache line, and the widest vector register."""
 
 CUDA_ALIGNMENT = 256
-"""Bytes: what cudaMalloc guarantees; kernels may assume it for vector loads and TMA."""
+"""Alignment of fields on CUDA, in bytes: guaranteed by cudaMalloc, assumed by vector loads and
+TMA."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape, dtype and padding value of one field.
 
-    `fill` is the padding value: the null row, position 0, a slot of the null block. Buffers hold it
-    everywhere after allocation and after `reset()`.
+    `fill` is the padding value, such as the null row, position 0 or a slot of the null block. All
+    elements have it after allocation and after `reset()`.
 
     Raises:
         ValueError: a dimension is less than 1.
@@ -60,19 +61,19 @@ class TensorSpec:
 
 
 class StaticBuffers(Generic[T]):
-    """Device tensors of fixed address, and a host mirror to write them through.
+    """Device tensors of fixed address, and the host mirror that is copied to them.
 
-    Made by `allocate`. The order of a step is::
+    Created by `allocate`. For each step::
 
-        buffers.begin_write()           # the mirror is free to be overwritten
-        arrays.token_ids[:n] = ...      # through `arrays(...)` or `host`
-        buffers.copy_to_device()        # one transfer on the current stream, not waited for
-        step.run()                      # on the same stream: reads what was written
+        buffers.begin_write()           # the mirror may be overwritten now
+        arrays.token_ids[:n] = ...      # write `arrays(...)` or `host`
+        buffers.copy_to_device()        # one asynchronous transfer on the current stream
+        step.run()                      # on the same stream, so it reads the new values
 
     Attributes:
         device: the dataclass with each field a view of the device allocation.
         host: the same fields as views of the mirror (pinned where the device is CUDA).
-        copies: how many times `copy_to_device` ran.
+        copies: number of calls of `copy_to_device`.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StaticBuffers(Generic[T]):
         host_bytes: torch.Tensor,
         offsets: Mapping[str, int],
     ) -> None:
-        """Cut the two allocations (`uint8 [nbytes]`) into fields; callers use `allocate`."""
+        """Divide the two allocations (`uint8 [nbytes]`) into fields; callers use `allocate`."""
         self._specs = dict(specs)
         self._offsets = dict(offsets)
         self._device_bytes = device_bytes
@@ -102,13 +103,13 @@ class StaticBuffers(Generic[T]):
     ) -> StaticBuffers[T]:
         """Allocate buffers for `layout`, a dataclass with one tensor field for each spec.
 
-        `layout` may be a generic dataclass, given with its argument (`StepInputs[Tensor]`); it is
-        called with one keyword argument a field. Every field starts with its `fill`, on the device
-        too, so that steps can be warmed up on buffers that have not been written.
+        `layout` may be a parametrised generic dataclass (`StepInputs[Tensor]`). Its constructor
+        gets one keyword argument per field. Every field is initialised to its `fill`, on the device
+        too, so that steps can be warmed up before the first write.
 
         Raises:
-            TypeError: `layout` is no dataclass.
-            ValueError: its fields and the specs are not the same names, or there are none.
+            TypeError: `layout` is not a dataclass.
+            ValueError: the names of its fields and of the specs differ, or there are none.
         """
         names = _field_names(layout)
         if names != set(specs) or not names:
@@ -144,14 +145,14 @@ class StaticBuffers(Generic[T]):
     def arrays(self, layout: type[A]) -> A:
         """Return `layout` filled with numpy views of the mirror, for fast writing.
 
-        Assigning to a slice of an array costs a fraction of the same on a tensor. `layout` names
-        any of the fields; a dataclass that is generic in its array type serves for both
-        (`StepInputs[Tensor]` on the device, `StepInputs[NDArray]` here).
+        Assigning to a slice of an array is several times faster than to a slice of a tensor.
+        `layout` may have any subset of the fields. A dataclass that is generic in its array type
+        works for both (`StepInputs[Tensor]` on the device, `StepInputs[NDArray]` here).
 
         Raises:
-            TypeError: `layout` is no dataclass, or a field has a dtype that numpy lacks (bfloat16);
-                write that one through `host`.
-            ValueError: `layout` has a field that these buffers lack.
+            TypeError: `layout` is not a dataclass, or numpy does not have the dtype of a field
+                (bfloat16); write that field through `host`.
+            ValueError: `layout` has a field that these buffers do not have.
         """
         names = _field_names(layout)
         if unknown := sorted(names - set(self._specs)):
@@ -168,11 +169,10 @@ class StaticBuffers(Generic[T]):
         return layout(**arrays)
 
     def begin_write(self) -> None:
-        """Wait until the last copy has read the mirror. Call it before each round of writes.
+        """Wait until the last copy has read the mirror. Call it before writing the next inputs.
 
-        A copy from pinned memory is still running when `copy_to_device` returns; writing meanwhile
-        would mix the inputs of two steps. Waits for that copy only, never for the device, and not
-        at all on a CPU.
+        `copy_to_device` returns before the copy has run, and an earlier write would mix the inputs
+        of two steps. Waits for that copy, not for later work; does not wait on a CPU.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -180,7 +180,7 @@ class StaticBuffers(Generic[T]):
     def copy_to_device(self) -> None:
         """Copy the whole mirror to the device: one asynchronous transfer on the current stream.
 
-        On a CPU nothing is copied; the call is counted all the same.
+        On a CPU nothing is copied, but the call is counted.
         """
         if self._host_bytes is not self._device_bytes:
             self._device_bytes.copy_(self._host_bytes, non_blocking=self._copied is not None)
@@ -195,11 +195,11 @@ class StaticBuffers(Generic[T]):
             getattr(self.host, name).fill_(spec.fill)
 
     def addresses(self) -> dict[str, int]:
-        """Return the device address of each field. It must stay the same for life."""
+        """Return the device address of each field, which must never change."""
         return {name: getattr(self.device, name).data_ptr() for name in self._specs}
 
     def check_integrity(self) -> None:
-        """Assert that no field has moved, changed its shape, or been replaced by another tensor."""
+        """Assert that no field has another address, shape or dtype than at allocation."""
         assert self.addresses() == self._first_addresses, "a static buffer has moved"
         for name, spec in self._specs.items():
             for side, base in ((self.device, self._device_bytes), (self.host, self._host_bytes)):

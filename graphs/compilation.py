@@ -1,11 +1,11 @@
 """Runs a callable until torch.compile has nothing left to compile in it.
 
-torch has two settings for this, `fail_on_recompile_limit_hit` and `error_on_recompile`. In torch
-2.11 they apply to the whole process, so they would fail compilations of other threads. This module
-changes no setting. torch calls two hooks in the compiling thread: one when it begins a frame, one
-when it has code for it. A context variable holds the counts of this thread. A frame that was begun
-and got no code runs in eager mode from then on: torch has reached its recompile limit, or cannot
-compile it.
+The settings of torch for this, `fail_on_recompile_limit_hit` and `error_on_recompile`, apply to the
+whole process in torch 2.11, so they would fail compilations of other threads. This module changes
+no setting. It registers two hooks, which torch calls in the compiling thread when it begins a frame
+and when it has compiled one. A context variable holds the counts of the thread. A frame that was
+begun but not compiled runs in eager mode from then on: torch has reached its recompile limit, or
+cannot compile it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _watched: ContextVar[_Compilations | None] = ContextVar("watched compilations", 
 
 
 def run_until_compiled(fn: Callable[[], object]) -> None:
-    """Run `fn` once; if that compiled anything, run it again and check that nothing is left.
+    """Run `fn`; if that compiled anything, run it again and check that nothing compiles.
 
     Compilations of other threads do not count.
 
     Raises:
         StepCompilationError: torch runs a part of `fn` in eager mode, or the second run compiled.
-        Exception: of `fn`. Code compiled with `fullgraph=True` raises at its recompile limit.
+        Exception: raised by `fn`; code compiled with `fullgraph=True` raises at its recompile
+            limit.
     """
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         fn()
@@ -62,7 +63,7 @@ def run_until_compiled(fn: Callable[[], object]) -> None:
     if second.begun:
         raise StepCompilationError(
             f"a second run over the same inputs compiled again: {', '.join(second.compiled)}; "
-            "something differs from run to run, and would compile in the middle of traffic: "
+            "something differs between runs, so requests would trigger compilations: "
             "TORCH_LOGS=recompiles shows what"
         )
 
@@ -86,7 +87,7 @@ def _watching() -> Iterator[_Compilations]:
 
 
 def _install_hooks() -> None:
-    """Register both hooks with torch, once a process; outside of `_watching` they do nothing."""
+    """Register both hooks with torch, once per process; outside `_watching` they do nothing."""
     from torch._dynamo import convert_frame, utils
 
     # torch holds this lock while it compiles: the hooks must not change meanwhile.

@@ -1,7 +1,7 @@
-"""Key -> step: every step that a run needs, prepared before the first request.
+"""Key -> step: all steps of an engine, prepared before the first request.
 
-A key is a frozen dataclass that holds the size of the step and every other host scalar that a
-capture freezes (a read width, which sampler): two runs that differ in one of them are two keys.
+A key is a frozen dataclass. It contains the size of the step and every other host scalar that is
+constant in a capture, such as the read width and the sampler.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class PreparationWatcher(Protocol[K_contra]):
     """Callbacks of `StepLibrary.prepare` that measure memory."""
 
     def warmed_up(self, key: K_contra) -> None:
-        """The step of `key` has been warmed up, and no other since the last call."""
+        """Called after each warm-up, with the key of the step."""
 
     def begin_captures(self) -> None:
-        """Every step has been warmed up, and none is captured."""
+        """Called once, after all warm-ups and before the first capture."""
 
     def end_captures(self) -> None:
-        """Every step is captured."""
+        """Called once, after the last capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryStats(Generic[K]):
-    """Counters of a library since it was made.
+    """Counters of a library since its creation.
 
     Attributes:
         steps: prepared steps.
@@ -79,10 +79,10 @@ class LibraryStats(Generic[K]):
 
 
 class StepLibrary(Generic[K, O]):
-    """All steps of one run, found by their key.
+    """All steps of an engine by key.
 
-    A key that was not prepared is served by a fall-back step, never refused and never prepared in
-    the middle of traffic: the miss is counted, and a warning is logged the first time.
+    For a key that was not prepared, a slower fallback step runs; no step is prepared while requests
+    are served. Each miss is counted, and the first one of a key is logged as a warning.
     """
 
     def __init__(
@@ -95,14 +95,15 @@ class StepLibrary(Generic[K, O]):
         """Make a library; `prepare` does the work.
 
         Args:
-            make_step: makes the step of a key, unprepared.
-            keys: what to prepare; a key given twice is prepared once.
-            size_of: rows or tokens of a key's step, which the order of preparation follows.
-            make_fallback: makes a step that runs unprepared (an `EagerStep`), for any other key.
+            make_step: creates the step of a key, unprepared.
+            keys: steps to prepare; duplicates are ignored.
+            size_of: returns rows or tokens of a key's step; the largest is prepared first.
+            make_fallback: creates a step that needs no preparation (an `EagerStep`), for all other
+                keys.
         """
         self._make_step = make_step
         self._make_fallback = make_fallback
-        # Largest first: smaller captures then fit the pool, which would otherwise grow with each.
+        # Largest first: smaller captures reuse its memory; otherwise the pool would grow with each.
         self._keys = sorted(dict.fromkeys(keys), key=size_of, reverse=True)
         self._size_of = size_of
         self._steps: dict[K, Step[O]] = {}
@@ -119,10 +120,10 @@ class StepLibrary(Generic[K, O]):
         progress: Callable[[int, int, K], None] | None = None,
         watcher: PreparationWatcher[K] | None = None,
     ) -> None:
-        """Make and warm up every step, then capture every step, largest first; all or nothing.
+        """Create and warm up every step, then capture every step, largest first.
 
         Args:
-            progress: called after each stage of a step with (stages done, all stages, key).
+            progress: called after each stage of a step with (finished stages, all stages, key).
             watcher: measures the memory of the stages.
 
         Raises:
@@ -163,7 +164,7 @@ class StepLibrary(Generic[K, O]):
         )
 
     def lookup(self, key: K) -> Step[O]:
-        """Return the step that serves `key`, and count a hit, or a miss if it is a fall-back."""
+        """Return the step for `key`, and count a hit, or a miss if it is a fallback."""
         step = self._steps.get(key)
         if step is None:
             return self._miss(key)
@@ -171,7 +172,7 @@ class StepLibrary(Generic[K, O]):
         return step
 
     def run(self, key: K) -> O:
-        """Run the step that serves `key` and return its output (see `Step.run`)."""
+        """Run the step for `key` and return its output (see `Step.run`)."""
         return self.lookup(key).run()
 
     def record_padding(self, used: int, bucket: int) -> None:
@@ -181,7 +182,7 @@ class StepLibrary(Generic[K, O]):
         self._padded_lanes += bucket - used
 
     def stats(self) -> LibraryStats[K]:
-        """Return the counters as they are now."""
+        """Return the current counters."""
         return LibraryStats(
             steps=len(self._steps),
             hits=self._hits,
@@ -199,7 +200,7 @@ class StepLibrary(Generic[K, O]):
         ]
 
     def close(self) -> None:
-        """Drop all steps and the memory they hold. The counters stay."""
+        """Release all steps and their memory. The counters remain."""
         self._steps.clear()
         self._fallbacks.clear()
         self._open = False
@@ -219,7 +220,7 @@ class StepLibrary(Generic[K, O]):
             step = self._fallbacks[key] = self._make_fallback(key)
             self._missed_keys.append(key)
             logger.warning(
-                "no step was prepared for %s: it runs as a slower %r step, now and from here on",
+                "no step was prepared for %s: a slower %r step runs instead (logged once per key)",
                 key,
                 step.kind,
             )

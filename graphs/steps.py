@@ -1,16 +1,16 @@
 """Steps that run eagerly, compiled, or as a captured CUDA graph, with one interface.
 
-A step wraps a callable without arguments over static buffers: whatever it reads lies at a fixed
-address, so the same callable can be called, compiled or captured.
+A step wraps a callable without arguments. All tensors that the callable reads have fixed addresses,
+so it can be called, compiled or captured.
 
-A step is prepared in two stages, `warm_up()` and `record()`, so that a library can warm up all of
-its steps before the first is captured: memory that warm-ups leave in the allocator's cache is freed
-once, and not between captures.
+A step is prepared in two stages, `warm_up()` and `record()`. So a library can warm up all of its
+steps before it captures the first one, and memory that warm-ups leave in the allocator's cache is
+freed once, not between captures.
 
-The contract of warm-up: both stages run the callable several times before the first request. A
-callable that changes device state (writes keys and values, feeds tokens back) needs inputs of
-padding only: every row is the null row, every write goes to the null block. `StaticBuffers` hold
-such inputs after `allocate`, and after `reset` followed by a copy.
+The contract of warm-up: both stages run the callable several times before the first request. If it
+changes device state (writes keys and values, feeds tokens back), its inputs must be padding only:
+all rows are the null row, all writes go to the null block. `StaticBuffers` contain such inputs
+after `allocate`, and after `reset` followed by a copy.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Step(ABC, Generic[O]):
     kind: ClassVar[StepKind]
 
     def __init__(self, fn: Callable[[], O], name: str) -> None:
-        """Wrap `fn`, which runs under whatever grad mode it sets up itself."""
+        """Wrap `fn`, which runs in the grad mode that it sets itself."""
         self._fn = fn
         self.name = name
         self.seconds = 0.0
         self.bytes = 0
 
     def prepare(self) -> None:
-        """Run both stages; raises as they do."""
+        """Run both stages; raises what they raise."""
         self.warm_up()
         self.record()
 
@@ -77,12 +77,12 @@ class Step(ABC, Generic[O]):
         """Compile, load and allocate what the first run needs; see the contract of warm-up above.
 
         Raises:
-            StepPreparationError: any failure, with its cause. The step cannot be run.
+            StepPreparationError: the callable failed, with the cause. The step cannot be run.
         """
         self._timed(self._warm_up)
 
     def record(self) -> None:
-        """Capture the step, if its kind is "graph"; after `warm_up`, and raises as that."""
+        """Capture the step if its kind is "graph". Call it after `warm_up`; raises the same."""
         self._timed(self._record)
 
     def _timed(self, stage: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class Step(ABC, Generic[O]):
 
     @abstractmethod
     def run(self) -> O:
-        """Run the step over what the static buffers hold now. Does not wait for the device."""
+        """Run the step with the current static buffers. Does not wait for the device."""
 
     @abstractmethod
     def _warm_up(self) -> None:
@@ -119,11 +119,11 @@ class EagerStep(Step[O]):
 
 
 class CompiledStep(Step[O]):
-    """A callable made of `torch.compile`d parts, compiled before the first request.
+    """A callable with parts for `torch.compile`, compiled before the first request.
 
-    Preparation fails where compilation would silently slow down requests later: if the parts have
-    reached their recompile limit (torch would fall back to eager mode), or if a second run over the
-    same buffers compiles again. A callable without compiled parts is run once.
+    Preparation fails if later requests would be slow: if the parts have reached their recompile
+    limit (torch falls back to eager mode), or if a second run over the same buffers compiles again.
+    A callable without compiled parts runs once.
     """
 
     kind = "compile"
@@ -148,8 +148,8 @@ class Capture(Generic[O]):
     """A captured callable.
 
     Attributes:
-        replay: runs it again, into the tensors of `output`.
-        output: what the recorded run returned.
+        replay: runs it again and overwrites the tensors of `output`.
+        output: return value of the recorded run.
         bytes: device memory of the capture.
     """
 
@@ -162,18 +162,18 @@ class GraphCapturer(Protocol):
     """The device interface of a `CapturedStep`: runs work, records it and replays it."""
 
     def warm_up(self, fn: Callable[[], object]) -> None:
-        """Run `fn` once, as it will run while captured but for real."""
+        """Run `fn` once, under the conditions of a capture but without recording."""
 
     def capture(self, fn: Callable[[], O]) -> Capture[O]:
-        """Record one run of `fn`. The capture may have been replayed any number of times."""
+        """Record one run of `fn`. The result may have been replayed already."""
 
 
 class CapturedStep(Step[O]):
-    """The callable recorded once by a capturer and replayed: the host pays for one graph launch.
+    """The callable, recorded once by a capturer and replayed with one graph launch.
 
     `run` returns the same tensors each time, with new contents. Captures of one capturer share
-    their memory, so an output is valid on the stream until the next run of *any* of them. Copy
-    what must last longer on the same stream before that.
+    their memory, so an output is valid until the next run of *any* of them. To keep it, copy it on
+    the same stream before that run.
     """
 
     kind = "graph"
@@ -185,7 +185,7 @@ class CapturedStep(Step[O]):
         capturer: GraphCapturer,
         identity: attribution.StepIdentity | None = None,
     ) -> None:
-        """Wrap `fn`; steps that share memory have the same `capturer`, the largest comes first.
+        """Wrap `fn`. Steps with the same `capturer` share memory; capture the largest first.
 
         `identity` is the key for the recorded names of its kernels; None records none.
         """
@@ -214,17 +214,17 @@ class CapturedStep(Step[O]):
 class CudaGraphCapturer:
     """Captures CUDA graphs on one side stream into one memory pool.
 
-    One pool: graphs never run at the same time, so each may use the scratch memory of the others,
-    and all of them together take about as much as the largest, if that is captured first. One
-    stream: captures share memory only within a stream, and libraries keep a workspace for each
-    stream. A failed capture leaves the pool in an unknown state: make a new capturer after it.
+    One pool: graphs never run at the same time, so they can share scratch memory. Together they
+    take about as much as the largest, if that is captured first. One stream: captures share memory
+    only within a stream, and libraries keep a workspace for each stream. A failed capture leaves
+    the pool in an unknown state: create a new capturer after it.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         """Make the stream and the pool.
 
         Raises:
-            ValueError: `device` has no CUDA graphs.
+            ValueError: `device` is not a CUDA device.
         """
         self.device = torch.device(device)
         if self.device.type != "cuda":
@@ -238,7 +238,7 @@ class CudaGraphCapturer:
         self._settled = False
 
     def warm_up(self, fn: Callable[[], object]) -> None:
-        """Run `fn` once on the stream that captures come from, after all work queued so far."""
+        """Run `fn` once on the stream of the captures, after all work queued so far."""
         self._settled = False
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -247,7 +247,7 @@ class CudaGraphCapturer:
         current.wait_stream(self._stream)
 
     def capture(self, fn: Callable[[], O]) -> Capture[O]:
-        """Record one run of `fn` and replay it once, so that its first run uploads nothing.
+        """Record one run of `fn` and replay it once, so that the graph is uploaded to the device.
 
         `bytes` is the decrease of the device's free memory: the pool's growth and the graph's
         nodes. Allocations of other threads and processes at the same time are counted too.

@@ -107,9 +107,7 @@ _NUMBERS: Final = "the step numbers"
 
 _RANGES: Final = (
     EventInfo(STEP, None, "step", "one iteration of the engine loop", "step number"),
-    EventInfo(
-        PLAN, STEP, "host", "scheduling: rows, blocks, at most one prefill chunk", "step number"
-    ),
+    EventInfo(PLAN, STEP, "host", "scheduling: rows, blocks, prefill chunks", "step number"),
     EventInfo(SWAP, STEP, "device", "copy blocks to or from the host cache", "number of blocks"),
     EventInfo(FORK, STEP, "device", "copy blocks before a fork writes to them", "number of blocks"),
     EventInfo(

@@ -8,15 +8,15 @@
 
     ranges.mark(ranges.FALLBACK, bucket)
 
-`RANGES` and `MARKS` are the whole dictionary (see `dictionary.py`). A profiler keeps every message
-for ever, so a name never holds an id: the step, the rows, the bucket and the tokens are in the
-payload. One integer is enough for most ranges, because ranges nest (the `step` around a `copy` has
-its number), and profilers export an integer in a column of its own. What runs on the device,
-`replay` and `prefill`, carries all numbers of its step.
+`RANGES` and `MARKS` list all names (see `dictionary.py`). A profiler stores every distinct message,
+so names never contain an id: the step, the rows, the bucket and the tokens are in the payload. One
+integer is enough for most ranges, because ranges nest (the `step` around a `copy` has the step
+number), and profilers export an integer payload as a column. The launches on the device, `replay`
+and `prefill`, have all numbers of their step as payload.
 
-Without a listener the functions only check the name. NVTX looks for a tool once in a process, at
-the first use of a domain, and a tool such as nsys is loaded before Python starts: so this module
-looks for one when it is imported. `listening` adds other listeners at any time.
+Without a listener the functions only check the name. NVTX looks for a tool once per process, at the
+first use of a domain. Tools such as nsys are loaded before Python starts, so this module looks for
+one at import. `listening` adds other listeners at any time.
 """
 
 import contextlib
@@ -93,16 +93,16 @@ _changing: Final = threading.Lock()
 
 
 def span(name: str, payload: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Return the range `name` as a context manager: it ends on every way out.
+    """Return a context manager for the range `name`, which ends at any exit from the block.
 
     Args:
         name: a key of `RANGES` whose payload is one integer.
         payload: the integer that `RANGES[name].payload` describes.
 
     Raises:
-        ValueError: there is no such range, with or without a listener.
+        ValueError: there is no such range. Raised without a listener too.
     """
-    if name not in _PLAIN:  # always: a misspelt range must not fail only under a profiler
+    if name not in _PLAIN:  # checked without a listener too, so that tests find wrong names
         raise _wrong_range(name)
     return _Span(_listeners, name, int(payload)) if _listeners else NOTHING
 
@@ -116,12 +116,12 @@ def step_span(
     blocks_in_use: int,
     padding: int,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a `span` of a range whose payload is the numbers of its step.
+    """Return a context manager for a range whose payload is the numbers of its step.
 
-    On entry an NVTX tool also samples them as counters.
+    An NVTX tool also samples the numbers as counters when the range begins.
 
     Raises:
-        ValueError: there is no such range, with or without a listener.
+        ValueError: there is no such range. Raised without a listener too.
     """
     if name not in _OF_STEPS:
         raise _wrong_range(name)
@@ -139,7 +139,8 @@ def mark(name: str, *payload: int) -> None:
         payload: its fields, in order.
 
     Raises:
-        ValueError: there is no such mark, or it has other fields; with or without a listener.
+        ValueError: there is no such mark, or the number of fields is wrong. Raised without a
+            listener too.
     """
     info = MARKS.get(name)
     if info is None:
@@ -153,10 +154,10 @@ def mark(name: str, *payload: int) -> None:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let a listener receive all ranges and marks of the process, from every thread.
+    """Send all ranges and marks of the process, from every thread, to a listener.
 
-    It receives the ranges that begin inside the block, and their ends even after it. A listener
-    that raises is logged and unsubscribed.
+    It receives the ranges that begin inside the block, and their ends even after the block. If the
+    listener raises, the error is logged and the listener is unsubscribed.
     """
     guarded = Guarded(listener)
     _replace((), (guarded,))
@@ -197,7 +198,7 @@ def _wrong_range(name: str) -> ValueError:
 
 
 class _Span:
-    """Begins and ends for the same listeners, whichever come or go in between."""
+    """A range. It ends for the listeners for which it began, even if others were added since."""
 
     __slots__ = ("_listeners", "_name", "_payload")
 

@@ -20,21 +20,22 @@ class StepRecord:
         rows: decoding rows, without padding.
         bucket: bucket of the step.
         prefill_tokens: computed prompt tokens, without padding; 0 for a decode step.
-        started_ns: begin of the plan, on the clock of `time.perf_counter_ns`.
+        started_ns: start of the plan phase, on the clock of `time.perf_counter_ns`.
         plan_ns: scheduling.
-        launch_ns: starting the step, without device time.
-        commit_ns: processing its tokens, without the wait for them.
-        wait_ns: time in which the host waited for the device.
-        device_ns: device time of the step; None if not timed, or not yet. An asynchronous device is
-            timed on request only. A device in the caller's thread works during the launch; its
-            time is not part of `launch_ns`.
+        launch_ns: time to launch the step, without device time.
+        commit_ns: time to process tokens, without the wait for them. With a step in flight, the
+            tokens are those of the previous step.
+        wait_ns: time that the host waited for the device in this step.
+        device_ns: device time of the step; None if not timed, or not yet known. An asynchronous
+            device is timed on request only (`Engine.device_timing`). A CPU runs the step during the
+            launch; that time is in `device_ns`, not in `launch_ns`.
         steps: decode steps in the launch; the times are those of all of them.
         joined: admitted requests.
         blocks_in_use: cache blocks held by requests at the launch.
         collected_ns: time of Python's garbage collector during the step, included in the phases
             that it interrupted.
         is_async_device: whether the device is asynchronous; if so, `device_ns` is not part of the
-            time between begin and end.
+            time from start to end.
     """
 
     step: int
@@ -55,27 +56,28 @@ class StepRecord:
 
     @property
     def ended_ns(self) -> int:
-        """Time when the commit was done and outputs were ready, on the clock of `started_ns`.
+        """End of the commit phase, when outputs are ready, on the clock of `started_ns`.
 
-        With a step in flight the commit is that of an earlier step.
+        With a step in flight, these are outputs of the previous step.
         """
         device_ns = 0 if self.is_async_device or self.device_ns is None else self.device_ns
         return self.started_ns + self.host_ns + self.wait_ns + device_ns
 
     @property
     def host_ns(self) -> int:
-        """Host time in nanoseconds: plan + launch + commit, without waiting and device time."""
+        """Host time in nanoseconds: plan + launch + commit, without wait and device time."""
         return self.plan_ns + self.launch_ns + self.commit_ns
 
 
 class Timeline:
     """The last `capacity` steps, in preallocated memory.
 
-    `record` belongs to the one thread that runs the steps; `records` to the same thread.
+    Not thread-safe: call `record` and `records` in the thread that runs the steps, or between
+    steps.
 
     Args:
         capacity: number of steps that are kept (112 bytes each).
-        is_async_device: whether the device that is timed is asynchronous.
+        is_async_device: whether the device is asynchronous.
 
     Raises:
         ValueError: if `capacity` is not positive.
@@ -119,10 +121,10 @@ class Timeline:
         blocks_in_use: int = 0,
         collected_ns: int = 0,
     ) -> None:
-        """Keep one step, in place of the oldest once the ring is full. See `StepRecord`.
+        """Append one step; replaces the oldest if the ring is full. See `StepRecord`.
 
         Raises:
-            struct.error: if a value is no integer of 64 bits.
+            struct.error: a value is not a 64-bit integer.
         """
         _LAYOUT.pack_into(
             self._buffer,
@@ -145,13 +147,12 @@ class Timeline:
         self._recorded += 1
 
     def set_device_ns(self, step: int, device_ns: int) -> None:
-        """Add the device time of a step that was recorded before; ignored if its record is gone.
+        """Set the device time of a recorded step; ignored if its record has been overwritten.
 
-        Steps are recorded in the order of their numbers, and those in flight are the latest: the
-        search begins there.
+        The search begins at the latest record, because steps in flight are the latest ones.
 
         Raises:
-            struct.error: if a value is no integer of 64 bits.
+            struct.error: `device_ns` is not a 64-bit integer.
         """
         for age in range(1, len(self) + 1):
             record = (self._recorded - age) % self._capacity * _LAYOUT.size
@@ -182,5 +183,5 @@ class Timeline:
         return StepRecord(*before, timed, *after)  # type: ignore[call-arg,arg-type]
 
     def clear(self) -> None:
-        """Forget every step."""
+        """Remove all records."""
         self._recorded = 0

@@ -23,7 +23,7 @@ MAX_SEED = 2**63 - 1
 MAX_THREADS = 1024
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
-"""Of the free memory; less if the operating system and other processes need it too."""
+"""Default share of the free memory, by type of device. A CPU leaves more to other processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class EngineConfig:
     """How an engine runs. Every field has a default; None means that the engine chooses.
 
     Attributes:
-        device: `cpu`, `cuda`, `cuda:1` and so on; `auto` takes CUDA where there is a device.
+        device: `cpu`, `cuda`, `cuda:1` and so on; `auto` selects CUDA if a device exists.
         dtype: dtype of weights and activations: `float32`, `bfloat16`, `float16`; `auto` keeps the
             checkpoint's dtype.
         weight_dtype: dtype of linear layers and embeddings: `int8`, with a scale for each
@@ -52,14 +52,15 @@ class EngineConfig:
         dependent_launch: whether Triton kernels may begin while their predecessors still run
             (programmatic dependent launch, compute capability 9.0). The self-test at start disables
             it if it changes a result.
-        threads: threads that run the native operators on a CPU, the calling one included, 1 to
-            1024. None: one for each physical core that the process may use, by its affinity mask,
-            the CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one less, which leaves a core to
-            the rest of a service; -2: two less, and so on to -1024. Engines of one process share
-            their threads. PyTorch's own operations use `torch.get_num_threads()` threads.
+        threads: threads that run the native operators on a CPU, the calling thread included, 1 to
+            1024. None: one per physical core that the process may use, by its affinity mask, the
+            CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one fewer, which leaves a core to
+            other work; -2: two fewer, and so on to -1024. Engines of one process share a thread
+            pool. PyTorch's own operations use `torch.get_num_threads()` threads.
         block_size: tokens per cache block, 1 to 1024.
         num_blocks: blocks of the cache, the null block included, 2 to 2^40. If `memory_fraction` or
-            `memory_bytes` is given too, that budget determines the batch tokens.
+            `memory_bytes` is given too, that budget determines `max_batch_tokens`, unless that is
+            given.
         memory_fraction: share of the free memory that the engine may use, above 0 to 1. Without any
             budget it is 0.9 on CUDA and 0.5 on a CPU. The cache is at most as large as
             `max_num_seqs` requests of `max_model_len` tokens need. Use `num_blocks`,
@@ -70,37 +71,37 @@ class EngineConfig:
         max_batch_tokens: maximum tokens per step, decoding rows and prefill chunk together, 2 to
             2^20; must be greater than `max_num_seqs`.
         max_num_seqs: maximum requests that decode together, 1 to 4096.
-        prefix_cache: whether requests with a common beginning share its cache blocks.
-        host_cache_bytes: bytes of host memory (pinned for CUDA) that requests are swapped to when
-            blocks run out, 0 to 2^60; 0 is off.
-        preemption: what happens to a request that is preempted for lack of blocks: `swap` copies
-            them to the host cache, `recompute` computes them again, `auto` selects the faster one
-            by the measured speed of copies and prefill.
+        prefix_cache: whether requests with a common prefix share its cache blocks.
+        host_cache_bytes: bytes of host memory (pinned for CUDA) for the blocks of preempted
+            requests, 0 to 2^60; 0: no swapping.
+        preemption: what happens to a request that is preempted because no block is free: `swap`
+            copies its blocks to the host cache, `recompute` frees them and computes its tokens
+            again, `auto` selects the faster one by the measured speed of copies and prefill.
         max_model_len: maximum tokens of one sequence, prompt and output, 1 to 2^40; None: the limit
             of model and cache.
         prefill_chunk: maximum prompt tokens per step, 1 to 2^20; limits how long a prefill delays
             decoding.
         max_itl_ms: target in milliseconds, above 0, for steps that decode and prefill: chunks are
             sized by predicted step time, up to `prefill_chunk`. The predictions need a calibration
-            at start. The smallest prefill step runs even if it takes longer, so that prefill always
-            progresses. None: chunk size is limited by `prefill_chunk` only.
+            at start. The smallest prefill step runs even if it takes longer, so that prompts always
+            make progress. None: only `prefill_chunk` limits the chunk size.
         steps_per_launch: decode steps per launch, 1 to 64. Their tokens arrive together, and the
-            host works once for all of them. It raises the throughput of small models, where the
-            host limits decoding, and of offline batches. A new request waits for the whole launch,
-            and tokens computed after the end of a row are discarded. See `Scheduler` for when it
-            applies.
+            host overhead is paid once for all of them. Raises the throughput of small models and of
+            offline batches. A new request waits for the whole launch, and tokens after the end of a
+            request are discarded. docs/embedding.md says when a launch has several steps.
         freeze_gc: whether Python's garbage collector ignores every object that exists once the
-            engine is ready (`gc.freeze`), process-wide and permanently. See docs/embedding.md.
+            engine is ready (`gc.freeze`), in the whole process and permanently. See
+            docs/embedding.md.
         buckets: numbers of rows to prepare decode steps for, each 1 to `max_num_seqs`, which is
             always one of them. None: chosen from `max_num_seqs`.
         prompt_embeds: whether embeddings may replace tokens of prompts; every prefill step then
             reads a buffer of `prefill_chunk` embeddings.
         encoder_cache_bytes: bytes of host memory, outside the memory plan, for the cache of
             `Engine.encode`, 0 to 2^60; 0: no cache.
-        tie_word_embeddings: whether the output head is the embedding. True ignores an
-            `lm_head.weight` of the checkpoint, False uses it. None: as in `config.json`; a
-            checkpoint with a head that differs from its tied embedding is refused.
-        seed: seeds requests without a seed of their own, and the weights of presets, 0 to 2^63 - 1.
+        tie_word_embeddings: whether the output head is the embedding. True ignores the checkpoint's
+            `lm_head.weight`, False uses it. None: as in `config.json`; a checkpoint whose
+            `lm_head.weight` differs from its tied embedding is refused.
+        seed: seed of requests that have no seed, and of the weights of presets, 0 to 2^63 - 1.
 
     Raises:
         ConfigError: a value is out of range or contradicts another; it names field, value and
@@ -166,7 +167,7 @@ class EngineConfig:
             ("num_blocks", 2, 1 << 40),
             ("memory_bytes", 1, 1 << 60),
             ("memory_tokens", 1, 1 << 50),
-            ("max_batch_tokens", 1, 1 << 20),
+            ("max_batch_tokens", 2, 1 << 20),
             ("max_model_len", 1, 1 << 40),
         ):
             if getattr(self, field) is not None:
@@ -177,8 +178,8 @@ class EngineConfig:
                 raise ConfigError(f"{field} must be True or False, not {value}")
         if not isinstance(self.tie_word_embeddings, bool | None):
             raise ConfigError(
-                "tie_word_embeddings must be True, False or None, not a"
-                f" {type(self.tie_word_embeddings).__name__}"
+                "tie_word_embeddings must be True, False or None, not"
+                f" {bounded_repr(self.tie_word_embeddings)}"
             )
         if self.preemption == "swap" and not self.host_cache_bytes:
             raise ConfigError("preemption='swap' needs a host cache: set host_cache_bytes")
@@ -197,18 +198,20 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"max_itl_ms must be a positive number of milliseconds, not"
-                f" {bounded_repr(most_itl)}: leave it out to have chunks of prefill_chunk"
+                f" {bounded_repr(most_itl)}: leave it out for chunks of prefill_chunk tokens"
             )
         given = [name for name in MEMORY_BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"give at most one memory budget, not {' and '.join(given)}")
+            raise ConfigError(
+                f"give at most one of {', '.join(MEMORY_BUDGETS)}, not {' and '.join(given)}"
+            )
         if self.memory_tokens is not None and self.num_blocks is not None:
             raise ConfigError("memory_tokens and num_blocks both fix the cache: give one of them")
         if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} must be greater than"
-                f" max_num_seqs={self.max_num_seqs}, to leave room for a prompt besides the"
-                " decoding rows"
+                f" max_num_seqs={self.max_num_seqs}, to leave room for prompt tokens in a step"
+                " in which all rows decode"
             )
         if self.buckets is not None:
             if not isinstance(self.buckets, tuple) or not self.buckets:
@@ -217,7 +220,7 @@ class EngineConfig:
                     f"{bounded_repr(self.buckets)}"
                 )
             for bucket in self.buckets:
-                _check_int("buckets", bucket, 1, self.max_num_seqs)
+                _check_int("each of buckets", bucket, 1, self.max_num_seqs)
 
     def memory_budget(self, device: torch.device) -> MemoryBudget:
         """Return the budget that was given, or the default share of the free memory."""

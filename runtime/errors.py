@@ -57,7 +57,7 @@ class RequestError(StepgraphError, ValueError):
 
 
 class NonFiniteLogitsError(StepgraphError, ArithmeticError):
-    """The logits of one request hold NaN or +inf, or nothing but -inf: no token can be drawn.
+    """The logits of a request contain NaN or +inf, or only -inf, so no token can be sampled.
 
     The request ends with the tokens before it; other requests are not affected.
     """
@@ -75,10 +75,10 @@ class EngineForkedError(EngineClosedError):
 
 
 class EngineBusyError(StepgraphError, RuntimeError):
-    """The call cannot run now, since another call holds the engine. Nothing has changed.
+    """The call cannot run now, because another call runs the engine. Nothing has changed.
 
-    Either two threads call `step`, or a signal handler or a callback calls the engine within a call
-    of the same thread, which cannot wait for itself.
+    Either two threads call `step`, or a signal handler or a callback calls the engine during a call
+    of its own thread, for which it cannot wait.
     """
 
 

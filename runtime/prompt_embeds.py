@@ -79,7 +79,7 @@ def check_embeds(embeds: object, hidden_size: int, dtype: torch.dtype, what: str
             in `dtype`.
     """
     if not isinstance(embeds, torch.Tensor):
-        raise RequestError(f"{what} {type(embeds).__name__} where a tensor is needed")
+        raise RequestError(f"{what} {type(embeds).__name__}, but a tensor is needed")
     shape = tuple(embeds.shape)
     if len(shape) != 2 or shape[1] != hidden_size or not shape[0]:
         raise RequestError(

@@ -58,7 +58,8 @@ def plain_batch(prompts: object, single: tuple[type, ...]) -> list[object]:
             return list(prompts)  # type: ignore[call-overload,no-any-return]
         except Exception as error:
             raise RequestError(
-                f"the prompts of type {type_name(prompts)} cannot be read: {type_name(error)}"
+                "prompts must be text or a list of prompts; reading the"
+                f" {type_name(prompts)} raised {type_name(error)}"
             ) from error
     raise RequestError(f"prompts must be text or a list of prompts, not {type_name(prompts)}")
 

@@ -1,8 +1,8 @@
-"""The nouns of the runtime. Read this file first, then `engine.py`.
+"""Requests: the shared types of the runtime. Read this file first, then `engine.py`.
 
-A user's request has `n` completions of one prompt; each completion is decoded as a `Request` of its
-own. A `Request` is host state only: its tokens, how many of them have keys and values in the cache,
-and its row in the decode batch.
+A user's request has `n` completions of one prompt, and each completion is a `Request`. A `Request`
+is host state only: its tokens, how many of them have keys and values in the cache, and its row. A
+row is the index of a running request in the decode batch and in the state on the device.
 
     prompt_ids            output_ids
     [p0 p1 p2 p3 p4]      [o0 o1 o2]        known on the host (committed)
@@ -58,7 +58,7 @@ class RequestStatus(enum.Enum):
 
 
 TOKENS_AT_A_TIME = 1024
-"""Most output tokens that a request allocates memory for at once, so that few steps do."""
+"""Maximum output tokens for which a request allocates memory at once."""
 
 _FINISHED = RequestStatus.FINISHED
 
@@ -95,7 +95,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    """Seeds the request's own stream of random numbers; never depends on the batch."""
+    """Seed of the request's random numbers, which do not depend on the batch."""
     order: tuple[int, int]
     """(priority, arrival number): smaller is served first and preempted last."""
     max_tokens: int
@@ -208,7 +208,7 @@ class Request:
         self.num_output = count + 1
 
     def shed(self) -> None:
-        """Free what only the engine needs: outputs may keep a finished request alive for long."""
+        """Free data that only the engine needs, because outputs can keep a request alive."""
         del self._output_ids[self.num_output :]
         del self._token_ns[self.num_output :]
         self.embeds = ()

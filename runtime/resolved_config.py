@@ -1,4 +1,4 @@
-"""ResolvedConfig: the configuration of one engine, with every open choice made and every size."""
+"""`ResolvedConfig`: the configuration of one engine, with `auto` and None resolved."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ MAX_PREFILL_ROWS = 8
 class ResolvedConfig:
     """The configuration of one engine: an `EngineConfig` resolved for a model and a device.
 
-    Every size that follows from the configuration is a field or a property here. The memory plan
-    reduces two of them: see `fit_to_cache`.
+    Fields and properties contain every size that follows from the configuration. The memory plan
+    reduces two of them (`fit_to_cache`). `preemption="auto"` is decided later, by measurements.
 
     Attributes:
         user: the `EngineConfig` as given, for budgets and for messages.
@@ -53,21 +53,21 @@ class ResolvedConfig:
         threads: threads of the native operators on a CPU.
         block_size: tokens of a cache block.
         max_num_seqs: rows of the largest decode step.
-        max_model_len: most tokens of one sequence, by model and configuration, and by the cache
+        max_model_len: maximum tokens of one sequence, by model and configuration, and by the cache
             once that is planned.
-        prefill_chunk: most prompt tokens of one step; at most the batch tokens of the memory plan
-            once there is one.
-        steps_per_launch: most decode steps of one launch.
+        prefill_chunk: maximum prompt tokens of one step; limited by the memory plan once there is
+            one.
+        steps_per_launch: maximum decode steps of one launch.
         buckets: numbers of rows to prepare decode steps for; None for the default ones.
         max_itl_ms: time budget of a step with prefill in it, in milliseconds; None for none.
         dependent_launch: whether Triton kernels may use programmatic dependent launch.
         prompt_embeds: whether prompts may have embeddings.
-        prefix_cache: whether requests with a common beginning share its blocks.
-        host_cache_bytes: bytes of the host cache that requests are swapped to.
+        prefix_cache: whether requests with a common prefix share its blocks.
+        host_cache_bytes: bytes of the host cache for preempted requests.
         encoder_cache_bytes: bytes of the cache of encoder outputs.
-        preemption: what happens to a request when blocks run out.
+        preemption: what happens to a preempted request.
         freeze_gc: whether the garbage collector ignores what exists once the engine is ready.
-        seed: seeds requests without a seed of their own, and the weights of presets.
+        seed: seed of requests that have no seed, and of the weights of presets.
     """
 
     user: EngineConfig
@@ -107,7 +107,7 @@ class ResolvedConfig:
 
     @property
     def max_prefill_rows(self) -> int:
-        """Most prompts with a chunk in one prefill step."""
+        """Maximum prompts with a chunk in one prefill step."""
         return min(MAX_PREFILL_ROWS, self.max_num_seqs)
 
     @property
@@ -142,7 +142,7 @@ class ResolvedConfig:
 
         Args:
             max_model_len: tokens of the longest sequence that the cache holds.
-            max_batch_tokens: most tokens of one step.
+            max_batch_tokens: maximum tokens of one step.
         """
         return dataclasses.replace(
             self,

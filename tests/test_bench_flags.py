@@ -29,7 +29,7 @@ WRONG_VALUES = [
     ("--scenario neighbours --neighbours 1000", "'1000' is more than 256"),
     ("--scenario neighbours --peer cake", "with NAME one of openvino, vllm, llama.cpp"),
     ("--scenario neighbours --peer vllm=", "'vllm=' is not NAME or NAME=PYTHON"),
-    ("--explain-memory --device-memory 99999999999TB", "is no amount of memory"),
+    ("--explain-memory --device-memory 99999999999TB", "is not an amount of memory"),
     ("--explain-step --bandwidth-gb-s 0", "'0' is not a positive number of gigabytes per second"),
     ("--compare a --fail-above 0.5", "'0.5' is not a ratio of at least 1"),
     ("--profile torch --profile-steps 9:3", "'9:3' has no steps: B must be larger than A"),

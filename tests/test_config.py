@@ -71,7 +71,7 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
     [
         (
             {"memory_fraction": 0.5, "memory_bytes": 100},
-            "at most one memory budget, not memory_fraction and memory_bytes",
+            "memory_tokens, not memory_fraction and memory_bytes",
         ),
         (
             {"memory_fraction": 0.5, "memory_bytes": 100, "memory_tokens": 9},
@@ -93,12 +93,12 @@ def test_a_choice_that_does_not_exist(field: str, value: Any) -> None:
         ({"max_itl_ms": 0}, "max_itl_ms must be a positive number of milliseconds, not 0"),
         ({"max_itl_ms": math.nan}, "max_itl_ms must be a positive number of milliseconds, not nan"),
         ({"max_itl_ms": math.inf}, "max_itl_ms must be a positive number of milliseconds, not inf"),
-        ({"max_itl_ms": "20"}, "leave it out to have chunks of prefill_chunk"),
+        ({"max_itl_ms": "20"}, "leave it out for chunks of prefill_chunk tokens"),
         ({"memory_fraction": math.nan}, "memory_fraction"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"buckets": ()}, "buckets must be a non-empty tuple"),
-        ({"buckets": (2, 17)}, "buckets must be an integer from 1 to 16, not 17"),
-        ({"buckets": (2.0,)}, "buckets must be an integer from 1 to 16, not 2.0"),
+        ({"buckets": (2, 17)}, "each of buckets must be an integer from 1 to 16, not 17"),
+        ({"buckets": (2.0,)}, "each of buckets must be an integer from 1 to 16, not 2.0"),
     ],
 )
 def test_choices_that_contradict_each_other(choices: dict[str, Any], message: str) -> None:

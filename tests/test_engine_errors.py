@@ -226,7 +226,7 @@ def test_generate_with_the_wrong_number_of_params(engine: Engine) -> None:
         RequestError,
         lambda: engine.generate([[1], [2]], [GREEDY] * 3),
         "2 prompts",
-        "3 sampling parameters",
+        "3 SamplingParams",
     )
 
 

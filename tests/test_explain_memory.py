@@ -32,7 +32,9 @@ def test_amounts(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "80XB", "-3GB", "0", "0.2B", "1e9", "inf", "80 G B"])
 def test_what_is_no_amount(text: str) -> None:
-    with pytest.raises(ValueError, match="no amount of memory: write 80GB, 512MB, 40GiB or bytes"):
+    with pytest.raises(
+        ValueError, match="not an amount of memory: write 80GB, 512MB, 40GiB or bytes"
+    ):
         parse_bytes(text)
 
 
@@ -202,4 +204,4 @@ def test_command_line_without_a_size(
     with pytest.raises(SystemExit) as ended:
         run_bench(monkeypatch, "--explain-memory --device-memory much")
     assert ended.value.code == 2
-    assert "'much' is no amount of memory" in capsys.readouterr().err
+    assert "'much' is not an amount of memory" in capsys.readouterr().err

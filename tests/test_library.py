@@ -131,7 +131,7 @@ def test_a_miss_is_served_counted_and_logged_once(caplog):
     assert stats.steps == len(KEYS) == len(library.reports())
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert "Key(rows=3, read_blocks=4): it runs as a slower 'eager' step" in messages[0]
+    assert "Key(rows=3, read_blocks=4): a slower 'eager' step runs instead" in messages[0]
 
 
 def test_failure_at_start_is_an_error_with_its_reason(caplog):

@@ -151,7 +151,7 @@ def test_preempted_prompts_show_their_embeddings_again(
         ((0, content(0, 2)), "must be an EmbeddedSpan"),
         (EmbeddedSpan(True, content(0, 2)), "must be an EmbeddedSpan"),
         (EmbeddedSpan(0, torch.rand(2, HIDDEN)), "content of type Tensor"),  # type: ignore[arg-type]
-        (EmbeddedSpan(0, EncodedContent([1.0], b"x" * 32)), "has list where a tensor"),  # type: ignore[arg-type]
+        (EmbeddedSpan(0, EncodedContent([1.0], b"x" * 32)), "has list, but a tensor is needed"),  # type: ignore[arg-type]
         (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), b"short")), "not 32 bytes"),
         (EmbeddedSpan(0, EncodedContent(torch.rand(2, HIDDEN), None)), "not 32 bytes"),  # type: ignore[arg-type]
     ],

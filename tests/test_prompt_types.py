@@ -199,7 +199,7 @@ def test_batches_of_other_types(engine: Engine, kind: str) -> None:
 
 def test_parameters_of_other_types(engine: Engine) -> None:
     for params in (7, Raises(), [7], [Raises()]):
-        with pytest.raises(RequestError, match="params must be a SamplingParams"):
+        with pytest.raises(RequestError, match="params must be SamplingParams"):
             engine.generate([GOOD], params)  # type: ignore[arg-type]
 
 

@@ -1,1 +1,1 @@
-"""The memory handler: what a model needs, what a device has, and the plan from both."""
+"""The memory plan: computed from what a model needs and what a device has."""

@@ -57,9 +57,9 @@ class DeviceMemory:
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`.
 
-    On CUDA, what the driver reports as free. On a CPU, what the operating system has without
-    swapping, or the headroom of the control group or of the resource limits of this process if that
-    is less.
+    On CUDA, the free memory that the driver reports. On a CPU, the smallest of: the memory that
+    the operating system has available without swapping, the headroom of the control groups, and
+    the headroom of the resource limits of this process.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -113,11 +113,11 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Run `work`; return the peak of the bytes held meanwhile, less those held before.
+    """Run `work`; return the peak of the held bytes minus the bytes held before.
 
     On CUDA, bytes of tensors. On a CPU, bytes of the resident set, or None if the system does not
-    report its peak. The C library's free memory is returned to the system first, so that all memory
-    of `work` counts.
+    report its peak. Free memory of the C library is returned to the system first, so that all
+    memory of `work` counts.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -162,15 +162,15 @@ def _status_bytes(name: str) -> int:
 def cgroup_headroom(membership: str, root: Path) -> int | None:
     """Bytes that the control groups of a process let it allocate; None without a limit.
 
-    A limit applies to all groups below it, so the result is the least headroom from the process's
+    A limit applies to all groups below it, so the result is the minimum headroom from the process's
     group up to the root. Inactive file pages are reclaimed under pressure and do not count as used
     (`inactive_file`; Linux, admin-guide/cgroup-v2 and cgroup-v1/memory). Above `memory.high` of
-    version 2 the kernel throttles a process, so that is a limit too. Files that cannot be read, or
-    hold no numbers, are no limit.
+    version 2 the kernel throttles a process, so that is a limit too. Files that cannot be read or
+    do not contain a number are ignored.
 
     Args:
         membership: contents of `/proc/self/cgroup`: lines `id:controllers:path`.
-        root: where the control groups are mounted, `/sys/fs/cgroup`.
+        root: mount point of the control groups, `/sys/fs/cgroup`.
     """
     headrooms: list[int] = []
     mounts: tuple[Path, ...]

@@ -1,12 +1,12 @@
 """Solves a memory budget for the number of blocks and of batch tokens. Integers only.
 
-With N blocks and M batch tokens a model takes `total(N, M)` bytes (`ModelFootprint.terms`). Blocks
-cost the same each, and so do tokens up to the alignment of their buffers. Attention masks are a
-product of both: M tokens times the positions of a row, as many as N blocks hold or the model
-supports. So with M = m N the total is a quadratic in N, or linear without masks.
+With N blocks and M batch tokens (maximum tokens per step) a model takes `total(N, M)` bytes
+(`ModelFootprint.terms`). The cost is linear in blocks, and linear in tokens except for alignment.
+Attention masks cost M times the positions of a row, which are limited by N blocks or by the model.
+So with M = m N the total is quadratic in N, or linear without masks.
 
-Alignment, a context shorter than the cache and sliding windows make the curve uneven, but it never
-falls. So a plan is found by bisection, exact to the byte, instead of by a formula for the root.
+Alignment, contexts shorter than the cache and sliding windows make the function uneven, but it is
+non-decreasing. So a plan is found by bisection, exact to the byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_BLOCKS = 2  # the null block and one for tokens
 
 
 class MemoryBudgetError(ValueError):
-    """The memory budget is malformed, or too small for the smallest cache the model can run on."""
+    """The memory budget is invalid, or too small for the smallest cache that works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class MemoryBudget:
     """The memory that an engine may use, given in exactly one of four ways.
 
     Attributes:
-        fraction: of the free bytes of the device, `0 < fraction <= 1`. It includes the weights
-            unless they are loaded already.
-        bytes: of everything, weights included, whether they are loaded or not.
-        context_tokens: tokens of context that the cache holds over all requests, if these are as
-            long as the model serves them (see `ModelFootprint.context_blocks`).
+        fraction: share of the free bytes of the device, above 0 to 1. It covers the weights unless
+            they are already loaded.
+        bytes: total bytes; they cover the weights, loaded or not.
+        context_tokens: tokens of context that the cache holds, in requests of `max_model_len`
+            tokens (see `ModelFootprint.context_blocks`).
         num_blocks: blocks of the cache, null block included, at least 2.
 
     Raises:
@@ -88,21 +88,21 @@ def plan_memory(
 ) -> MemoryPlan:
     """Solve for the number of blocks and of batch tokens that a budget allows.
 
-    A solved number is tight: the plan fits, and one more would not. Solved batch tokens stay
+    A solved number is maximal: the plan fits, and one more would not. Solved batch tokens are
     between `footprint.least_batch_tokens` and `footprint.most_batch_tokens`.
 
     Args:
         footprint: the memory that the model needs.
-        budget: the memory that it may use. If it is a number of blocks or of context tokens, the
-            bytes follow from it.
+        budget: the memory that it may use. A number of blocks or context tokens determines the
+            bytes.
         available_bytes: free bytes of the device now.
         weights_resident: the weights are loaded, so `available_bytes` no longer contains them.
         num_blocks: fixes the blocks, null block included; the batch tokens are solved for.
         max_batch_tokens: fixes the batch tokens; the blocks are solved for.
-        batch_tokens_per_block: the ratio where both are free, or the blocks follow from the
-            budget and the batch tokens are free; above 0, rounded up to whole batch tokens.
-        cap_blocks: the most blocks that a solution takes, usually `footprint.most_blocks`; `None`
-            to take what the budget allows.
+        batch_tokens_per_block: ratio of batch tokens to blocks, if batch tokens are solved for and
+            the blocks are not fixed by `num_blocks`; above 0, rounded up to whole batch tokens.
+        cap_blocks: maximum blocks of a solution, usually `footprint.most_blocks`; None: as many as
+            the budget allows.
         reserve_bytes: bytes to leave free.
 
     Raises:
@@ -194,8 +194,8 @@ def plan_memory(
 class _Solver:
     """The inverses of `total`.
 
-    Results may be too small to run: the caller then plans the smallest cache that works, so that
-    the error shows what it needs.
+    A result may be too small to run. The caller then plans the smallest cache that works, so that
+    the error shows its terms.
     """
 
     def __init__(self, footprint: ModelFootprint, ratio: Fraction, reserve_bytes: int) -> None:
@@ -216,13 +216,13 @@ class _Solver:
         return min(wanted, self.footprint.most_batch_tokens)
 
     def most_blocks(self, ceiling: int, tokens_of: Callable[[int], int]) -> int:
-        """The most blocks that fit together with `tokens_of(blocks)` batch tokens."""
+        """Maximum blocks that fit together with `tokens_of(blocks)` batch tokens."""
         # A block costs at least its own bytes: an upper bound, exact if no other term grows.
         bound = (ceiling - self.total(0, tokens_of(0))) // self.footprint.block_bytes
         return _last(range(bound + 1), ceiling, lambda n: self.total(n, tokens_of(n)))
 
     def most_tokens(self, ceiling: int, blocks: int) -> int:
-        """The most batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
+        """Maximum batch tokens that fit with `blocks`, or `least_batch_tokens` if none do."""
         least, most = self.footprint.least_batch_tokens, self.footprint.most_batch_tokens
         tokens = range(least, most + 1)
         return least + max(_last(tokens, ceiling, lambda m: self.total(blocks, m)), 0)

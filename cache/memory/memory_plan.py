@@ -39,23 +39,23 @@ class MemoryPlan:
     Attributes:
         weights: parameters of the model, loaded already or not.
         cache: the arena, null block included.
-        static_buffers: inputs, outputs and tables that live as long as the engine.
-        activations: the most a step holds at once between its layers.
+        static_buffers: inputs, outputs and tables, allocated for the lifetime of the engine.
+        activations: peak of the intermediate results of a step.
         logits: logits of `max_num_seqs` rows and the float32 copies that sampling makes.
-        attention_masks: masks, and scores where a kernel holds them; 0 for kernels that need none.
+        attention_masks: masks, and scores if a kernel stores them; 0 for kernels that need none.
         captured_graphs: memory of captured steps, without their buffers.
-        reserve: left free, for fragmentation and other users of the device.
-        host_cache: blocks in host memory that requests are swapped to.
+        reserve: bytes left free, for fragmentation and other processes.
+        host_cache: blocks in host memory for swapped requests.
         host_buffers: host mirrors of static buffers, and host copies of outputs.
         host_shared: whether the host's memory is the device's, so that `total` counts it.
         num_blocks: blocks of the cache, null block included.
         host_blocks: blocks of the host cache.
-        max_batch_tokens: the most tokens one step processes.
+        max_batch_tokens: maximum tokens of one step.
         block_size: slots of a block.
         context_tokens: tokens of context that the cache holds in requests of `max_model_len`, see
             `ModelFootprint.context_blocks`.
-        longest_request: tokens of the longest request that fits when it is alone.
-        budget_bytes: what `total` must not exceed.
+        longest_request: tokens of the longest request that fits if no other runs.
+        budget_bytes: upper limit of `total`.
         available_bytes: free bytes of the device when the plan was made.
         weights_resident: whether the weights were loaded then, so that `available_bytes` did not
             include them.
@@ -86,7 +86,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Sum of all terms in bytes; without the host terms if the host has other memory."""
+        """Sum of all terms in bytes; without the host terms if host and device memory differ."""
         return sum(self.terms().values()) - (0 if self.host_shared else self.host_total)
 
     @property
@@ -106,9 +106,9 @@ class MemoryPlan:
     def reconcile(
         self, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
     ) -> Reconciliation:
-        """Compare the plan with measured bytes, given by the names of `TERMS`; some may be absent.
+        """Compare the plan with measured bytes by term; terms may be missing.
 
-        `notes` say of some terms how they were measured, or why they were not.
+        `notes` explain for some terms how they were measured, or why they were not.
 
         Raises:
             ValueError: `measured` or `notes` has a name that is not one of `TERMS`.
@@ -195,7 +195,7 @@ class Reconciliation:
 
 
 def format_bytes(size: int) -> str:
-    """`size` bytes in the largest binary unit that keeps it at 1 or more: `1536` is `1.50 KiB`."""
+    """Format bytes in the largest binary unit not larger than `size`: `1536` is `1.50 KiB`."""
     if abs(size) < 1024:
         return f"{size} B"
     value = float(size)

@@ -1,7 +1,7 @@
 """The memory that a model needs, as a function of blocks and batch tokens. All bytes.
 
-All numbers are known before a weight is loaded. None falls with more blocks or batch tokens, so
-that a plan can be found by bisection (see `handler.py`).
+All numbers are known before weights are loaded. They are non-decreasing in blocks and batch tokens,
+so that a plan can be found by bisection (see `handler.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..spec import LayerGroup
 __all__ = ["BufferBytes", "ModelFootprint"]
 
 BufferBytes = Callable[[int, int], int]
-"""(prompt tokens of the largest step, blocks of the longest row) -> bytes; never falls."""
+"""(prompt tokens of the largest step, blocks of the longest row) -> bytes; non-decreasing."""
 
 
 def _no_bytes(prefill_tokens: int, row_blocks: int) -> int:
@@ -28,16 +28,16 @@ class ModelFootprint:
 
     Attributes:
         weight_bytes: all parameters.
-        groups: the layer groups; each has a block table of its own.
+        groups: the layer groups; each has its own block table.
         block_size: slots of a block.
         max_num_seqs: rows of the decode batch.
         max_model_len: tokens of the longest request, unless the cache holds fewer.
-        prefill_chunk: prompt tokens that one step computes at most.
+        prefill_chunk: maximum prompt tokens of one step.
         activation_bytes_fixed: peak activations that do not depend on the step.
         activation_bytes_per_token: peak activations of a step, per token of the step.
         read_bytes_per_position: copies of the cache that attention gathers, per position of a row;
             0 for kernels that read the blocks in place.
-        mask_bytes_per_token_position: masks (and scores, where a kernel holds them), per token of
+        mask_bytes_per_token_position: masks (and scores, if a kernel stores them), per token of
             the step and position read; 0 for kernels that need none.
         logits_bytes_fixed: memory of sampling that does not depend on the rows.
         logits_bytes_per_row: logits of one row, with the copies that sampling makes.
@@ -45,7 +45,7 @@ class ModelFootprint:
         host_buffer_bytes: their host mirrors, and host copies of outputs; 0 on a CPU.
         graph_bytes: memory of captured steps, without their buffers.
         host_blocks: blocks of the host cache.
-        host_shared: whether the host's memory is the device's, so that a budget covers both.
+        host_shared: whether host and device share their memory, so that a budget covers both.
 
     Raises:
         ValueError: a field is out of range.
@@ -90,12 +90,12 @@ class ModelFootprint:
 
     @property
     def least_batch_tokens(self) -> int:
-        """Tokens of the smallest limit: every row decodes, and one prompt token is computed."""
+        """Minimum of the batch tokens: every row decodes, and one prompt token is computed."""
         return self.max_num_seqs + 1
 
     @property
     def most_batch_tokens(self) -> int:
-        """Most tokens of one step: every row decodes, and a whole chunk is computed."""
+        """Maximum tokens of one step: every row decodes, and a whole chunk is computed."""
         return self.max_num_seqs + self.prefill_chunk
 
     @property
@@ -109,9 +109,9 @@ class ModelFootprint:
         return self.max_num_seqs * self.request_blocks(self.max_model_len) + 1
 
     def request_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` tokens holds at once, over all groups.
+        """Maximum blocks that a request of `num_tokens` tokens holds at once, over all groups.
 
-        A sliding group holds no more than its window and a chunk take.
+        In a sliding group these are at most the blocks of its window and a chunk.
         """
         return sum(
             group.spec.most_blocks(num_tokens, self.block_size, self.prefill_chunk)
@@ -119,9 +119,9 @@ class ModelFootprint:
         )
 
     def longest_request(self, num_blocks: int) -> int:
-        """Tokens of the longest request that fits a cache of `num_blocks` when it is alone.
+        """Tokens of the longest request that fits a cache of `num_blocks` if no other runs.
 
-        At most `max_model_len`: a model all of whose layers slide has no other limit.
+        At most `max_model_len`, the only limit if all layers have a sliding window.
         """
         if self.request_blocks(self.max_model_len) < num_blocks:
             return self.max_model_len
@@ -130,20 +130,20 @@ class ModelFootprint:
     def context_blocks(self, num_tokens: int) -> int:
         """Blocks (with the null block) that hold `num_tokens` tokens of context.
 
-        The tokens are those of requests of `max_model_len`, and of a shorter one for the rest:
-        where layers slide, the same tokens in many short requests take more blocks.
+        Counts requests of `max_model_len` tokens, and a shorter one for the rest. With sliding
+        windows, the same number of tokens in many short requests takes more blocks.
         """
         whole, rest = divmod(num_tokens, self.max_model_len)
         blocks = whole * self.request_blocks(self.max_model_len)
         return blocks + (self.request_blocks(rest) if rest else 0) + 1
 
     def context_tokens(self, num_blocks: int) -> int:
-        """The most tokens of context whose `context_blocks` are at most `num_blocks`."""
+        """Maximum tokens of context whose `context_blocks` are at most `num_blocks`."""
         whole, rest = divmod(max(num_blocks - 1, 0), self.request_blocks(self.max_model_len))
         return whole * self.max_model_len + self._longest(rest)
 
     def terms(self, num_blocks: int, max_batch_tokens: int) -> dict[str, int]:
-        """Bytes of each term of a plan but the reserve."""
+        """Bytes of each term of a plan except the reserve."""
         prefill_tokens = min(max_batch_tokens, self.prefill_chunk)
         row_blocks = max(1, -(-self.longest_request(num_blocks) // self.block_size))
         positions = row_blocks * self.block_size
@@ -165,6 +165,6 @@ class ModelFootprint:
         }
 
     def _longest(self, blocks: int) -> int:
-        """The most tokens, at most `max_model_len`, that hold at most `blocks` blocks."""
+        """Maximum tokens, up to `max_model_len`, of a request with at most `blocks` blocks."""
         tokens = range(1, self.max_model_len + 1)
         return bisect_right(tokens, blocks, key=self.request_blocks)

@@ -24,7 +24,7 @@ __all__ = ["diff_text", "main", "report_text"]
 
 _PROGRAM = "stepgraph report"
 _DESCRIPTION = """\
-Reports a profile of nsys: where the time of each step went, on the host and on the device.
+Report where the time of each step in an nsys profile went, on the host and on the device.
 
 %(prog)s TRACE.sqlite
 %(prog)s TRACE.sqlite --json report.json --csv steps.csv

@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = CommandParser(
         prog=_PROGRAM,
-        description="Explain a model on a device without loading the model; the device may be"
-        " hypothetical.",
+        description="Predict the memory or the decode step of a model without loading it. The"
+        " device may be hypothetical.",
     )
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     memory = topics.add_parser("memory", help="the memory plan, term by term, and what fits")
-    memory.description = "Print the bytes of each part of an engine, and the contexts that fit."
+    memory.description = "Print the memory plan of an engine, term by term, and what fits."
     add_flags(memory, *MODEL_FLAGS, "kernels", "prefill-chunk")
     add_flags(memory, "mode", help="execution mode of steps (default: the fastest for the device)")
     memory_size = "memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)"
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
     step = topics.add_parser("step", help="the kernels of a decode step on a GPU")
     step.description = (
-        "Print the bytes that each kernel of a decode step must move and the predicted time."
+        "Print the bytes that each kernel of a decode step on a GPU reads and writes, and its"
+        " predicted time."
     )
     add_flags(step, *MODEL_FLAGS)
     reads = "memory bandwidth of the target GPU (default: measured on the CUDA device)"

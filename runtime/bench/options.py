@@ -26,7 +26,7 @@ MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
 ENGINE_FLAGS = ("mode", "kernels", "prefill-chunk")
 
 _DESCRIPTION = """\
-How fast does this model decode on this machine, and how far is that from the limit?
+Measure how fast a model decodes on this machine, and how far that is from its memory bandwidth.
 
 %(prog)s                                       the demo model, every mode of the device
 %(prog)s --model preset:smollm2-135m --batch-size 1 8 --input-len 128 1024
@@ -42,7 +42,7 @@ How fast does this model decode on this machine, and how far is that from the li
 _EPILOG = """\
 scenarios:
   steady        decode steps of a whole batch
-  interference  rows decode while a long prompt arrives every 10 steps
+  interference  decode steps while a long prompt arrives every 10 steps
   churn         requests arrive and leave at random
   prefix        prompts with common prefixes, with and without a prefix cache
   memory        memory of an engine, step time as the cache fills, cost of too few blocks
@@ -53,9 +53,10 @@ scenarios:
   cache         cost of block bookkeeping for pools of 1,000 and 1,000,000 blocks (no model)
 
 The table goes to stdout (Markdown unless stdout is a terminal), progress to stderr. Each
-combination of the lists is a case or an engine of its own. Exit status: 0; 1 if something cannot be
-measured or is above --fail-above; 2 for a wrong command line or configuration; 130 after an
-interrupt, which keeps the results measured so far. Meaning of the numbers: docs/benchmarking.md
+combination of the lists is a separate case or engine. Exit status: 0; 1 if something cannot be
+measured, has wrong tokens, or is above --fail-above; 2 for a wrong command line or configuration;
+130 after an interrupt, which keeps the results measured so far. docs/benchmarking.md explains all
+columns.
 """
 _MOST = 1_000_000_000
 """Largest count; larger values are typing errors."""
@@ -167,7 +168,7 @@ _FLAGS = {
         metavar="TOKENS",
     ),
     "steps-per-launch": _flag(
-        "decode steps per launch, for steady; the table has the time of a launch divided by this"
+        "decode steps per launch, for steady; the table shows the time of a launch divided by this"
         " number (default: %(default)s)",
         type=integer(1),
         default=EngineConfig().steps_per_launch,
@@ -179,27 +180,27 @@ _FLAGS = {
         choices=tuple(SCENARIO_FLAGS),
     ),
     "batch-size": _flag(
-        "decoding rows (default: 1 8; start 1 2 4 8; others 8; neighbours: 1 row after 128"
-        " tokens and 8 after 1024)",
+        "rows: requests that decode together (default: 1 8; start 1 2 4 8; others 8; neighbours: 1"
+        " row after 128 tokens and 8 after 1024)",
         nargs="+",
         type=integer(1),
     ),
     "input-len": _flag(
         "tokens per prompt (default: 128 1024; interference 1024; prefix 512; memory 128 512 1024;"
-        " churn 256 at most)",
+        " churn at most 256)",
         nargs="+",
         type=integer(1),
     ),
     "output-len": _flag(
-        "output tokens per request (default: 64; prefix 32; memory 128, for scarce blocks;"
-        " churn 32 on average)",
+        "output tokens per request (default: 64; prefix 32; memory, with too few blocks: 128;"
+        " churn: mean 32)",
         nargs="+",
         type=integer(2),  # prefill samples the first token, a decode step the second
     ),
     "num-warmup": _flag("warm-up runs per case, not counted (default: 1)", type=integer(0)),
     "num-iters": _flag(
         "repetitions per case, interleaved with other modes; 5 or more for --compare"
-        " (default: 3, with steady fewer if they take over 10 s; neighbours: 6)",
+        " (default: 3, in steady fewer if they would take more than 10 s; neighbours: 6)",
         type=integer(1),
     ),
     "num-steps": _flag(
@@ -208,8 +209,8 @@ _FLAGS = {
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(
-        "latency budgets of mixed steps (prefill and decode); interference first runs without one"
-        " (default: then with eight times its decode step; churn: none)",
+        "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
+        " without one, and churn (default: interference, eight times its decode step; churn, none)",
         nargs="+",
         type=number("a positive number of milliseconds"),
         metavar="MS",
@@ -228,9 +229,9 @@ _FLAGS = {
         metavar="NAME[=PYTHON]",
     ),
     "check": _flag(
-        "after a case is timed, score its prompts and tokens with the plain PyTorch reference on"
-        " the device; a case with a token that the reference would not have sampled fails, and the"
-        " exit status is 1 (default: on CUDA; --no-check: never)",
+        "after timing a case, score its tokens with the plain PyTorch reference on the same device;"
+        " a token far below the reference's best one fails the case, and the exit status is 1"
+        " (default: on CUDA; --no-check: never)",
         action=argparse.BooleanOptionalAction,
     ),
     "baseline": _flag(
@@ -240,16 +241,15 @@ _FLAGS = {
         choices=("transformers",),
     ),
     "compare": _flag(
-        "OLD.json: an earlier --output-json of the same scenario; compare its times with those of"
-        f" this run ({', '.join(COMPARED)}). OLD.json NEW.json: compare the two without a"
-        " measurement",
+        "OLD.json: compare this run with the --output-json of an earlier run of the same scenario"
+        f" ({', '.join(COMPARED)}). OLD.json NEW.json: compare two files without a measurement",
         nargs="+",
         type=file_path,
         metavar="FILE",
     ),
     "fail-above": _flag(
-        "for --compare: exit with 1 if a ratio new / old is above this, e.g. 1.05, or no case is"
-        " in both",
+        "for --compare: exit with status 1 if a ratio new / old is above this, e.g. 1.05, or if no"
+        " case matches",
         type=number("a ratio of at least 1, where 1 is as fast as before", at_least=1.0),
         metavar="RATIO",
     ),
@@ -261,7 +261,7 @@ _FLAGS = {
         choices=("none", "nsys", "torch"),
     ),
     "profile-steps": _flag(
-        "steps A to B - 1 of the whole batch, counted from 0 (default: 16 of them, from a quarter"
+        "steps A to B - 1 of the whole batch, counted from 0 (default: 16 steps, after a quarter"
         " of the run)",
         type=step_range,
         metavar="A:B",
@@ -272,8 +272,8 @@ _FLAGS = {
         metavar="NAME",
     ),
     "graph-trace": _flag(
-        "how nsys traces a captured step: graph, as a whole; node, every kernel, which slows the"
-        " step down (default: graph)",
+        "how nsys traces a captured step: graph, as a whole; node, every kernel, which changes its"
+        " time (default: graph)",
         choices=("graph", "node"),
     ),
     "output-json": _flag(
@@ -281,7 +281,7 @@ _FLAGS = {
         type=file_path,
         metavar="FILE",
     ),
-    "output-md": _flag("write the table here", type=file_path, metavar="FILE"),
+    "output-md": _flag("write the table to this file", type=file_path, metavar="FILE"),
     "plot": _flag(
         "plot inter-token latency over time, its histogram, and the roofline or the parts of a"
         " step, as .png, .svg or .pdf (needs the extra `plot`)",
@@ -290,8 +290,8 @@ _FLAGS = {
     ),
     "seed": _flag("seed of prompts and of preset weights", type=integer(0, MAX_SEED), default=0),
     "explain-memory": _flag(
-        "print the memory plan of each model and what fits in each mode (default: auto), and"
-        " measure nothing; rows are the largest --batch-size",
+        "print the memory plan of each model and what fits, for each --mode (default: auto) and"
+        " the largest --batch-size; measure nothing",
         action="store_true",
     ),
     "device-memory": _flag(
@@ -301,8 +301,8 @@ _FLAGS = {
         metavar="SIZE",
     ),
     "explain-step": _flag(
-        "print the bytes that each kernel of a decode step on a GPU must move and the predicted"
-        " time, for each --batch-size and --input-len; measure nothing",
+        "print the bytes that each kernel of a decode step on a GPU reads and writes, and its"
+        " predicted time, for each --batch-size and --input-len; measure nothing",
         action="store_true",
     ),
     "bandwidth-gb-s": _flag(

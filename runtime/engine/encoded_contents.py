@@ -1,4 +1,4 @@
-"""What encoders returned for images and other contents, for all threads that use an engine."""
+"""The cache of encoder outputs for images and other contents, safe for several threads."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ __all__ = ["Engine"]
 class Engine(StartedEngine):
     """Decodes batches of requests. Several engines may coexist.
 
-    Make one with `from_pretrained`; use it as a context manager, or call `close` at the end.
+    Create one with `from_pretrained`. Use it as a context manager, or call `close` at the end.
 
     Threads: `add_request`, `abort`, `stats` and `has_unfinished` may be called at any time by any
-    thread, signal handler or callback; they do not wait for a step. `generate` may be called by any
-    number of threads, whose requests share the batch. `step` is for one thread. The other methods
-    wait for the end of the current step of any thread. A call that would have to wait for its own
-    caller, and a `step` while another thread is in `step`, raise `EngineBusyError`. In a forked
-    child every call but `close` raises `EngineForkedError`.
+    thread, signal handler or callback; they do not wait for a step. Any number of threads may call
+    `generate`; their requests share the batch. Call `step` from one thread. Methods that run the
+    loop or change it wait for the current step of another thread. `EngineBusyError` is raised by a
+    second concurrent `step`, and by a call from within a step that would have to wait for that
+    step. In a forked child every call except `close` raises `EngineForkedError`.
 
     Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.
@@ -74,12 +74,15 @@ class Engine(StartedEngine):
             source: a directory in the Hugging Face layout, a hub id, `preset:NAME` (random
                 weights) or `demo`.
             config: the configuration; None for the defaults.
-            progress: show bars on stderr while loading and preparing (if it is a terminal).
+            progress: show progress bars on stderr while loading and preparing, if it is a terminal.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-            ConfigError: the configuration cannot work on this device or with this model.
-            MemoryBudgetError: the budget has no room for the smallest cache.
+            ConfigError: the device or the model does not support the configuration.
+            MemoryBudgetError: the budget is too small for the smallest cache, or memory ran out.
+            KernelBuildError: the C++ kernels could not be built.
+            KernelSelfTestError: a kernel required by `kernels="native"` failed its self-test, or a
+                kernel made the device unusable.
             StepPreparationError: a step could not be compiled or captured.
         """
         return cls(start(source, config or EngineConfig(), progress=progress))
@@ -93,15 +96,15 @@ class Engine(StartedEngine):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue a prompt, text or token ids, and return its id.
+        """Queue a request for a prompt and return the request's id.
 
         Requests of smaller `priority` are served first, and preempted last. Only requests with the
-        same `cache_salt` share the cached blocks of a common beginning. Give each tenant a salt
-        that others cannot guess: otherwise the time of a first token reveals whether a prompt was
-        sent before.
+        same `cache_salt` share the cached blocks of a common prefix. Give each tenant a salt that
+        others cannot guess: otherwise the time to first token reveals whether another tenant sent
+        the same prefix.
 
         Raises:
-            RequestError: the request can never be served; it was not queued.
+            RequestError: the request is invalid, or can never be served. It was not queued.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
@@ -194,7 +197,8 @@ class Engine(StartedEngine):
         """Decode prompts to their end and return their outputs, in order.
 
         Args:
-            prompts: a text, or a sequence of texts and lists of token ids (see `Prompt`).
+            prompts: one text, or a sequence of prompts (see `Prompt`). To generate from one list of
+                token ids, pass `[token_ids]`.
             params: one for all, or one for each prompt.
 
         If one of several prompts cannot be served, the others are not affected: its output has no
@@ -244,7 +248,7 @@ class Engine(StartedEngine):
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Decode the answer to a conversation, or to each of a list; return outputs in order.
+        """Decode the reply to a conversation, or to each of a list; return outputs in order.
 
         The checkpoint's chat template renders the messages to a prompt. To stream, give a
         `ChatPrompt` to `add_request`.
@@ -254,11 +258,11 @@ class Engine(StartedEngine):
             params: one for all, or one for each conversation.
             tools: JSON schemas of functions that the model may call.
             documents: texts for templates that support them.
-            add_generation_prompt: end the prompt with the beginning of an assistant's message;
-                None: unless the last message is continued.
+            add_generation_prompt: end the prompt with the header of an assistant message. None:
+                True, unless the last message is continued.
             continue_final_message: let the model continue the last message.
             chat_template: the name of one of the checkpoint's templates.
-            template_kwargs: more variables of the template.
+            template_kwargs: additional variables for the template.
 
         Raises:
             RequestError: as `generate`; a conversation that cannot be rendered counts as a prompt
@@ -281,17 +285,17 @@ class Engine(StartedEngine):
     def encode(self, content: bytes, encoder: Callable[[bytes], torch.Tensor]) -> EncodedContent:
         """Return the embeddings of a content, for the spans of a `PromptEmbeds`.
 
-        They are cached by content in `encoder_cache_bytes` of host memory: the encoder runs only
-        for contents that are not cached. Use one encoder for one engine. It runs in the calling
-        thread, while other threads may run steps.
+        They are cached by content in `encoder_cache_bytes` of host memory. The encoder runs only
+        for contents that are not cached, in the calling thread. Other threads can run steps
+        meanwhile. The cache does not distinguish encoders, so use one encoder per engine.
 
         Args:
             content: the bytes of an image, for instance.
             encoder: returns embeddings `[tokens, hidden_size]`, floating point, on any device.
 
         Raises:
-            RequestError: `content` is not bytes, or the encoder returned something else, or values
-                that the model's dtype cannot represent.
+            RequestError: `content` is not bytes, or the encoder did not return embeddings of this
+                shape that are finite in the model's dtype.
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
@@ -300,9 +304,9 @@ class Engine(StartedEngine):
     def score(self, token_ids: Sequence[int], prompt_len: int = 1) -> torch.Tensor:
         """Return the logits under teacher forcing, float32 `[len(token_ids) - prompt_len + 1, V]`.
 
-        The first `prompt_len` tokens are prefilled. Decode steps take the others one by one, each
-        in the place of the sampled token: row i follows token `prompt_len - 1 + i`. The steps are
-        those that serve requests.
+        V: vocabulary size. The first `prompt_len` tokens are prefilled. Each further token replaces
+        the sampled token of a decode step: row i of the result has the logits after token
+        `prompt_len - 1 + i`. The steps are the same as for requests.
 
         Raises:
             RequestError: as `add_request`; `prompt_len` is not from 1 to `len(token_ids)`; or
@@ -343,11 +347,12 @@ def _one_each(
         return [cast("SamplingParams | None", params) or SamplingParams()] * count
     if not issubclass(type(params), Sequence):
         raise RequestError(
-            f"params must be a SamplingParams or a sequence of them, not a {type_name(params)}"
+            f"params must be SamplingParams or a sequence of them, not {type_name(params)}"
         )
     each = cast("Sequence[SamplingParams]", params)
     if len(each) != count:
         raise RequestError(
-            f"{count} prompts, but {len(each)} sampling parameters: give one, or one for each"
+            f"{count} prompts, but {len(each)} SamplingParams: give one for all, or one for each"
+            " prompt"
         )
     return each

@@ -61,7 +61,7 @@ class EngineParts:
     """Memory and time of each phase of the start: "kernels", "load", "cache", "host_cache" if there
     is one, "static_buffers", "compile_kernels" on CUDA, "prepare", "measure"."""
     start_seconds: float
-    """All of the start but the calibration of a time budget."""
+    """Seconds of the start, without the calibration for `max_itl_ms`."""
     code_cache: CodeCache
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""

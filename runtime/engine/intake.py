@@ -72,7 +72,7 @@ class Intake:
                 vocabulary; or the salt is invalid.
         """
         if not issubclass(type(params), SamplingParams):
-            raise RequestError(f"params must be a SamplingParams, not a {type_name(params)}")
+            raise RequestError(f"params must be SamplingParams, not {type_name(params)}")
         prompt_ids, embeds = self._prompt(prompt)
         self._check_params(params)
         arrival_ns = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""The unfinished requests of an engine: they receive tokens, end, and become outputs."""
+"""The unfinished requests of an engine: their tokens, end and outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FINISHED = RequestStatus.FINISHED
 
 
 class OpenRequests:
-    """Queues requests, appends their tokens, detects their end and makes their outputs."""
+    """Queues requests, appends their tokens, ends them and creates their outputs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, RequestGroup] = {}

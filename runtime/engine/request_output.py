@@ -1,4 +1,4 @@
-"""Outputs of requests, and what is new in each of them since the last."""
+"""Outputs of requests, and their changes since the previous output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FINISHED = RequestStatus.FINISHED
 class OutputDelta:
     """The new text and tokens of a completion since the previous output of its request.
 
-    Joined over all outputs of a request, the deltas of a completion are its final text and tokens.
+    The deltas of a completion, concatenated over all outputs, are its final text and tokens.
     Text may come later than its tokens: a character that is split over tokens appears with the last
     of them, and text that may be the start of a stop string is held back.
     """

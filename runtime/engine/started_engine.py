@@ -33,7 +33,7 @@ class StartedEngine:
         self.config = config
         self.model_config = parts.model.config
         self.max_model_len = config.max_model_len
-        """Most tokens of one sequence, prompt and output."""
+        """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
         self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
         self._shared = SharedLoop(make_loop(parts, self._step_budget))
@@ -84,8 +84,8 @@ class StartedEngine:
     def reset_prefix_cache(self) -> None:
         """Drop the prefix cache: the next requests compute their whole prompts.
 
-        Running requests keep their blocks, which are no longer shared. For measuring cold starts,
-        or after weights changed.
+        Running requests keep their blocks, which are no longer shared. Use it to measure time to
+        first token without cached prefixes, or after the weights have changed.
 
         Raises:
             EngineBusyError: called by a signal handler or a callback within a step.
@@ -107,8 +107,9 @@ class StartedEngine:
     def device_timing(self) -> Iterator[Timeline]:
         """Measure the device time of the steps launched in this block; yield the timeline.
 
-        On CUDA two timed events surround each step. They take a few microseconds on the device, so
-        steps are timed only here. On a CPU all steps are timed anyway. Blocks may be nested.
+        On CUDA it records a timed event before and after each step. They take a few microseconds on
+        the device, so steps outside the block are not timed. On a CPU all steps are timed. Blocks
+        may be nested.
 
         Raises:
             EngineClosedError: the engine is closed.
@@ -156,17 +157,28 @@ class StartedEngine:
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes, as plain numbers and strings.
 
-        `threads` is the number of threads of the native operators on a CPU, None if there are none.
-        `memory` has planned and measured bytes of each term, with a note where a measurement is
-        None; `memory_phases` the memory of each phase of the start, `prepared` the cost of the
-        prepared steps. `start` has the seconds of each phase, whether kernels and compiled code
-        came from a cache, and how many Triton kernels were compiled ahead, in how many threads.
-        `blocks` and `cache` count blocks that are free, cached, found, copied and swapped;
-        `fallbacks` launches without a prepared step. `steps` counts launches,
-        `multi_step_launches` those that decoded several tokens of each row, `non_finite` requests
-        that ended with `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage
-        collector since the engine was made, and their seconds. `step_budget` (None without
-        `max_itl_ms`) compares the times of mixed prefill and decode steps with their predictions.
+        State: `healthy`, `device`, `mode`, `kernels`, `threads` (of the native operators on a CPU,
+        otherwise None), `max_model_len`, `waiting` and `running` requests.
+
+        Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches),
+        `multi_step_launches` (with several decode steps), `fallbacks` (parts of a launch without a
+        prepared step), `preemptions`, `failed_copies`, and `non_finite` (requests that ended with
+        `NonFiniteLogitsError`).
+
+        - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
+        - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
+          (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks. `encoder_cache`:
+          bytes, hits, misses and evictions.
+        - `start`: seconds of each phase, whether kernels and compiled code came from a cache, and
+          how many Triton kernels were compiled ahead, in how many threads. `load_seconds`: seconds
+          to read and pack the weights. `prepared`: the cost of the prepared steps.
+        - `memory`: planned and measured bytes of each term; a note says why a measurement is None.
+          `memory_phases`: memory and seconds of each phase of the start.
+        - `collector`: number and seconds of the runs of Python's garbage collector since the engine
+          was created.
+        - `step_budget` (None without `max_itl_ms`): predicted and measured times of mixed prefill
+          and decode steps; see docs/embedding.md.
+        - `padding`: share of padding in the rows and tokens of all steps.
         """
         return engine_stats(
             self._open_parts(),

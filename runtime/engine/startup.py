@@ -1,7 +1,8 @@
 """Makes the parts of an engine from a source and a configuration.
 
-Whatever can fail without reading weights comes first: the configuration, the checkpoint's headers,
-the memory plan. Then the weights are loaded, and every step is prepared.
+Everything that can fail without reading weights comes first: the configuration, the checkpoint's
+headers, the kernels and their self-test, the memory plan. Then the weights are loaded, and every
+step is prepared.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _start(
 
 
 def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
-    """Return the kernels of an engine: those that exist for its model and pass their self-test."""
+    """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests."""
     kernels = select_kernels(
         config.device, config.mode, config.dtype, config.weights, config.kernels
     )

@@ -1,4 +1,6 @@
-"""Routes outputs to waiting calls; an id is in use until its last output is returned.
+"""Tickets: which call gets the outputs of a request, and which request ids are in use.
+
+A request has a ticket from the reservation of its id until its last output has been returned.
 
 Every change is one atomic operation on a dict or a list, so that any thread and any signal handler
 may make it without a lock.

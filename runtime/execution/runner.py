@@ -1,6 +1,6 @@
 """Executes plans: writes changed inputs, launches steps, reads their tokens back.
 
-Only `read` waits for the device, and only for the tokens of one step.
+Only `read` waits for a step. Writing inputs waits until the previous copy of inputs has been made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The operations a model is made of, each as plain torch and as a fast version, chosen once.
+"""Implementations of the operations of a model: plain PyTorch, C++ and Triton.
 
-`select_kernels` returns them for a device, a mode, a dtype and a choice of kernels; models call
-what it returns.
+`select_kernels` returns the implementations for a device, a mode, a dtype and a choice of kernels.
+Models call only what it returns.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One choice of implementations of a model's operations."""
+"""The selected implementations of a model's operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SamplerName = Literal["torch", "cpu", "triton"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """One choice of implementations, and what the rest of the house has to know about it."""
+    """The selected implementations, and their properties that the memory plan and steps need."""
 
     name: str
     attention: Callable[..., Tensor]
@@ -35,25 +35,26 @@ class Kernels:
     pack: Callable[[Tensor], Tensor] | None
     """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
     bounded_by_length: bool
-    """Attention costs what the rows' lengths ask for, so one width of reading serves them all."""
+    """Whether the time of attention depends on the rows' lengths and not on the read width, so that
+    steps need only one read width."""
     masks: int
-    """Attention masks of `[tokens, positions]` alive at a time, for the memory plan."""
+    """Attention masks `[tokens, positions]` that exist at the same time, for the memory plan."""
     sampler: SamplerName = "torch"
     """Which of `sampling.SAMPLERS`: "torch" is compiled where steps are, the others are kernels."""
     library: KernelLibrary | None = None
-    """What holds the operations of our own, where there is any."""
+    """The C++ library with the operators; None if none is used."""
     make_stack: Callable[[BoundModel], Stack] | None = None
-    """Makes all layers of a decoder and its final norm one operation, where `runs_stack`."""
+    """Creates one operation of all layers and the final norm, for models with `runs_stack`."""
     stack_obstacle: Callable[[ModelPlan], str | None] = lambda plan: None
     """Returns why `make_stack` cannot run the layers of a model, or None."""
     make_decode_step: Callable[[Stack, BoundModel], DecodeStep] | None = None
-    """Makes a whole decode step of such a stack."""
+    """Creates a decode step from such a stack."""
     weights: WeightStorage = "model"
-    """How the weights of linear layers are stored; those of 8 bits come with scales."""
+    """How the weights of linear layers are stored; 8-bit weights have scales."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Native operations that plain torch replaces, and dependent launch where it is off."""
+    """Native operations that plain PyTorch replaces, and dependent launch if it was disabled."""
     dependent_launch: bool = True
-    """Whether Triton kernels may begin while their predecessors still run, where the device can."""
+    """Whether Triton kernels may begin while their predecessors run, if the device supports it."""
 
     def runs_stack(self, plan: ModelPlan) -> bool:
         """Whether all layers of the model are one operation."""
@@ -67,5 +68,5 @@ class Kernels:
         return packed + scale_bytes(self.weights, n, k)
 
     def unpacked_bytes(self, n: int, k: int) -> int:
-        """Bytes of what the linear layer makes of a `[n, k]` weight while it runs."""
+        """Temporary bytes of a linear layer that converts its `[n, k]` weight."""
         return n * k * 4 if self.weights != "model" and self.pack is None else 0

@@ -1,4 +1,4 @@
-"""Which models and machines have native kernels, and why others have none."""
+"""Which operations of a model have native kernels on a device, and why others have none."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def native_gaps(
 def native_obstacle(
     device_type: str, dtype: torch.dtype, weights: WeightStorage, plan: ModelPlan
 ) -> str | None:
-    """Return the reasons of `native_gaps`, or None where there is no gap."""
+    """Return the reasons of `native_gaps`, or None without gaps."""
     gaps = native_gaps(device_type, dtype, weights, plan)
     return "; ".join(gap.reason for gap in gaps) or None
 
 
 def attention_obstacle(plan: ModelPlan) -> str | None:
-    """Return what keeps a model from the paged attention kernels, or None."""
+    """Return what the paged attention kernels do not support in a model, or None."""
     attends = (op for op in plan.operations if isinstance(op, Attend))
     missing = (unsupported(op, KNOWN_TO_ATTENTION) for op in attends)
     return next(filter(None, missing), None)
 
 
 def kernels_for(kernels: Kernels, plan: ModelPlan) -> Kernels:
-    """Return the kernels with plain attention if that of a model has no kernel."""
+    """Return the kernels, with plain attention if no kernel supports the model's attention."""
     if attention_obstacle(plan) is None or kernels.attention is reference_paged_attention:
         return kernels
     return replace(kernels, attention=plain_paged_attention, bounded_by_length=False, masks=1)

@@ -59,8 +59,11 @@ def _build_kernels(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "bench": ("measure decode steps, or run another scenario", _bench),
     "explain": ("predict the memory or the decode step of a model without loading it", _explain),
-    "report": ("report where the time of each step went, from a profile by nsys", _report),
-    "build-kernels": ("compile the C++ kernels beforehand, for images", _build_kernels),
+    "report": ("report where each step of an nsys profile spent its time", _report),
+    "build-kernels": (
+        "compile the C++ kernels ahead of time, for container images",
+        _build_kernels,
+    ),
 }
 """Name → description and main function; the functions import what they run."""
 

@@ -1,11 +1,11 @@
 """Scheduler: admission, chunked prefill, priorities and preemption.
 
-A plan has a decode part and a prefill part. Every request whose prompt is cached decodes one token.
-The remaining token budget of the step goes to prefill chunks. Requests are served in the order of
-`(priority, arrival)`. Admission allocates the blocks of all known tokens (in sliding-window layers
-those of the next chunk), so most later allocations are for decoding. If no block is free, the
-running request that is last in the order of service is preempted: its blocks are swapped to the
-host, or its tokens are recomputed later (see `preemption.py`).
+A plan has a decode part and a prefill part. Every request whose prompt is computed decodes one
+token. The remaining token budget of the step goes to prefill chunks. Requests are served in the
+order of `(priority, arrival)`. Admission allocates the blocks of all known tokens (in
+sliding-window layers those of the next chunk), so most later allocations are for decoding. If no
+block is free, the running request that is last in the order of service is preempted: its blocks are
+swapped to the host, or its tokens are recomputed later (see `preemption.py`).
 
 Most decoding requests need no work per step. The earliest step at which a request can need a
 block, publish one or sample its last token is known in advance, so its next event is scheduled for

@@ -50,7 +50,9 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get((match[2] or "b").lower()) if match else None
     size = float(match[1]) * unit if match is not None and unit is not None else 0.0
     if not 1 <= size <= _MOST_BYTES:
-        raise ValueError(f"{text!r:.40} is no amount of memory: write 80GB, 512MB, 40GiB or bytes")
+        raise ValueError(
+            f"{text!r:.40} is not an amount of memory: write 80GB, 512MB, 40GiB or bytes"
+        )
     return int(size)
 
 

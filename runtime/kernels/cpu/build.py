@@ -228,7 +228,7 @@ def _build(folder: Path, *, portable: bool = False, march: str = "native") -> Pa
     compiler = _find_compiler()
     cpu_option = "-mcpu" if platform.machine() in ("aarch64", "arm64") else "-march"
     flags = [f"{cpu_option}={march}", *_flags(portable)]
-    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "asking the compiler")
+    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], "listing macros")
     used = features_of_macros(macros)
     if march == "native":
         # What the system does not list cannot be compared later.

@@ -5,11 +5,11 @@ positions read. The arena is that of `cache/arena.py`. With block_size 16, slot 
 block 2, and position 20 of a row lives in block `block_tables[row, 1]`, offset 4.
 
 The tokens of a call are a `RaggedBatch` (`batch.py`). Token t of row r = `token_rows[t]` attends to
-the positions 0 ... p of r with p = `positions[t]`, or with a window w to p - w + 1 ... p. All T
-tokens are written before any is read, so the tokens of a row see each other, causally. No other
-memory affects the result, not even multiplied by zero: a recycled block may contain NaN, and blocks
+positions 0 ... p of r with p = `positions[t]`, or with a window w to p - w + 1 ... p. All T tokens
+are written before any is read, so the tokens of a row attend to each other, causally. No other
+memory affects the result, not even multiplied by zero: a reused block may contain NaN, and blocks
 that left the window may belong to other rows. A padded token has the null row, position 0 and slot
-0; its output is finite and undefined.
+0; its output is finite but undefined.
 
 Latent attention stores no v: the values are the first E elements of the keys.
 """
@@ -60,7 +60,7 @@ _SCHEMA = (
 )
 """Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them."""
 _BEFORE_FORM = 14
-"""Arguments before those of the form."""
+"""Number of arguments before those of `AttentionForm`."""
 
 PagedAttention = Callable[
     [Tensor, Tensor, "Tensor | None", Tensor, LayerPlace, RaggedBatch, AttentionForm], Tensor
@@ -76,7 +76,7 @@ def _flat(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the schema, for the layer's group only. It has no sinks."""
+    """Return the arguments of the operator's schema, for the layer's group. Sinks are omitted."""
     return (
         *(q_THD, k_TGD, v_TGE, arena, place.position),
         *(batch.positions, batch.slots[place.group], batch.token_rows, batch.rows),
@@ -149,13 +149,13 @@ def reference_paged_attention(
     """Attention `[T, H, E]` in plain PyTorch, with static shapes and no synchronisation.
 
     q, k and v have one dtype, also the arena's if it stores the model's dtype. The softmax is in
-    float32. `arena[place.position]` is written in place. The cost is that of reading
-    `batch.read_blocks` blocks for each row. A uniform batch attends in one call, each row over its
-    own blocks. A ragged batch reads one row after the other, masked for all tokens.
+    float32. `arena[place.position]` is written in place. Each row reads `batch.read_blocks` blocks,
+    whatever its length. A uniform batch attends in one call, each row over its own blocks. A ragged
+    batch processes one row after the other, with a mask over all tokens.
     """
     slots_T = batch.slots[place.group]
     for side, x_TGX in zip(arena[place.position], (k_TGD, v_TGE), strict=False):
-        assert x_TGX is not None, "an arena of two sides takes keys and values"
+        assert x_TGX is not None, "an arena with two sides needs keys and values"
         write_side(side, slots_T, x_TGX, batch.block_size, form.storage)
     return reference_attend(q_THD, arena, place, batch, form)
 
@@ -174,7 +174,7 @@ def reference_attend(
     tables_RB = tables[:, : batch.read_blocks]
     if batch.tokens_per_row is not None:
         return _attend_uniform(q_THD, kv, tables_RB, seen_TL, batch, form)
-    assert batch.query_start_loc is not None, "a ragged batch says where rows begin"
+    assert batch.query_start_loc is not None, "a ragged batch needs query_start_loc"
     out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], form.value_dim)
     token_T = torch.arange(q_THD.shape[0], device=device)
     starts = batch.query_start_loc.unbind()

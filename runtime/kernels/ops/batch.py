@@ -1,8 +1,8 @@
-"""The tokens of one forward pass, as every kernel receives them.
+"""The tokens of one forward pass: the argument that every kernel receives.
 
 Shapes: T tokens, R rows, G layer groups. The tokens of a row are contiguous in T and have
 consecutive positions. A decode step is a uniform batch of 1 token per row, a verify step a uniform
-batch of 1 + k, and a prefill step is ragged. `tokens_per_row` says which; sizes do not.
+batch of 1 + k, and a prefill step is ragged. `tokens_per_row` distinguishes them; sizes do not.
 
     ragged, rows 4 (positions 0-2) and 1 (positions 7-8), 3 tokens of padding, null row 9
 
@@ -54,7 +54,8 @@ class RaggedBatch:
     block_tables: Tensor
     """int32 `[G, max_num_seqs + 1, max_blocks_per_row]`: the read index of every row."""
     read_blocks: int
-    """Columns of the block tables that may be read; all positions are within them."""
+    """The read width: columns of the block tables that attention may read. They contain all
+    positions of the batch."""
     block_size: int
     """Slots of a block."""
     tokens_per_row: int | None

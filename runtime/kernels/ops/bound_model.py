@@ -26,7 +26,7 @@ class LinearTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """A layer with its tensors and its place in the cache."""
+    """A layer plan with its tensors and its place in the cache."""
 
     plan: LayerPlan
     tensors: Mapping[str, Tensor]
@@ -55,7 +55,7 @@ class BoundModel:
     storage: str
     """Storage of vectors in the arena: `model`, `int8` or `fp8`."""
     embedding_factor: float
-    """`embedding_scale` rounded to the model's dtype."""
+    """`ModelPlan.embedding_scale`, rounded to the model's dtype."""
     frequencies: Tensor
     """float32 `[rope_kinds, rope_dim / 2]`: rotation of each pair of elements, radians/position."""
     amplitudes: Tensor

@@ -1,8 +1,8 @@
 """Selection from a large vocabulary: a random token, or the largest logits.
 
 Shapes: B lanes, V vocabulary, N = ceil(V / C) chunks of C = 128 consecutive tokens. Both functions
-select chunks first and tokens within them second, so that running sums and selections process N or
-a few times 128 numbers instead of V.
+select chunks first and then tokens within them, so that running sums and selections process N or a
+few times 128 numbers instead of V.
 """
 
 import torch
@@ -64,7 +64,7 @@ def _first_above(
 ) -> torch.Tensor:
     """Return the first index of positive weight whose running sum exceeds the target, int64 `[B]`.
 
-    If rounding leaves none, it is the last index of positive weight. Without weight it is 0.
+    If rounding leaves none, return the last index of positive weight. If no weight is positive, 0.
     """
     count = mass_BX.shape[1]
     index_X = torch.arange(count, device=mass_BX.device)

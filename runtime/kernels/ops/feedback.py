@@ -10,16 +10,17 @@ from torch import Tensor
 __all__ = ["NON_FINITE", "Feedback"]
 
 NON_FINITE = -1
-"""Token that samplers return for logits that are not a distribution: with NaN or +inf, or only
--inf, before or after the sampling parameters are applied. The device continues with token 0, which
-is a valid index; the host ends the request."""
+"""Token that samplers return for logits with NaN or +inf, or with only -inf, before or after the
+sampling parameters are applied. The device continues with token 0, which is a valid index; the host
+ends the request."""
 
 
 class Feedback(NamedTuple):
     """Row state that a step updates with its sampled tokens; B lanes, R rows of the state.
 
-    A sampled token becomes the newest of its row, one position after the last input. `NON_FINITE`
-    is stored as token 0. The null row, the last one of the state, remains at position 0.
+    A sampled token becomes the newest token of its row, one position after the last input.
+    `NON_FINITE` is stored as token 0. The null row, the last row of the state, remains at position
+    0.
     """
 
     rows: Tensor

@@ -1,11 +1,11 @@
 """8-bit keys and values with one scale per vector: the PyTorch reference.
 
 A vector x is stored as `data * scale` with `scale = amax(|x|) / 127` for int8 and `/ 448` for fp8
-(float8_e4m3fn, whose largest number is 448). The scale is rounded up to bfloat16 before it divides,
-so no element exceeds the range and the rounding of the scale costs no accuracy.
+(float8_e4m3fn, whose largest number is 448). x is divided by the scale after that is rounded up to
+bfloat16. So no element exceeds the range, and the rounding of the scale adds no error.
 
-In the arena (see `cache/arena.py`) a head of a block has `block_size * (D + 2)` bytes, with a
-two-byte scale per slot:
+In the arena (see `cache/arena.py`) a head of a block has `block_size * (D + 2)` bytes. Each slot
+has a scale of two bytes:
 
     D bytes of slot 0 | D bytes of slot 1 | ... | scale 0 | scale 1 | ...
 """

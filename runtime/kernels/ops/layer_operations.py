@@ -1,8 +1,9 @@
 """The operations of decoder layers, with their traits, shapes and parameters.
 
-The operations of a layer are a chain. Each takes the value that the previous one returned: a tensor
-`[T, features]`, or a tuple of parts. `Residual` adds the value to the hidden states at the start of
-the layer, or after the previous `Residual`. The sum is the next value.
+The operations of a layer are a chain. The input of each is the output of the previous one, called
+the value: a tensor `[T, features]`, or a tuple of parts. `Residual` adds the value to the hidden
+states, which are the input of the layer or the output of the previous `Residual`. A trait is a
+field with another value than its default; backends list the traits that they support.
 
 Shapes: T tokens, H query heads, G key/value heads, E head_dim, F features.
 """
@@ -33,7 +34,7 @@ class Parameter(NamedTuple):
     """Names in the checkpoint, in a layer plan relative to the layer; None: zeros."""
     source_shapes: tuple[Shape, ...]
     viewed_as: Shape | None = None
-    """Shape to which the stacked tensor is reshaped, if any."""
+    """Shape to which the stacked tensor is reshaped; None: not reshaped."""
 
     @property
     def stacked_shape(self) -> Shape:
@@ -56,7 +57,7 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
     def parts(self, parameter: Tensor) -> Iterator[tuple[str | None, Tensor]]:
-        """Yield each source's name and the view of a parameter of this shape that it makes."""
+        """Yield each source's name and its view of `parameter`, which has this shape."""
         sizes = [shape[0] for shape in self.source_shapes]
         yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
 
@@ -75,7 +76,7 @@ class Operation:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order in which checkpoints are read."""
+        """Its parameters, in the order in which checkpoints are read."""
         return ()
 
     @property
@@ -85,7 +86,7 @@ class Operation:
 
     @property
     def traits(self) -> frozenset[str]:
-        """Names of the fields with other values than their defaults."""
+        """Names of the fields whose values differ from their defaults."""
         own = fields(self)
         return frozenset(
             f.name for f in own if f.default is not MISSING and getattr(self, f.name) != f.default
@@ -99,9 +100,9 @@ class Norm(Operation):
     weight: Parameter
     eps: float
     offset: bool = False
-    """Multiply by one plus the weight, in float32, and round afterwards."""
+    """Whether to multiply by one plus the weight, in float32, and round afterwards."""
     part: int | None = None
-    """The part of the value that is normed; None: the value is one tensor."""
+    """The part of the value that is normalised; None: the value is one tensor."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -170,13 +171,14 @@ class Attend(Operation):
     scale: float
     """Multiplies q . k."""
     window: int = 0
-    """Tokens that a token attends to, itself included; 0: all before it."""
+    """Tokens that a token attends to, itself included; 0: all previous tokens."""
     softcap: float = 0.0
-    """Scores s become softcap * tanh(s / softcap); 0: they stay."""
+    """Scores s become softcap * tanh(s / softcap); 0: off."""
     sinks: Parameter | None = None
     """`[H]`: attention sink of each head, a softmax logit without a value."""
     shared_values: bool = False
-    """The first elements of a key are the value: latent attention, whose cache has one side."""
+    """Whether the value is the first elements of the key: latent attention, whose cache has one
+    side."""
 
     @property
     def query_features(self) -> int:
@@ -217,7 +219,7 @@ class Activate(Operation):
     limit: float = 0.0
     """The gate is clamped to at most this value, `up` to +- this value; 0: off."""
     alpha: float = 1.0
-    """The gate is multiplied by it inside the sigmoid of silu."""
+    """Factor of the gate inside the sigmoid of silu."""
     up_offset: float = 0.0
 
 
@@ -236,16 +238,16 @@ class LatentOperation(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentRotate(LatentOperation):
-    """Of (queries, latent, shared key): rotate the end of each head's queries, and the key.
+    """Of (queries, latent, shared key), rotate the last elements of each head's query, and the key.
 
-    The parts are (queries that stay `[T, H, nope]`, rotated queries, latent, rotated key).
+    The result is (unrotated queries `[T, H, nope]`, rotated queries, latent, rotated key).
     """
 
     heads: int
     nope: int
     """Elements of a head's queries that are not rotated."""
     rope: int
-    """Elements that are."""
+    """Elements of a head's queries that are rotated."""
     interleaved: bool
     """Whether the elements of a rotated pair are neighbours."""
     kind: int
@@ -270,7 +272,7 @@ class QueriesToLatent(LatentOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentKeys(LatentOperation):
-    """Norm the latent and join it with the rotated key: (queries, keys `[T, 1, E]`)."""
+    """Normalise the latent and concatenate it with the rotated key: (queries, keys `[T, 1, E]`)."""
 
     weight: Parameter
     eps: float
@@ -282,7 +284,7 @@ class LatentKeys(LatentOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentToValues(LatentOperation):
-    """Project the output of attention, mixtures of latents `[T, H * rank]`, to values."""
+    """Project the output of attention, weighted sums of latents `[T, H * rank]`, to values."""
 
     kv_up: Parameter
     keys: int
@@ -293,13 +295,13 @@ class LatentToValues(LatentOperation):
 
 
 Known = Mapping[type[Operation], frozenset[str]]
-"""The kinds of operations that a backend runs, and the traits that it knows of each."""
+"""The kinds of operations that a backend supports, and the supported traits of each."""
 
 
 def unsupported(operation: Operation, known: Known) -> str | None:
-    """Return the part of an operation that a backend does not support, or None.
+    """Return the name of what a backend does not support of an operation, or None.
 
-    A trait that is added to an operation is unsupported until a backend lists it.
+    A new trait is unsupported until a backend lists it.
     """
     if type(operation) not in known:
         return operation.title

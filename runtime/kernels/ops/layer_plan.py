@@ -1,7 +1,7 @@
-"""A decoder described once, without tensors: layers of operations between embedding and head.
+"""The plan of a decoder, without tensors: embedding, layers of operations, and head.
 
-The shapes that a loader expects, the memory footprint and the bytes of a step follow from it alone;
-a `BoundModel` adds the tensors, for backends that run it.
+The plan determines the shapes that a loader expects, the memory footprint and the bytes of a step.
+A `BoundModel` adds the tensors; backends create their operations from it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A decoder from token ids to logits. Layers that are alike are the same object."""
+    """A decoder from token ids to logits. Equal layers are the same object."""
 
     embedding: Parameter
     """`[vocab_size, hidden_size]`."""
     embedding_scale: float
-    """Embeddings are multiplied by it, rounded to the model's dtype; 1: they stay."""
+    """Factor of the embeddings, rounded to the model's dtype."""
     layers: tuple[LayerPlan, ...]
     norm: Norm
-    """After the last layer."""
+    """The norm after the last layer."""
     head: Linear
-    """To logits; its weight is the embedding where the two are tied."""
+    """Projection to logits; its weight is the embedding if the two are tied."""
     logit_softcap: float
-    """Logits l become softcap * tanh(l / softcap); 0: they stay."""
+    """Logits l become softcap * tanh(l / softcap); 0: off."""
     rope_kinds: int
-    """Kinds of rotation."""
+    """Number of different rotations (RoPE parameters) of the layers."""
 
     @cached_property
     def rope_dim(self) -> int:
@@ -72,12 +72,12 @@ class ModelPlan:
 
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
-        """Those of all kinds of layers, each once."""
+        """The operations of all layers, without duplicates."""
         return tuple(dict.fromkeys(op for layer in self.layers for op in layer.operations))
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether layers differ in nothing but their windows and kinds of rotation."""
+        """Whether layers differ at most in their windows and kinds of rotation."""
 
         def comparable(operation: Operation) -> Operation:
             match operation:

@@ -2,14 +2,14 @@
 
 Shapes: T tokens, K input features, N output features.
 
-A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features, each
-read from first to last byte. A step holds, for each feature of the block, one 32-bit word: w = 2
-consecutive input features in bfloat16 (steps = ceil(K / 2)), or w = 1 in float32 (steps = K). Of
-int8 weights (`weight_storage.py`) a step holds w = 2 bytes for each feature, whatever the dtype of
-the model. Incomplete steps and blocks are padded with zeros. The packed weight replaces the
-original: `packed_embedding` reads it for a tied embedding.
+A packed weight is a dense tensor `[ceil(N / 32), steps, 32, w]`: blocks of 32 output features,
+which are read sequentially. A step contains w consecutive input features of each output feature of
+the block: w = 2 in bfloat16 (steps = ceil(K / 2)), w = 1 in float32 (steps = K), w = 2 bytes for
+int8 weights (`weight_storage.py`), in models of any dtype. Incomplete steps and blocks are padded
+with zeros. The packed weight replaces the original: for a tied embedding `packed_embedding` reads
+it.
 
-The fast version computes each output as one chain of multiply-adds in the order of K, whatever T:
+The C++ version computes each output as one chain of multiply-adds in the order of K, for any T. So
 row t of `packed_linear(x, ...)` is bitwise the same in any batch.
 """
 
@@ -21,7 +21,7 @@ from .weight_storage import dequantise_weight
 
 BLOCK = 32
 _PER_STEP = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 2}
-"""Input features of a step, by the dtype of the weight."""
+"""Input features per step, by the dtype of the weight."""
 
 torch.library.define(
     "stepgraph::packed_linear",
@@ -69,12 +69,12 @@ def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
 
 
 def pack_linear(weight_NK: Tensor) -> Tensor:
-    """Packs a `[N, K]` weight: `[ceil(N / 32), steps, 32, w]`, see the top of this file.
+    """Pack a `[N, K]` weight to `[ceil(N / 32), steps, 32, w]`; see the top of this file.
 
-    Raises TypeError for a dtype without packed form and ValueError for another shape.
+    Raises TypeError for a dtype without packed form, and ValueError if it is not a matrix.
     """
     if weight_NK.dim() != 2:
-        raise ValueError(f"a weight to pack is [N, K], got shape {tuple(weight_NK.shape)}")
+        raise ValueError(f"a weight to pack must be [N, K], got shape {tuple(weight_NK.shape)}")
     n, k = weight_NK.shape
     width = _per_step(weight_NK.dtype)
     padded = F.pad(weight_NK, (0, -k % width, 0, -n % BLOCK))
@@ -113,7 +113,7 @@ def packed_linear(
     `packed` is `pack_linear(weight)` in the dtype of `x_TK`; `bias_N` is `[out_features]` or None.
     With `scales_N`, float32 `[out_features]`, the weight is int8 and each sum is multiplied by the
     scale of its feature before the bias is added and the result rounded. Runs on CPU after
-    `load_cpu_ops`. Raises RuntimeError for arguments that do not fit.
+    `load_cpu_ops`. Raises RuntimeError for inconsistent arguments.
     """
     out: Tensor = torch.ops.stepgraph.packed_linear.default(
         x_TK, packed, bias_N, out_features, scales_N
@@ -128,7 +128,7 @@ def reference_linear(
     out_features: int,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`F.linear` with the signature of `packed_linear`, over the weight as it is.
+    """`F.linear` with the signature of `packed_linear`, for an unpacked weight.
 
     An 8-bit weight (`quantise_weight`) is converted to float32 as a whole, which is correct on
     every device but slow. Scales of whole rows, `[N]`, are applied to the sums.

@@ -1,11 +1,11 @@
-"""All layers of a decoder as one operation over weights that are packed once.
+"""All layers of a decoder as one operation (the stack), over packed weights.
 
 Shapes: T tokens, D hidden_size, F intermediate_size, G layer groups, E half of head_dim, K kinds of
 rotation. The arithmetic is that of `models/operations.py`, with results rounded to the model's
 dtype at the same places; `csrc/stack_thread.h` describes fusion and threading. The result of a row
 is bitwise the same in any batch and with any number of threads.
 
-Weights are not arguments: a stack is created once over them, and calls pass its handle.
+Weights are not arguments: a stack is created once from them, and calls pass its handle.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
 
 
 class GatedLayer(NamedTuple):
-    """A layer as the stack computes it: attention with keys and values, and a gated MLP."""
+    """A layer that the stack supports: attention with keys and values, and a gated MLP."""
 
     input_norm: Norm
     qkv: Linear
@@ -85,7 +85,7 @@ class GatedLayer(NamedTuple):
 
     @classmethod
     def of(cls, plan: LayerPlan) -> GatedLayer | Operation:
-        """Return the operations of a layer by their place in it, or the first that has none."""
+        """Return the operations of a layer by role, or the first operation without a role."""
         found: dict[str, Operation | None] = {}
         left = list(plan.operations)
         for place, kind in get_type_hints(cls).items():
@@ -158,7 +158,7 @@ class DecodeResult(NamedTuple):
 
 
 class DecodeStep(Protocol):
-    """A decode step from the device's state to logits, and back to the state if it is greedy."""
+    """A decode step: reads the row state and computes logits; if greedy, updates the row state."""
 
     def run(
         self,
@@ -170,24 +170,27 @@ class DecodeStep(Protocol):
         read_blocks: int,
         block_size: int,
     ) -> DecodeResult:
-        """Logits of the rows' next tokens; writes keys and values of their newest ones."""
+        """Return the logits of the rows' next tokens; write the keys and values of the newest."""
 
     def pick(
         self, result: DecodeResult, rows_T: Tensor, token_ids_R: Tensor, positions_R: Tensor
     ) -> Tensor:
-        """The best tokens, int64 `[T]`, which become the rows' newest; the null row stays at 0."""
+        """Return the most likely tokens, int64 `[T]`, and store them as the rows' newest tokens.
+
+        The null row remains at position 0.
+        """
 
 
 class DecoderStack:
-    """The layers of one model and its final norm, ready to run; needs `load_cpu_ops`.
+    """The C++ stack: all layers of one model and its final norm. Needs `load_cpu_ops`.
 
-    It keeps the weights alive, and ends with itself or with `close`.
+    It keeps the weights alive until `close` or its deletion.
     """
 
     def __init__(self, model: BoundModel) -> None:
-        """Raises RuntimeError for weights that do not fit together.
+        """Register the weights. `stack_obstacle` must be None for the plan.
 
-        `stack_obstacle` must be None for the plan.
+        Raises RuntimeError for inconsistent weights.
         """
         number: int = torch.ops.stepgraph.stack_create.default(model.norm, *stack_arguments(model))
         # A tensor, so that compiled code does not depend on the number.
@@ -200,11 +203,11 @@ class DecoderStack:
         self._close()
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Bound of the work space kept for steps of at most `tokens` tokens, by as many
-        threads as `limit_threads` was given.
+        """Upper bound of the workspace of steps of at most `tokens` tokens, in bytes.
 
-        Activations and attention's scratch. The parts of long rows, which steps of few tokens are
-        split into, are not counted: the reserve of the memory plan has room for them.
+        Counts activations and the scratch memory of attention, for the current thread limit
+        (`limit_threads`). Partial results of long rows are not counted: the reserve of the memory
+        plan covers them.
         """
         count: int = torch.ops.stepgraph.stack_workspace.default(self._number, tokens)
         return count
@@ -219,8 +222,8 @@ class DecoderStack:
     ) -> Tensor:
         """See `Stack.run`.
 
-        Opaque to torch.compile. Raises RuntimeError for arguments that do not fit together and
-        IndexError for an index out of range, in both cases before anything is written.
+        Opaque to torch.compile. Raises RuntimeError for inconsistent arguments and IndexError for
+        an index out of range, in both cases before anything is written.
         """
         out: Tensor = torch.ops.stepgraph.decoder_stack.default(
             x_TD,
@@ -238,7 +241,7 @@ class DecoderStack:
 
 
 def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
-    """Return what `stack_create` takes after the final norm."""
+    """Return the arguments of `stack_create` after the final norm."""
     weights: list[Tensor | None] = []
     places: list[int] = []
     for layer in model.layers:

@@ -13,8 +13,9 @@ def reference_thresholds(
 ) -> torch.Tensor:
     """Return the lowest weight that top-k, then top-p keep in each lane, float32 `[B]`, by sorting.
 
-    Top-p keeps the heaviest tokens until they hold `top_p` of the mass that top-k left (Holtzman et
-    al. 2020, arXiv 1904.09751). `top_k >= V` and `top_p >= 1` are off; with both off it is 0.
+    Top-p keeps the most likely tokens until their sum reaches `top_p` of the weight that top-k kept
+    (Holtzman et al. 2020, arXiv 1904.09751). `top_k >= V` and `top_p >= 1` are off; with both off
+    the result is 0.
 
     Args:
         weights_BV: float32, at least 0, 1 for the best token.
@@ -36,9 +37,9 @@ def bisect_thresholds(
 ) -> torch.Tensor:
     """`reference_thresholds` without sorting, with fixed shapes and 30 reductions.
 
-    Bit patterns of non-negative floats are ordered like their values. So the highest
-    weight w with `count(weights >= w) >= k` is found exactly, bit by bit, and the one that enough
-    mass reaches up to the rounding of sums. A compiler fuses each pass into one reduction.
+    Bit patterns of non-negative floats are ordered like their values. So the highest weight w with
+    `count(weights >= w) >= k` is found bit by bit, exactly. The threshold of top-p is found in the
+    same way, exact up to the rounding of sums. A compiler fuses each pass into one reduction.
     """
 
     def holds_k(at_least_BX1: torch.Tensor) -> torch.Tensor:
@@ -64,8 +65,8 @@ def _highest_weight(
     """Return the highest float32 in [0, 2) for which `holds`, for each lane, `[B]`.
 
     `holds` maps `[B, X, 1]` to bool `[B, X]`; it is true for 0, and false above where it is false.
-    A pass settles two of the 30 bits with three tests. More bits a pass need more tests in total,
-    fewer need more passes.
+    Each pass determines two of the 30 bits with three tests. More bits per pass need more tests in
+    total, fewer bits need more passes.
     """
     bits_B = torch.zeros_like(like, dtype=torch.int32)
     steps_X = torch.arange(1, 4, dtype=torch.int32, device=like.device)

@@ -5,10 +5,10 @@ represented is q[n, k] * scale[n]. Rounding is to nearest, half to even, so the 
 half a scale. Activations are not quantised: a linear layer sums x[k] * q[n, k] in
 float32 and multiplies the sum by scale[n] (see `linear.py`).
 
-fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), and every 128 neighbours of a
-row have a scale of their own, amax / 448: that of w[n, k] is scale[n, k // 128]. The last block of
-a row may be shorter. A number is off by 1/16 of itself at most, or by 2**-10 of a scale where that
-is more.
+fp8: q is float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), with one scale, amax / 448,
+per block of 128 consecutive inputs of a row: w[n, k] has scale[n, k // 128]. The last block of a
+row may be shorter. The error is at most 1/16 of the number, or 2**-10 of the scale if that is
+larger.
 
 Shapes: N output features, K input features, B blocks of a row.
 """
@@ -24,7 +24,7 @@ WeightStorage = Literal["model", "int8", "fp8"]
 """
 
 FP8_BLOCK = 128
-"""Neighbours of a row that share a scale."""
+"""Consecutive inputs of a row that share a scale."""
 
 SCALE_BYTES = 4
 
