@@ -22,7 +22,8 @@ from .chat import chat
 from .completions import complete
 from .exchange import Endpoint, Exchange, encode
 from .http_errors import HttpError
-from .service import Service
+from .output_parsers import make_output_parser
+from .service import Metrics, Service
 
 __all__ = ["app"]
 
@@ -33,6 +34,7 @@ _GET: dict[str, Handler] = {
     "/v1/models/{name:path}": status_endpoints.model,
     "/health": status_endpoints.health,
     "/ready": status_endpoints.ready,
+    "/metrics": status_endpoints.metrics,
     "/version": status_endpoints.version,
 }
 _POST: dict[str, Handler] = {
@@ -52,6 +54,9 @@ def app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     allow_origins: Sequence[str] = (),
+    metrics: Metrics | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> Starlette:
     """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
 
@@ -63,16 +68,28 @@ def app(
         api_keys: accepted as `Authorization: Bearer KEY`; none: no key is needed.
         max_body_bytes: a larger body of a request is refused with 413.
         allow_origins: origins whose web pages may call the service (CORS); `*` for any.
+        metrics: what `/metrics` responds with; None: 404.
+        tool_parser: finds tool calls in answers, see `make_output_parser`; None leaves them in the
+            content.
+        reasoning_parser: separates reasoning from answers, in the same way.
 
     Raises:
-        ConfigError: there is no model name, or one or an API key is empty.
+        ConfigError: there is no model name, or one or an API key is empty; or there is no parser of
+            a name.
     """
     for name, values in (("model_names", model_names), ("api_keys", api_keys)):
         if isinstance(values, str) or not all(values):
             raise ConfigError(f"{name} must be a sequence of non-empty strings")
     if not model_names:
         raise ConfigError("model_names must have at least one name")
-    service = Service(engine=engine, model_names=tuple(model_names))
+    make_output_parser(tool_parser, reasoning_parser)  # checks the names
+    service = Service(
+        engine=engine,
+        model_names=tuple(model_names),
+        metrics=metrics,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+    )
     routes = [
         Route(path, _endpoint(service, handler, max_body_bytes), methods=[method])
         for method, table in (("GET", _GET), ("POST", _POST))

@@ -193,8 +193,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
         """Return the tools that the model may call.
 
         Raises:
-            HttpError: a call of a tool is demanded, which needs constrained decoding.
+            HttpError: a call of a tool is demanded, which needs constrained decoding; or a tool has
+                no name.
         """
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                field = f"tools[{index}].function.name"
+                raise HttpError(400, f"{field} must be a string", param=field)
         choice = self.tool_choice
         if choice is not None and choice not in ("none", "auto"):
             raise HttpError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -18,7 +16,9 @@ __all__ = [
     "Completion",
     "CompletionChoice",
     "CompletionLogprobs",
+    "Function",
     "OptionalUsage",
+    "ToolCall",
     "TopToken",
     "Usage",
 ]
@@ -100,13 +100,29 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatToken]
 
 
+class Function(msgspec.Struct):
+    """A function that the model calls, and what its arguments gained, as JSON text."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct):
+    """A call; in streams those after the first of each `index` only have arguments."""
+
+    function: Function
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct):
     """An answer, or what it gained."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -150,6 +150,8 @@ class _Command:
                 api_keys=options.api_key or _api_keys_of_environment(),
                 max_body_bytes=options.max_body_bytes,
                 allow_origins=options.allow_origin,
+                tool_parser=options.tool_parser,
+                reasoning_parser=options.reasoning_parser,
             ),
             uds=options.uds,
             http=LimitedConnection,
@@ -288,6 +290,16 @@ def _parser() -> CommandParser:
         default=(),
         metavar="ORIGIN",
         help="origins whose web pages may call the service (CORS; default: none)",
+    )
+    http.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="find tool calls in chats: hermes (also Qwen), llama3_json, or of an entry point",
+    )
+    http.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="separate reasoning from answers in chats: think, or of an entry point",
     )
     http.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...bounded_repr import bounded_repr
 from ..async_engine import AsyncEngine
 from .http_errors import HttpError
 
-__all__ = ["Service"]
+__all__ = ["Metrics", "Service"]
+
+
+class Metrics(Protocol):
+    """What `/metrics` responds with."""
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return a body and its content type, for the header `Accept` of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +27,10 @@ class Service:
     engine: AsyncEngine
     model_names: tuple[str, ...]
     """Names that requests may give; responses without one have the first."""
+    metrics: Metrics | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    """Names for `make_output_parser`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, given: str | None) -> str:

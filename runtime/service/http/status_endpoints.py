@@ -7,9 +7,10 @@ import sys
 import msgspec
 
 from .exchange import Exchange
+from .http_errors import HttpError
 from .service import Service
 
-__all__ = ["health", "model", "models", "ready", "version"]
+__all__ = ["health", "metrics", "model", "models", "ready", "version"]
 
 
 class _Model(msgspec.Struct):
@@ -64,6 +65,15 @@ async def version(service: Service, exchange: Exchange) -> None:
     """Respond with the version of stepgraph."""
     package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
     await exchange.respond(_Version(package.__version__))
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    """Respond with the metrics in the format of Prometheus."""
+    if service.metrics is None:
+        raise HttpError(404, "this service has no metrics", kind="not_found_error")
+    accept = dict(exchange.scope["headers"]).get(b"accept", b"").decode("latin-1")
+    body, content_type = service.metrics.exposition(accept)
+    await exchange.respond(body, content_type=content_type.encode("latin-1"))
 
 
 async def _respond_health(service: Service, exchange: Exchange, *, live: bool) -> None:
