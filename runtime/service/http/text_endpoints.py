@@ -32,9 +32,9 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     """Respond with the token ids of a text or of a conversation."""
     request = await exchange.read(TokenizeRequest)
     service.model_name(request.model)
-    tokenizer = _tokenizer(service)
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give one of prompt and messages", param="prompt")
+    tokenizer = _tokenizer(service)
 
     def encode() -> _Tokens:
         if request.messages is None:
@@ -54,10 +54,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     """Respond with the text of token ids."""
     request = await exchange.read(DetokenizeRequest)
     service.model_name(request.model)
-    tokenizer = _tokenizer(service)
     for token_id in request.tokens:
         if not 0 <= token_id < 1 << 31:
             raise HttpError(400, f"token {token_id} is no token id", param="tokens")
+    tokenizer = _tokenizer(service)
 
     def decode() -> _Text:
         return _Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
