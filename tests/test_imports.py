@@ -185,6 +185,7 @@ def test_no_circles() -> None:
 IMPORTED_LATE = {
     "runtime/loading/template_sandbox.py": {"jinja2"},
     "profiling/plot/figure.py": {"matplotlib"},
+    "runtime/service/metrics.py": {"prometheus_client"},
 }
 """Files whose import may fail for want of an extra."""
 OF_PEERS = {
@@ -212,6 +213,7 @@ def test_every_foreign_module_is_declared() -> None:
         _name(line) for group in project["optional-dependencies"].values() for line in group
     }
     optional.add("pynvml")  # the module of nvidia-ml-py
+    optional.add("opentelemetry")  # a module of opentelemetry-sdk
     for file in FILES:
         for found in imports(file):
             if found.ours or found.target in sys.stdlib_module_names:

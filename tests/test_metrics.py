@@ -191,7 +191,7 @@ def test_refused_cancelled_and_lost_requests() -> None:
 
 
 def test_names_kinds_and_labels() -> None:
-    before = set(prometheus.REGISTRY._names_to_collectors)
+    before = {family.name for family in prometheus.REGISTRY.collect()}
     with AsyncEngine(lambda: fake_engine()) as engine:
         metrics = EngineMetrics(engine, model_name="m", vllm_names=True)
         plain = EngineMetrics(engine)
@@ -211,7 +211,7 @@ def test_names_kinds_and_labels() -> None:
         assert "m" in labels
         if name.startswith("vllm:"):
             assert scrape.samples[name.replace("vllm:", "stepgraph:"), *labels] == value
-    assert set(prometheus.REGISTRY._names_to_collectors) == before
+    assert {family.name for family in prometheus.REGISTRY.collect()} == before
     text, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
