@@ -130,6 +130,23 @@ def test_the_asynchronous_openai_client(command: Command) -> None:
     asyncio.run(run())
 
 
+def test_metrics_count_the_requests(command: Command) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def succeeded() -> float:
+        text = httpx.get(f"{command.address}/metrics", headers=headers).text
+        lines = [line for line in text.splitlines() if line.startswith("stepgraph:request_success")]
+        return sum(float(line.split()[-1]) for line in lines if "_total" in line)
+
+    before = succeeded()
+    answer = httpx.post(f"{command.address}{COMPLETIONS}", json=BODY, headers=headers)
+    assert answer.status_code == 200
+    for _ in range(1000):  # a thread counts it after the answer
+        if succeeded() == before + 1:
+            return
+    pytest.fail("the request was not counted")
+
+
 def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
     body = {**BODY, "max_tokens": 60, "stream": True}
     headers = {"authorization": f"Bearer {KEY}"}

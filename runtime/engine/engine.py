@@ -30,6 +30,7 @@ from ..sampling_params import SamplingParams
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
 from .engine_load import EngineLoad
+from .engine_metrics import EngineCounters, EngineGauges
 from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .intake import Intake, Prompt
@@ -482,6 +483,16 @@ class Engine:
             max_model_len=self.max_model_len,
             healthy=self._shared.healthy,
         )
+
+    def gauges(self) -> EngineGauges:
+        """Return the present state. Takes microseconds; any thread may call it at any time."""
+        parts, loop = self._parts, self._loop  # in this order: another thread may close it
+        assert parts is not None
+        return EngineGauges.of(parts, loop)
+
+    def counters(self) -> EngineCounters:
+        """Return what it has done. Takes microseconds; any thread may call it at any time."""
+        return EngineCounters.of(self._loop)
 
     def check_integrity(self) -> None:
         """Assert all invariants that hold between two steps. For tests."""

@@ -39,8 +39,12 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from .runtime.service.http import server
-
+    try:
+        from .runtime.service.http import server
+    except ModuleNotFoundError as error:
+        needed = f'{error.name}: pip install "stepgraph[server]"'
+        print(f"stepgraph serve: error: the HTTP service needs {needed}", file=sys.stderr)
+        return 1
     return server.main(arguments)
 
 

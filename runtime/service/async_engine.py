@@ -21,7 +21,7 @@ from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
-from ..errors import EngineClosedError, EngineForkedError, RequestError
+from ..errors import EngineClosedError, EngineForkedError, RequestError, StepgraphError
 from ..loading.chat_template import ChatPrompt, Message
 from ..loading.tokenizer import TextTokenizer
 from ..sampling_params import SamplingParams
@@ -29,7 +29,9 @@ from .callbacks import CallbackMailbox, FutureConsumer
 from .health import Health
 from .loop_mailbox import LoopMailbox
 from .request_handle import Delta, Mailbox, RequestHandle
+from .request_record import Listener
 from .service_config import ServiceConfig
+from .service_snapshot import ServiceSnapshot
 from .step_thread import StepThread
 from .streams import AsyncStream
 
@@ -59,6 +61,8 @@ class RequestOptions(TypedDict, total=False):
     """See `Engine.add_request`."""
     tenant: str | None
     """Tenants share the engine fairly; None takes `cache_salt`."""
+    traceparent: str | None
+    """Parent of the request's span: a `traceparent` header (W3C Trace Context); see `tracing`."""
 
 
 class AsyncEngine:
@@ -246,6 +250,38 @@ class AsyncEngine:
         """Return whether it lives and is ready to serve. Takes microseconds."""
         return self._thread.health()
 
+    def snapshot(self) -> ServiceSnapshot:
+        """Return its state and counters. Takes microseconds; any thread may call it."""
+        engine, past = self._thread.counted
+        gauges = timeline = None
+        counters = past
+        if engine is not None:
+            try:
+                gauges, timeline = engine.gauges(), engine.timeline()
+                counters = past.plus(engine.counters())
+            except EngineClosedError:  # meanwhile, and counted
+                gauges = timeline = None
+                _, counters = self._thread.counted
+        limits = self._thread.dispatcher.limits
+        return ServiceSnapshot(
+            self.health(),
+            gauges,
+            counters,
+            timeline,
+            limits.num_requests,
+            limits.num_tokens,
+            self._thread.num_restarts,
+        )
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call a function with the `RequestRecord` of each request that ends from now on.
+
+        Refused requests are among them, except those whose options are invalid. One thread of this
+        engine calls all listeners and callbacks, one after the other. What a listener raises is
+        logged.
+        """
+        self._callbacks.add_listener(listener)
+
     async def stats(self) -> dict[str, Any]:
         """Return `Engine.stats` with the counters of the service, between two steps.
 
@@ -366,7 +402,6 @@ class AsyncEngine:
             raise EngineForkedError(
                 "the engine belongs to the parent of this process: make a new one here"
             )
-        self._thread.check_serving()
         now = time.perf_counter_ns()
         priority = options.get("priority", 0)
         if not isinstance(priority, int):
@@ -386,6 +421,9 @@ class AsyncEngine:
             raise RequestError(
                 f"request_id must be a non-empty string, not {bounded_repr(request_id)}"
             )
+        traceparent = options.get("traceparent")
+        if traceparent is not None and not isinstance(traceparent, str):
+            raise RequestError(f"traceparent must be a string, not {bounded_repr(traceparent)}")
         handle = RequestHandle(
             request_id,
             mailbox,
@@ -398,7 +436,14 @@ class AsyncEngine:
                 "first_token_deadline", options.get("first_token_deadline"), now
             ),
         )
-        self._thread.dispatcher.limits.enter()
+        handle.traceparent = traceparent
+        try:
+            self._thread.check_serving()
+            self._thread.dispatcher.limits.enter()
+        except StepgraphError as error:
+            handle.error = error
+            self._callbacks.report(handle)
+            raise
         if self._handles.setdefault(request_id, handle) is not handle:
             self._thread.dispatcher.limits.leave(0)
             raise RequestError(f"request_id {bounded_repr(request_id)} is in use: choose another")
@@ -412,6 +457,7 @@ class AsyncEngine:
         options: RequestOptions,
     ) -> None:
         """Prepare a request: short lists of tokens now, others in a thread."""
+        handle.is_chat = isinstance(prompt, ChatPrompt)
         salt = options.get("cache_salt")
         prepare = partial(self._prepare, handle, prompt, params, salt)
         if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS:
@@ -457,6 +503,7 @@ class AsyncEngine:
     def _on_ended(self, handle: RequestHandle) -> None:
         if self._handles.get(handle.id) is handle:
             del self._handles[handle.id]
+        self._callbacks.report(handle)
 
     def _stats(self) -> dict[str, Any]:
         requests = self._thread.dispatcher

@@ -68,7 +68,7 @@ def app(
         api_keys: accepted as `Authorization: Bearer KEY`; none: no key is needed.
         max_body_bytes: a larger body of a request is refused with 413.
         allow_origins: origins whose web pages may call the service (CORS); `*` for any.
-        metrics: what `/metrics` responds with; None: 404.
+        metrics: what `/metrics` responds with, for example `EngineMetrics`; None: 404.
         tool_parser: finds tool calls in answers, see `make_output_parser`; None leaves them in the
             content.
         reasoning_parser: separates reasoning from answers, in the same way.

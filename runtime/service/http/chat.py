@@ -45,7 +45,9 @@ async def chat(service: Service, exchange: Exchange) -> None:
         max_tokens = MAX_TOKENS_LIMIT  # the engine ends it at its longest sequence
     params = request.params(max_tokens, request.num_logprobs())
     prompt = chat_prompt(request, request.offered_tools())
-    generation = Generation(service.engine, [prompt], params, request.options())
+    generation = Generation(
+        service.engine, [prompt], params, request.options(exchange.header(b"traceparent"))
+    )
     answer = _Answer(service, request, model)
     async with exchange.cancelled_on_disconnect():
         if request.stream:

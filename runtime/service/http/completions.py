@@ -31,10 +31,12 @@ async def complete(service: Service, exchange: Exchange) -> None:
     model = service.model_name(request.model)
     prompts = request.prompts()
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    params = request.params(max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None:
         raise HttpError(400, "echo with logprobs is not supported yet", param="echo")
-    params = request.params(max_tokens, request.logprobs)
-    generation = Generation(service.engine, prompts, params, request.options())
+    generation = Generation(
+        service.engine, prompts, params, request.options(exchange.header(b"traceparent"))
+    )
     generation.check_number()
     answer = _Answer(request, model, TokenTexts(service.engine.tokenizer))
     async with exchange.cancelled_on_disconnect():
@@ -109,5 +111,5 @@ class _Answer:
 
 def _prompt_logprobs(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
     """Return the log-probabilities of the prompt, None for its first token."""
-    entries: Sequence[TokenLogprobs | None] = getattr(output, "prompt_logprobs", ())
+    entries: Sequence[TokenLogprobs | None] = getattr(output, "prompt_logprobs", None) or ()
     return entries

@@ -57,6 +57,11 @@ class Exchange:
         self.started = False
         """Whether the response has begun."""
 
+    def header(self, name: bytes) -> str | None:
+        """Return a header of the request; None without it. `name` is in lower case."""
+        value: bytes | None = dict(self.scope["headers"]).get(name)
+        return None if value is None else value.decode("latin-1")
+
     async def read(self, kind: type[T]) -> T:
         """Read the body and decode it as JSON; fields that `kind` lacks are ignored.
 
@@ -135,8 +140,8 @@ class Exchange:
         await self._send(start)
 
     async def _read_body(self) -> bytearray:
-        length = dict(self.scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
+        length = self.header(b"content-length") or ""
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._max_body_bytes):
             raise self._too_large()
         body = bytearray()
         try:

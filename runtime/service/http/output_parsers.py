@@ -112,11 +112,12 @@ def _find(kind: str, name: str) -> Callable[..., TextParser]:
         names = ", ".join(sorted({*built_in, *installed.names}))
         raise ConfigError(f"there is no {kind} parser {bounded_repr(name)}; choose one of {names}")
     try:
-        return installed[name].load()
+        loaded: Callable[..., TextParser] = installed[name].load()
     except Exception as error:
         raise ConfigError(
             f"the {kind} parser {name} of {installed[name].value} cannot be loaded: {error!r}"
         ) from error
+    return loaded
 
 
 def _join(events: list[OutputEvent]) -> list[OutputEvent]:

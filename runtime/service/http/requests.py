@@ -108,8 +108,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         fields = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
 
-    def options(self) -> RequestOptions:
-        """Return the options of the request for an `AsyncEngine`."""
+    def options(self, traceparent: str | None) -> RequestOptions:
+        """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
         for name in ("timeout", "first_token_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -120,6 +120,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             first_token_deadline=self.first_token_timeout,
             cache_salt=self.cache_salt,
             tenant=self.user,
+            traceparent=traceparent,
         )
 
     def usage_reports(self) -> tuple[bool, bool]:

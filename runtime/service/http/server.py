@@ -12,25 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+import uvicorn
+import uvloop
+
 from ....profiling.command_line import CommandParser
 from ...config import EngineConfig
 from ...errors import ConfigError, MemoryBudgetError, StepgraphError, StepPreparationError
 from ...tools.memory_report import parse_bytes
 from ..async_engine import AsyncEngine
 from ..health import Phase
+from ..metrics import EngineMetrics
 from ..service_config import ServiceConfig
+from ..tracing import trace_requests
+from .app import app
 from .config_flags import add_config_flags, config_of, flag_type
-
-try:
-    import uvicorn
-    import uvloop
-
-    from .app import app
-    from .connection import LimitedConnection
-except ModuleNotFoundError as missing:
-    raise ConfigError(
-        f'the HTTP service needs {missing.name}: pip install "stepgraph[server]"'
-    ) from missing
+from .connection import LimitedConnection
 
 __all__ = ["main"]
 
@@ -47,6 +43,12 @@ SERVICE_DEFAULTS = {"switch_interval": 1e-4}
 """Settings of the whole process, which belongs to this command."""
 WITHOUT_FLAG = ("prompt_embeds", "encoder_cache_bytes")
 """What HTTP requests cannot use."""
+
+REPORTED_ERRORS = (
+    *(StepgraphError, MemoryBudgetError, StepPreparationError),
+    *(OSError, ModuleNotFoundError),  # of the address, of an extra
+)
+"""Any other is a defect and keeps its traceback."""
 
 _DESCRIPTION = """\
 Serve a model over HTTP with the API of OpenAI.
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Command(options, engine).run())
-    except (StepgraphError, MemoryBudgetError, StepPreparationError, OSError) as error:
+    except REPORTED_ERRORS as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
@@ -142,14 +144,20 @@ class _Command:
         return 0
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        options = self._options
+        options, engine = self._options, self._engine
+        names = options.served_model_name or [options.model]
+        if options.trace:
+            trace_requests(engine, model_name=names[0])
         config = uvicorn.Config(
             app(
-                self._engine,
-                model_names=options.served_model_name or [options.model],
+                engine,
+                model_names=names,
                 api_keys=options.api_key or _api_keys_of_environment(),
                 max_body_bytes=options.max_body_bytes,
                 allow_origins=options.allow_origin,
+                metrics=EngineMetrics(
+                    engine, model_name=names[0], vllm_names=options.vllm_metric_names
+                ),
                 tool_parser=options.tool_parser,
                 reasoning_parser=options.reasoning_parser,
             ),
@@ -300,6 +308,16 @@ def _parser() -> CommandParser:
         "--reasoning-parser",
         metavar="NAME",
         help="separate reasoning from answers in chats: think, or of an entry point",
+    )
+    http.add_argument(
+        "--vllm-metric-names",
+        action="store_true",
+        help="repeat metrics under vLLM's names, for its dashboards",
+    )
+    http.add_argument(
+        "--trace",
+        action="store_true",
+        help="make OpenTelemetry spans; run the command with opentelemetry-instrument",
     )
     http.add_argument("--ssl-certfile", metavar="FILE", help="certificate, for TLS")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")

@@ -17,7 +17,7 @@ class Metrics(Protocol):
     """What `/metrics` responds with."""
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Return a body and its content type, for the header `Accept` of the request."""
+        """Return a body and its content type, for a header `Accept`. A thread calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import msgspec
@@ -71,8 +72,8 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     """Respond with the metrics in the format of Prometheus."""
     if service.metrics is None:
         raise HttpError(404, "this service has no metrics", kind="not_found_error")
-    accept = dict(exchange.scope["headers"]).get(b"accept", b"").decode("latin-1")
-    body, content_type = service.metrics.exposition(accept)
+    accept = exchange.header(b"accept") or ""
+    body, content_type = await asyncio.to_thread(service.metrics.exposition, accept)
     await exchange.respond(body, content_type=content_type.encode("latin-1"))
 
 
