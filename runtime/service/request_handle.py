@@ -156,12 +156,14 @@ class DeltaReader:
         self._positions: list[tuple[int, int]] = []
         """Tokens and characters read, of each completion that has not ended."""
         self._ended: set[int] = set()
+        self._newest: RequestOutput | None = None
 
     def read(self) -> list[Delta]:
         """Return what each completion gained since the last call; an empty list for nothing."""
         output = self._handle.output
-        if output is None:
+        if output is None or output is self._newest:
             return []
+        self._newest = output
         if not self._positions:
             self._positions = [(0, 0)] * len(output.completions)
         deltas = []
