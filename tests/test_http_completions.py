@@ -207,6 +207,19 @@ def test_overload_is_refused_with_retry_after() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_unreachable_deadlines_are_refused_with_retry_after(stream: bool) -> None:
+    async def run() -> None:
+        async with service(slow_engine) as rig:
+            assert (await rig.post(BODY)).status_code == 200  # measures the cost of prefill
+            body = {**BODY, "prompt": [1] * 40, "first_token_timeout": 0.001, "stream": stream}
+            response = await rig.post(body)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+
+    asyncio.run(run())
+
+
 def test_a_failure_within_a_stream_ends_it_with_an_error() -> None:
     async def run() -> None:
         async with service(slow_engine) as rig:

@@ -217,7 +217,10 @@ def test_tokens(engine: Engine, serve: Serve) -> None:
             assert answer["tokens"] == tokenizer.encode(PROMPT, special=special)
             assert answer["count"] == len(answer["tokens"])
             assert "".join(answer["token_strs"]).endswith(PROMPT)
-        answer = (await rig.post({"tokens": answer["tokens"]}, "/detokenize")).json()
+        tokens = answer["tokens"]
+        answer = await rig.post({"prompt": "some words " * 300_000}, "/tokenize")
+        assert answer.status_code == 400
+        answer = (await rig.post({"tokens": tokens}, "/detokenize")).json()
         assert answer == {"prompt": PROMPT}
         body = {"messages": MESSAGES, "chat_template_kwargs": {"style": "s"}}
         answer = (await rig.post(body, "/tokenize")).json()

@@ -8,6 +8,7 @@ import msgspec
 
 from ...errors import RequestError
 from ...loading.tokenizer import TextTokenizer
+from ...prompt_ids import too_long
 from .exchange import Exchange
 from .http_errors import HttpError
 from .requests import DetokenizeRequest, TokenizeRequest, chat_prompt
@@ -42,10 +43,14 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         else:
             text = tokenizer.render(chat_prompt(request, request.tools))
             special = bool(request.add_special_tokens)  # templates write them
+        longest = service.engine.max_model_len
+        least = tokenizer.least_tokens(text, enough=longest + 1)
+        if least > longest:  # it could occupy the thread for seconds
+            raise RequestError(too_long(f"at least {least} tokens", longest))
         token_ids = tokenizer.encode(text, special=special)
         texts = TokenTexts(tokenizer)
         strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
-        return _Tokens(len(token_ids), service.engine.max_model_len, token_ids, strings)
+        return _Tokens(len(token_ids), longest, token_ids, strings)
 
     await exchange.respond(await service.engine.prepare(encode))
 
