@@ -1,7 +1,8 @@
 """A ring buffer of the times of the last steps. Standard library only."""
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
 # A record is fourteen 64-bit integers in one buffer: no object for the garbage collector to visit,
 # however long the engine runs. Native order and alignment, which the struct module packs faster.
@@ -69,11 +70,15 @@ class StepRecord:
         return self.plan_ns + self.launch_ns + self.commit_ns
 
 
+RECORD_FIELDS: Final = tuple(f.name for f in fields(StepRecord) if f.name != "is_async_device")
+"""The values of a packed record, in order (see `Timeline.copy_since`); -1 for no `device_ns`."""
+
+
 class Timeline:
     """The last `capacity` steps, in preallocated memory.
 
-    Not thread-safe: call `record` and `records` in the thread that runs the steps, or between
-    steps.
+    Not thread-safe, except `copy_since`: call the other methods in the thread that runs the steps,
+    or between steps.
 
     Args:
         capacity: number of steps that are kept (112 bytes each).
@@ -95,6 +100,11 @@ class Timeline:
     def capacity(self) -> int:
         """The number of steps that are kept."""
         return self._capacity
+
+    @property
+    def is_async_device(self) -> bool:
+        """Whether the device is asynchronous: see `StepRecord`."""
+        return self._is_async_device
 
     @property
     def recorded(self) -> int:
@@ -175,6 +185,27 @@ class Timeline:
             return None
         start = (self._recorded - 1) % self._capacity * _LAYOUT.size
         return self._unpack(_LAYOUT.unpack_from(self._buffer, start))
+
+    def copy_since(self, recorded: int) -> tuple[int, bytes]:
+        """Copy the steps after the first `recorded` ones, at most `capacity` - 1. For any thread.
+
+        Returns:
+            The value of `recorded` up to which it copied; and the steps, oldest first, each as
+            64-bit integers in native order, named by `RECORD_FIELDS`.
+        """
+        size, end = _LAYOUT.size, self._recorded
+        begin = max(recorded, end - self._capacity)
+        if begin >= end:
+            return end, b""
+        first, last = begin % self._capacity, (end - 1) % self._capacity
+        if first <= last:
+            copied = bytes(memoryview(self._buffer)[first * size : (last + 1) * size])
+        else:
+            copied = bytes(memoryview(self._buffer)[first * size :])
+            copied += bytes(memoryview(self._buffer)[: (last + 1) * size])
+        # Steps recorded meanwhile have replaced the oldest; one of them may be uncounted yet.
+        replaced = self._recorded + 1 - self._capacity - begin
+        return end, copied[max(replaced, 0) * size :]
 
     def _unpack(self, values: tuple[int, ...]) -> StepRecord:
         *before, device_ns, steps, joined, blocks_in_use, collected_ns = values

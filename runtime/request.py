@@ -196,6 +196,10 @@ class Request:
         """When each output token reached the host. A copy."""
         return self._token_ns[: self.num_output].tolist()
 
+    def token_ns_slice(self, start: int, stop: int) -> list[int]:
+        """Return when output tokens `start` to `stop` - 1 reached the host. A copy."""
+        return self._token_ns[start:stop].tolist()
+
     def append_token(self, token_id: int, at_ns: int) -> None:
         """Append an output token, which reached the host at `at_ns`."""
         count = self.num_output

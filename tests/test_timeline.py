@@ -1,13 +1,14 @@
 import gc
 import struct
 import sys
+import threading
 from collections import deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stepgraph.profiling.timeline import StepRecord, Timeline
+from stepgraph.profiling.timeline import RECORD_FIELDS, StepRecord, Timeline
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 nanoseconds = st.integers(0, 2**63 - 1)
@@ -65,6 +66,17 @@ class TimelineAgainstDeque(RuleBasedStateMachine):
             if record.step == step:
                 self.oracle[index] = replace(record, device_ns=device_ns)
 
+    @rule(since=st.integers(0, 12))
+    def copy(self, since: int) -> None:
+        end, copied = self.timeline.copy_since(since)
+        new = min(max(self.recorded - since, 0), self.timeline.capacity - 1)
+        expected = [
+            -1 if value is None else value
+            for record in list(self.oracle)[len(self.oracle) - new :]
+            for value in (getattr(record, name) for name in RECORD_FIELDS)
+        ]
+        assert (end, memoryview(copied).cast("q").tolist()) == (self.recorded, expected)
+
     @rule()
     def clear(self) -> None:
         self.timeline.clear()
@@ -80,6 +92,27 @@ class TimelineAgainstDeque(RuleBasedStateMachine):
 
 
 TestTimelineAgainstDeque = TimelineAgainstDeque.TestCase
+
+
+def test_another_thread_copies_whole_steps_without_gaps() -> None:
+    timeline, width, seen = Timeline(64), len(RECORD_FIELDS), 0
+
+    def record() -> None:
+        for step in range(20_000):
+            timeline.record(*[step] * width)
+
+    writer = threading.Thread(target=record)
+    writer.start()
+    end = 0
+    while writer.is_alive() or end < 20_000:
+        end, copied = timeline.copy_since(end)
+        values = memoryview(copied).cast("q").tolist()
+        steps = values[::width]
+        assert values == [step for step in steps for _ in range(width)]
+        assert steps == [*range(end - len(steps), end)]
+        seen += len(steps)
+    writer.join()
+    assert 0 < seen <= 20_000
 
 
 def test_recording_holds_no_object_and_no_memory() -> None:

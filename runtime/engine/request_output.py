@@ -73,7 +73,7 @@ class CompletionOutput:
 
     def token_ns_since(self, token: int) -> tuple[int, ...]:
         """Return when the host received the tokens from number `token`; see `RequestTiming`."""
-        return tuple(self._request.token_ns[token : self._num_tokens])
+        return tuple(self._request.token_ns_slice(token, self._num_tokens))
 
     @property
     def token_ids(self) -> list[int]:

@@ -56,10 +56,11 @@ class SharedLoop:
     @property
     def open_loop(self) -> StepLoop:
         """The loop. Raises `EngineClosedError` or `EngineForkedError`."""
+        loop = self._loop  # first: another thread may close it
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
-        assert self._loop is not None
-        return self._loop
+        assert loop is not None
+        return loop
 
     @property
     def healthy(self) -> bool:

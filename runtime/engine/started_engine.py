@@ -15,6 +15,7 @@ from ..loading.tokenizer import TextTokenizer
 from ..models.decoder import Decoder
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
+from .engine_metrics import EngineCounters, EngineGauges
 from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .loop import StepLoop
@@ -188,6 +189,16 @@ class StartedEngine:
             max_model_len=self.max_model_len,
             healthy=self._shared.healthy,
         )
+
+    def gauges(self) -> EngineGauges:
+        """Return the present state. Takes microseconds; any thread may call it at any time."""
+        parts, loop = self._parts, self._loop  # in this order: another thread may close it
+        assert parts is not None
+        return EngineGauges.of(parts, loop)
+
+    def counters(self) -> EngineCounters:
+        """Return the totals so far. Takes microseconds; any thread may call it at any time."""
+        return EngineCounters.of(self._loop)
 
     def check_integrity(self) -> None:
         """Assert all invariants that hold between two steps. For tests."""

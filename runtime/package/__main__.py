@@ -38,6 +38,16 @@ def _bench(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
+def _serve(arguments: Sequence[str]) -> int:
+    try:
+        from .runtime.service.http import server
+    except ModuleNotFoundError as error:
+        needed = f'{error.name}: pip install "stepgraph[server]"'
+        print(f"stepgraph serve: error: the HTTP service needs {needed}", file=sys.stderr)
+        return 1
+    return server.main(arguments)
+
+
 def _explain(arguments: Sequence[str]) -> int:
     from .runtime.bench import explain
 
@@ -58,6 +68,7 @@ def _build_kernels(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "bench": ("measure decode steps, or run another scenario", _bench),
+    "serve": ("serve a model over HTTP with the API of OpenAI", _serve),
     "explain": ("predict the memory or the decode step of a model without loading it", _explain),
     "report": ("report where each step of an nsys profile spent its time", _report),
     "build-kernels": (

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..bounded_repr import bounded_repr
 from ..config import EngineConfig
@@ -21,14 +21,17 @@ from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
-from ..errors import EngineForkedError, RequestError
+from ..errors import EngineClosedError, EngineForkedError, RequestError, StepgraphError
 from ..loading.chat_template import ChatPrompt, Message
+from ..loading.tokenizer import TextTokenizer
 from ..sampling_params import SamplingParams
 from .callbacks import CallbackMailbox, FutureConsumer
 from .health import Health
 from .loop_mailbox import LoopMailbox
 from .request_handle import Delta, Mailbox, RequestHandle
+from .request_record import Listener
 from .service_config import ServiceConfig
+from .service_snapshot import ServiceSnapshot
 from .step_thread import StepThread
 from .streams import AsyncStream
 
@@ -36,6 +39,8 @@ __all__ = ["AsyncEngine", "RequestOptions"]
 
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
+
+T = TypeVar("T")
 
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
@@ -56,6 +61,8 @@ class RequestOptions(TypedDict, total=False):
     """See `Engine.add_request`."""
     tenant: str | None
     """Tenants share the engine fairly; None takes `cache_salt`."""
+    traceparent: str | None
+    """Parent of the request's span: a `traceparent` header (W3C Trace Context); see `tracing`."""
 
 
 class AsyncEngine:
@@ -243,6 +250,38 @@ class AsyncEngine:
         """Return whether it lives and is ready to serve. Takes microseconds."""
         return self._thread.health()
 
+    def snapshot(self) -> ServiceSnapshot:
+        """Return its state and counters. Takes microseconds; any thread may call it."""
+        engine, past = self._thread.counted
+        gauges = timeline = None
+        counters = past
+        if engine is not None:
+            try:
+                gauges, timeline = engine.gauges(), engine.timeline()
+                counters = past.plus(engine.counters())
+            except EngineClosedError:  # meanwhile, and counted
+                gauges = timeline = None
+                _, counters = self._thread.counted
+        limits = self._thread.dispatcher.limits
+        return ServiceSnapshot(
+            self.health(),
+            gauges,
+            counters,
+            timeline,
+            limits.num_requests,
+            limits.num_tokens,
+            self._thread.num_restarts,
+        )
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call a function with the `RequestRecord` of each request that ends from now on.
+
+        Refused requests are among them, except those whose options are invalid. One thread of this
+        engine calls all listeners and callbacks, one after the other. What a listener raises is
+        logged.
+        """
+        self._callbacks.add_listener(listener)
+
     async def stats(self) -> dict[str, Any]:
         """Return `Engine.stats` with the counters of the service, between two steps.
 
@@ -253,6 +292,32 @@ class AsyncEngine:
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
         return await asyncio.wrap_future(self._thread.run(self._stats))
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer of the model; None for presets and without a `tokenizer.json`.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        return self._thread.check_started().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a sequence, prompt and output. Raises as `tokenizer`."""
+        return self._thread.check_started().max_model_len
+
+    async def prepare(self, function: Callable[[], T]) -> T:
+        """Call a function in a preparation thread, where prompts are tokenised.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError as error:
+            raise EngineClosedError("the engine is closed: make a new one") from error
+        return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the present ones have ended.
@@ -337,7 +402,6 @@ class AsyncEngine:
             raise EngineForkedError(
                 "the engine belongs to the parent of this process: make a new one here"
             )
-        self._thread.check_serving()
         now = time.perf_counter_ns()
         priority = options.get("priority", 0)
         if not isinstance(priority, int):
@@ -357,6 +421,9 @@ class AsyncEngine:
             raise RequestError(
                 f"request_id must be a non-empty string, not {bounded_repr(request_id)}"
             )
+        traceparent = options.get("traceparent")
+        if traceparent is not None and not isinstance(traceparent, str):
+            raise RequestError(f"traceparent must be a string, not {bounded_repr(traceparent)}")
         handle = RequestHandle(
             request_id,
             mailbox,
@@ -369,7 +436,14 @@ class AsyncEngine:
                 "first_token_deadline", options.get("first_token_deadline"), now
             ),
         )
-        self._thread.dispatcher.limits.enter()
+        handle.traceparent = traceparent
+        try:
+            self._thread.check_serving()
+            self._thread.dispatcher.limits.enter()
+        except StepgraphError as error:
+            handle.error = error
+            self._callbacks.report(handle)
+            raise
         if self._handles.setdefault(request_id, handle) is not handle:
             self._thread.dispatcher.limits.leave(0)
             raise RequestError(f"request_id {bounded_repr(request_id)} is in use: choose another")
@@ -383,6 +457,7 @@ class AsyncEngine:
         options: RequestOptions,
     ) -> None:
         """Prepare a request: short lists of tokens now, others in a thread."""
+        handle.is_chat = isinstance(prompt, ChatPrompt)
         salt = options.get("cache_salt")
         prepare = partial(self._prepare, handle, prompt, params, salt)
         if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS:
@@ -428,6 +503,7 @@ class AsyncEngine:
     def _on_ended(self, handle: RequestHandle) -> None:
         if self._handles.get(handle.id) is handle:
             del self._handles[handle.id]
+        self._callbacks.report(handle)
 
     def _stats(self) -> dict[str, Any]:
         requests = self._thread.dispatcher

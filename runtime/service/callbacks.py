@@ -1,15 +1,18 @@
-"""Delivers the news of requests to functions and futures, in one thread for all of an engine."""
+"""Delivers the news of requests to functions, futures and listeners, in one thread of an engine."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from _queue import SimpleQueue
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from ..engine.request_output import RequestOutput
 from .request_handle import Delta, DeltaReader, RequestHandle
+from .request_record import Listener, RequestRecord
 from .step_thread import StepThread
 
 __all__ = ["CallbackMailbox", "FutureConsumer"]
@@ -57,15 +60,25 @@ class FutureConsumer:
             self._thread.abort(self._handle)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A request that has ended, for the listeners."""
+
+    handle: RequestHandle
+    ended_ns: int
+    listeners: tuple[Listener, ...]
+
+
 class CallbackMailbox:
     """The requests whose news go to functions. Any thread may call any method.
 
-    The thread starts with the first registration.
+    The thread starts with the first registration or listener.
     """
 
     def __init__(self) -> None:
-        self._news: SimpleQueue[RequestHandle | None] = SimpleQueue()
+        self._news: SimpleQueue[RequestHandle | _Ended | None] = SimpleQueue()
         self._consumers: dict[RequestHandle, FutureConsumer] = {}
+        self._listeners: tuple[Listener, ...] = ()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -73,11 +86,13 @@ class CallbackMailbox:
         """Call a consumer whenever a request has news, for the last time when it has ended."""
         self._consumers[handle] = consumer
         with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="stepgraph-callbacks", daemon=True
-                )
-                self._thread.start()
+            self._start()
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call a function with the record of each request that ends from now on."""
+        with self._starting:
+            self._listeners += (listener,)
+            self._start()
 
     @property
     def closed(self) -> bool:
@@ -93,14 +108,30 @@ class CallbackMailbox:
     def flush(self) -> None:
         """Do nothing: `post` has woken the thread."""
 
+    def report(self, handle: RequestHandle) -> None:
+        """Pass a request that has ended to the listeners."""
+        if self._listeners:
+            self._news.put(_Ended(handle, time.perf_counter_ns(), self._listeners))
+
     def close(self) -> None:
         """End the thread after the news posted so far, and wait for it unless it calls this."""
+        self._listeners = ()
         self._news.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="stepgraph-callbacks", daemon=True
+            )
+            self._thread.start()
+
     def _run(self) -> None:
         while (handle := self._news.get()) is not None:
+            if isinstance(handle, _Ended):
+                _call_listeners(handle)
+                continue
             handle.posted = False
             ended = handle.ended
             consumer = self._consumers.get(handle)
@@ -112,3 +143,12 @@ class CallbackMailbox:
                 logger.exception("a callback of request %s failed", handle.id)
             if ended:
                 self._consumers.pop(handle, None)
+
+
+def _call_listeners(ended: _Ended) -> None:
+    record = RequestRecord.of(ended.handle, ended.ended_ns)
+    for listener in ended.listeners:
+        try:
+            listener(record)
+        except BaseException:
+            logger.exception("a listener failed for request %s", record.request_id)

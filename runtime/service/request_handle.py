@@ -77,6 +77,7 @@ class RequestHandle:
         "first_token_deadline_ns",
         "group",
         "id",
+        "is_chat",
         "mailbox",
         "num_charged",
         "num_prompt_tokens",
@@ -88,6 +89,7 @@ class RequestHandle:
         "streams",
         "submitted_ns",
         "tenant",
+        "traceparent",
     )
 
     def __init__(
@@ -123,6 +125,9 @@ class RequestHandle:
         """When it entered the engine."""
         self.num_charged = 0
         """Output tokens that its tenant's counter contains."""
+        self.is_chat = False
+        """Whether its prompt is a conversation."""
+        self.traceparent: str | None = None
         self.output: RequestOutput | None = None
         """The newest output."""
         self.error: BaseException | None = None
@@ -151,12 +156,14 @@ class DeltaReader:
         self._positions: list[tuple[int, int]] = []
         """Tokens and characters read, of each completion that has not ended."""
         self._ended: set[int] = set()
+        self._newest: RequestOutput | None = None
 
     def read(self) -> list[Delta]:
         """Return what each completion gained since the last call; an empty list for nothing."""
         output = self._handle.output
-        if output is None:
+        if output is None or output is self._newest:
             return []
+        self._newest = output
         if not self._positions:
             self._positions = [(0, 0)] * len(output.completions)
         deltas = []

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..engine.engine import Engine
+from ..engine.engine_metrics import EngineCounters
 from ..errors import (
     EngineClosedError,
     EngineFailedError,
@@ -76,6 +77,9 @@ class StepThread:
         self.failure: BaseException | None = None
         """Why the phase is `FAILED`."""
         self.num_restarts = 0
+        self.counted: tuple[Engine | None, EngineCounters] = (None, EngineCounters())
+        """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
+        any thread reads a sum that never decreases."""
         self.started: Future[None] = _future()
         """Done when the first engine serves, with the error if it could not start."""
         self.dispatcher = Dispatcher(config, on_ended)
@@ -240,6 +244,7 @@ class StepThread:
     def _make_engine(self) -> None:
         self.phase = Phase.STARTING
         self.engine = self._start_engine()
+        self.counted = (self.engine, self.counted[1])
         self.phase = Phase.SERVING
 
     def _refusal(self, phase: Phase) -> StepgraphError:
@@ -346,6 +351,7 @@ class StepThread:
         engine, self.engine = self.engine, None
         if engine is not None:
             try:
+                self.counted = (None, self.counted[1].plus(engine.counters()))
                 engine.close()
             except Exception:  # of a failed engine, whose memory is lost
                 logger.exception("the engine could not be closed")

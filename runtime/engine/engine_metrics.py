@@ -1,0 +1,81 @@
+"""Sizes and counters of an engine that any thread may read at any time. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # it needs torch
+    from .engine_parts import EngineParts
+    from .loop import StepLoop
+
+__all__ = ["EngineCounters", "EngineGauges"]
+
+
+class EngineGauges(NamedTuple):
+    """The present state of an engine."""
+
+    running: int
+    """Completions that have a row."""
+    waiting: int
+    """Completions that have none."""
+    usable_blocks: int
+    """Blocks that requests can hold."""
+    held_blocks: int
+    """Blocks that requests hold."""
+    block_size: int
+    """Tokens of a block."""
+    kernel_fallbacks: int
+    """Operations that run on slower kernels than the configured ones."""
+
+    @classmethod
+    def of(cls, parts: EngineParts, loop: StepLoop) -> EngineGauges:
+        """Read the state of a loop, which may run steps meanwhile."""
+        scheduler, cache = loop.scheduler, loop.scheduler.cache
+        return cls(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + loop.num_posted,
+            usable_blocks=cache.usable_blocks,
+            held_blocks=cache.num_held_blocks,
+            block_size=cache.block_size,
+            kernel_fallbacks=len(parts.model.kernels.fallbacks),
+        )
+
+
+class EngineCounters(NamedTuple):
+    """Counts since the start of an engine. None of them decreases."""
+
+    steps: int = 0
+    """Launched steps."""
+    fallbacks: int = 0
+    """Launches without a prepared step."""
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of the completions that were admitted."""
+    cached_tokens: int = 0
+    """Of them, those found in the cache."""
+    preemptions: int = 0
+    evicted_blocks: int = 0
+    """Cached blocks that were allocated again."""
+    collections: int = 0
+    """Runs of Python's garbage collector."""
+    collected_ns: int = 0
+
+    @classmethod
+    def of(cls, loop: StepLoop) -> EngineCounters:
+        """Read the counters of a loop, which may run steps meanwhile."""
+        cache = loop.scheduler.cache
+        return cls(
+            steps=loop.num_steps,
+            fallbacks=loop.runner.library.stats().misses,
+            output_tokens=loop.requests.counts["output_tokens"],
+            prompt_tokens=cache.counts["queried_tokens"],
+            cached_tokens=cache.counts["hit_tokens"],
+            preemptions=loop.counts["preemptions"],
+            evicted_blocks=cache.num_evictions,
+            collections=loop.collector.collections,
+            collected_ns=loop.collector.total_ns,
+        )
+
+    def plus(self, other: EngineCounters) -> EngineCounters:
+        """Return the sums of the counters of two engines."""
+        return EngineCounters(*map(int.__add__, self, other))

@@ -1,0 +1,61 @@
+"""The text of a chat completion as messages: content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...request import FinishReason
+from .output_events import (
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from .output_parsers import OutputParser
+from .responses import ChatMessage, Function, ToolCall
+
+__all__ = ["ChatOutput"]
+
+
+class ChatOutput:
+    """Makes the messages of one completion from its text, in pieces of any size."""
+
+    def __init__(self, parser: OutputParser | None) -> None:
+        """Begin before the text; without a parser all of it is content."""
+        self._parser = parser
+        self._has_calls = False
+
+    def message(self, text: str, finish_reason: FinishReason | None) -> ChatMessage:
+        """Return the next text as a message, whose parts are unset if they gain nothing."""
+        if self._parser is None:
+            return ChatMessage(content=text)
+        events = self._parser.push(text)
+        if finish_reason is not None:
+            events += self._parser.finish()
+        message = _message(events)
+        self._has_calls |= bool(message.tool_calls)
+        return message
+
+    def finish_reason(self, reason: FinishReason | None) -> str | None:
+        """Return the reason of the OpenAI API; call it after `message`."""
+        return "tool_calls" if reason == "stop" and self._has_calls else reason
+
+
+def _message(events: Sequence[OutputEvent]) -> ChatMessage:
+    message = ChatMessage()
+    calls: dict[int, ToolCall] = {}
+    for event in events:
+        match event:
+            case ContentDelta(text):
+                message.content = (message.content or "") + text
+            case ReasoningDelta(text):
+                message.reasoning_content = (message.reasoning_content or "") + text
+            case ToolCallBegin(index, call_id, name):
+                calls[index] = ToolCall(Function("", name), index, call_id, "function")
+            case ToolCallArguments(index, text):
+                call = calls.setdefault(index, ToolCall(Function(""), index))
+                call.function.arguments += text
+    if calls:
+        message.tool_calls = list(calls.values())
+    return message

@@ -1,0 +1,109 @@
+"""Spans of requests for OpenTelemetry (extra `otel`).
+
+A span lasts from the submission of a request to its end. Its attributes are those of the semantic
+conventions for generative AI, and the `gen_ai.latency` attributes of vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from .async_engine import AsyncEngine
+from .request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+__all__ = ["trace_requests"]
+
+Attributes = dict[str, str | int | float | list[str]]
+
+
+def trace_requests(
+    engine: AsyncEngine,
+    *,
+    model_name: str | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> None:
+    """Make a span for each request of an engine that ends from now on.
+
+    The thread of the engine's callbacks makes it. Its parent is the request's `traceparent`. The
+    configuration of exporters and sampling is the application's.
+
+    Args:
+        engine: need not have started.
+        model_name: what `gen_ai.request.model` says.
+        tracer_provider: makes the spans; None for the global one.
+
+    Raises:
+        ModuleNotFoundError: OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, get_tracer
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'spans need OpenTelemetry: pip install "stepgraph[otel]"', name=error.name
+        ) from error
+
+    tracer = get_tracer("stepgraph", tracer_provider=tracer_provider)
+    propagator = TraceContextTextMapPropagator()
+
+    def make_span(record: RequestRecord) -> None:
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        headers = {} if record.traceparent is None else {"traceparent": record.traceparent}
+        attributes = _attributes(record, model_name)
+        operation = attributes["gen_ai.operation.name"]
+        span = tracer.start_span(
+            f"{operation} {model_name}" if model_name else str(operation),
+            context=propagator.extract(headers),
+            kind=SpanKind.SERVER if headers else SpanKind.INTERNAL,
+            attributes=attributes,
+            start_time=record.submitted_ns + offset_ns,
+        )
+        if record.error is not None:
+            span.set_status(Status(StatusCode.ERROR, str(record.error)))
+        span.end(record.ended_ns + offset_ns)
+
+    engine.add_listener(make_span)
+
+
+def _attributes(record: RequestRecord, model_name: str | None) -> Attributes:
+    submitted, started, first = record.submitted_ns, record.started_ns, record.first_token_ns
+    attributes: Attributes = {
+        "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",
+        "gen_ai.provider.name": "stepgraph",
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "gen_ai.latency.e2e": (record.ended_ns - submitted) / 1e9,
+    }
+    if model_name is not None:
+        attributes["gen_ai.request.model"] = model_name
+    if record.finish_reasons:
+        reasons = [str(reason or "error") for reason in record.finish_reasons]
+        attributes["gen_ai.response.finish_reasons"] = reasons
+    if record.outcome not in ("stop", "length", "abort"):
+        attributes["error.type"] = record.outcome
+    if record.params is not None:
+        params = record.params
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        attributes["gen_ai.request.temperature"] = params.temperature
+        attributes["gen_ai.request.top_p"] = params.top_p
+        if params.top_k:
+            attributes["gen_ai.request.top_k"] = params.top_k
+        if params.n > 1:
+            attributes["gen_ai.request.choice.count"] = params.n
+        if params.seed is not None:
+            attributes["gen_ai.request.seed"] = params.seed
+    if started is not None:
+        attributes["gen_ai.latency.time_in_queue"] = (started - submitted) / 1e9
+        if first is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = (first - submitted) / 1e9
+            attributes["gen_ai.latency.time_in_model_prefill"] = (first - started) / 1e9
+    if record.last_token_ns is not None and first is not None:
+        decoded = (record.last_token_ns - first) / 1e9
+        attributes["gen_ai.latency.time_in_model_decode"] = decoded
+    return attributes
