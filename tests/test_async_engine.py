@@ -377,19 +377,17 @@ def test_requests_and_tokens_that_wait_are_bounded() -> None:
 def test_tenants_share_the_engine_by_weight() -> None:
     weights = ServiceConfig(tenant_weights={"heavy": 3.0})
     with rig(weights, max_num_seqs=1) as r:
-        order: list[str] = []
         r.steps.close()
-        blocker = r.engine.submit(PROMPT, params(0))
+        r.engine.submit(PROMPT, params(0))
         assert r.steps.waiting.acquire(timeout=SECONDS)
-        futures = []
-        for name in ("light", "heavy"):
-            for seed in range(24):
-                future = r.engine.submit(PROMPT, params(seed), tenant=name)
-                future.add_done_callback(lambda _, name=name: order.append(name))
-                futures.append(future)
+        futures = [
+            (name, r.engine.submit(PROMPT, params(seed), tenant=name))
+            for name in ("light", "heavy")
+            for seed in range(24)
+        ]
         r.steps.open()
-        for future in (blocker, *futures):
-            future.result(SECONDS)
+        served = [(future.result(SECONDS).timing.token_ns[0], name) for name, future in futures]
+        order = [name for _, name in sorted(served)]
         # While both wait, three of four requests are of the tenant of weight 3.
         assert abs(order[:24].count("heavy") - 18) <= 1
         r.check_idle()
