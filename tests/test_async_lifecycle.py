@@ -319,6 +319,29 @@ def test_the_engine_can_be_closed_in_the_pause_before_a_restart() -> None:
         assert time.monotonic() - begun < 2.0
 
 
+def test_a_close_is_not_undone_by_a_restart_that_is_due() -> None:
+    with rig(config(max_restarts=100)) as r:
+        pause, starting = threading.Event(), threading.Event()
+
+        def slow_failure() -> None:
+            starting.set()
+            assert pause.wait(SECONDS)
+            fail()
+
+        r.on_start = slow_failure
+        r.on_step = fail
+        with pytest.raises(EngineFailedError):
+            r.engine.submit(PROMPT).result(SECONDS)
+        assert starting.wait(SECONDS)
+        r.on_start = lambda: None  # the next start succeeds, and is due after the pause below
+        pause.set()
+        wait_until(lambda: r.engine._thread._restart_ns is not None)
+        r.engine._thread._restart_ns = 0
+        r.engine.close()
+        assert len(r.made) == 1
+        assert r.engine.health().phase is Phase.CLOSED
+
+
 def test_restarts_are_counted_in_the_window_and_their_pauses_double() -> None:
     policy = RestartPolicy(4, 60.0)
     assert [policy.pause(float(now)) for now in range(5)] == [0.0, 0.1, 0.2, 0.4, None]

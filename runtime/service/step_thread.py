@@ -82,6 +82,7 @@ class StepThread:
         """When the engine is started again after a failure; None if it is not."""
         self._busy_since_ns: int | None = None
         self._last_step_ns = 0
+        self._closing = False
         self._ended = False
         self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
@@ -195,8 +196,7 @@ class StepThread:
             self._end(EngineClosedError("the engine was closed before the request ended"))
         except BaseException as error:  # it interrupted the handling of a failure
             logger.critical("the step thread failed", exc_info=error)
-            if self.phase is not Phase.CLOSED:
-                self.phase, self.failure = Phase.FAILED, error
+            self.phase, self.failure = Phase.FAILED, error
             self._end(_lost(error))
             if not self.started.done():
                 self.started.set_exception(error)
@@ -215,15 +215,12 @@ class StepThread:
             self.started.set_result(None)
         while True:
             try:
-                while not self._closed():
+                while not self._closing:
                     self._turn()
                 return
             except BaseException as error:
                 failure = error
             self._fail(failure)
-
-    def _closed(self) -> bool:
-        return self.phase is Phase.CLOSED
 
     def _turn(self) -> None:
         """Run the actions that have arrived, then a step if there is work."""
@@ -232,6 +229,8 @@ class StepThread:
             self._busy_since_ns = None
             self._inbox.wait(self._seconds_to_wait())
         self._inbox.run()
+        if self._closing:
+            return
         if self._restart_ns is not None and self._restart_ns <= time.perf_counter_ns():
             self._restart()
         engine = self.engine
@@ -323,10 +322,13 @@ class StepThread:
             raise self._refusal(self.phase)
 
     def _close(self) -> None:
+        self._closing = True  # an exception in a later action may change the phase
         self.phase = Phase.CLOSED
 
     def _end(self, error: StepgraphError) -> None:
         """End all requests and the engine."""
+        if self._closing:
+            self.phase = Phase.CLOSED
         self._busy_since_ns = None
         self._close_engine(error)
         self._drains.end(complete=False)
