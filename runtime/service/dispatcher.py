@@ -2,9 +2,9 @@
 
 All methods belong to the step thread, except `register` and those of `limits`.
 
-`handles` is the truth about the requests: queue, rows, sums and deadlines can be derived from the
-states of its handles. `recover` does that after an exception, which may have interrupted any
-method at any line.
+`handles` is the truth about the requests, with `_ending`, the one that is ending: queue, rows, sums
+and deadlines can be derived from the states of its handles. `recover` does that after an exception,
+which may have interrupted any method at any line.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Dispatcher:
         self.handles: dict[str, RequestHandle] = {}
         """The requests that have not ended, by id."""
         self.deadlines = Deadlines()
+        self._ending: RequestHandle | None = None  # the one that `_end` is ending
         self._queue = AdmissionQueue(config.tenant_weights)
         self._running: dict[str, RequestHandle] = {}
         self._unstarted: dict[RequestHandle, None] = {}  # running, without a first token
@@ -215,14 +216,16 @@ class Dispatcher:
         """After an exception: end the running requests with an error, and restore all that is
         derived from the states of the others.
         """
+        ending = self._ending
+        if ending is not None and ending.ended:
+            ending.posted = False
+            self.limits.leave(ending)
+            self._end(ending, ending.error)
         for handle in tuple(self.handles.values()):
             handle.posted = False  # a wake-up may be lost
             group = handle.group
             if handle.state is HandleState.RUNNING:
                 self._lose(handle, error)
-            elif handle.ended:
-                self.limits.leave(handle)
-                self._end(handle, handle.error)
             elif handle.state is HandleState.QUEUED and group is not None and group.finished:
                 self.limits.leave(handle)
                 handle.output = RequestOutput.of(group)
@@ -322,9 +325,12 @@ class Dispatcher:
         self._note_started(handle)
         self.deadlines.forget(handle)
         handle.error = error
+        self._ending = handle
         handle.state = HandleState.ENDED
+        if self.handles.get(handle.id) is handle:  # before its consumer may use the id again
+            del self.handles[handle.id]
         self._post(handle)
-        del self.handles[handle.id]  # last: until then `recover` can repeat the rest
+        self._ending = None
 
     def _note_started(self, handle: RequestHandle) -> None:
         """Note that a request has its first token, or will have none."""
