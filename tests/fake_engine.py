@@ -23,7 +23,7 @@ Prompt = list[int]
 class EngineRunner(FakeRunner):
     """What an engine calls besides what its loop calls."""
 
-    host_arena = None
+    host_arena: Any = None
     max_prefill_rows = 8
     times_device = False
     library: Any = SimpleNamespace(
@@ -57,7 +57,13 @@ def _fields(launch: Any) -> dict[str, Any]:
     return fields | {"elapsed_ns": launch.elapsed_ns}
 
 
-def fake_engine(num_blocks: int = 60, max_num_seqs: int = 4, **options: Any) -> Engine:
+def fake_engine(
+    num_blocks: int = 60,
+    max_num_seqs: int = 4,
+    host_blocks: int = 0,
+    make_runner: type[EngineRunner] = EngineRunner,
+    **options: Any,
+) -> Engine:
     """Return an engine whose tokens are those of `expected`."""
     user = EngineConfig(
         device="cpu",
@@ -68,7 +74,9 @@ def fake_engine(num_blocks: int = 60, max_num_seqs: int = 4, **options: Any) -> 
         freeze_gc=False,
         **options,
     )
-    runner = EngineRunner()
+    runner = make_runner()
+    if host_blocks:
+        runner.host_arena = SimpleNamespace(num_blocks=host_blocks, close=lambda: None)
     parts = SimpleNamespace(
         config=dataclasses.replace(ResolvedConfig.resolve(user, FAKE_MODEL), max_model_len=48),
         model=SimpleNamespace(

@@ -99,6 +99,12 @@ class AdmissionQueue:
             del self._num_waiting[tenant]
             self._forget_idle()
 
+    def clear(self) -> None:
+        """Remove all requests, and keep the service of their tenants."""
+        self._levels.clear()
+        self._num_waiting.clear()
+        self._forget_idle()
+
     def charge(self, handle: RequestHandle, num_output: int) -> None:
         """Charge the output tokens of a running request to its tenant, `num_output` so far."""
         gained = num_output - handle.num_charged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import secrets
 import sys
 import time
@@ -13,22 +14,29 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
-from ..bounded_repr import bounded_repr
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
-from ..errors import EngineClosedError, EngineForkedError, RequestError, StepgraphError
+from ..errors import (
+    EngineClosedError,
+    EngineForkedError,
+    EngineUnavailableError,
+    OverloadedError,
+    StepgraphError,
+)
 from ..loading.chat_template import ChatPrompt, Message
 from ..loading.tokenizer import TextTokenizer
+from ..request import RequestGroup
 from ..sampling_params import SamplingParams
 from .callbacks import CallbackMailbox, FutureConsumer
 from .health import Health
 from .loop_mailbox import LoopMailbox
 from .request_handle import Delta, Mailbox, RequestHandle
+from .request_options import RequestOptions, make_handle, nanoseconds
 from .request_record import Listener
 from .service_config import ServiceConfig
 from .service_snapshot import ServiceSnapshot
@@ -42,27 +50,7 @@ INLINE_TOKENS = 1024
 
 T = TypeVar("T")
 
-MAX_SECONDS = 1e9
-MAX_TENANT_CHARS = 256
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of a request, all of them with defaults."""
-
-    request_id: str | None
-    """Unique among the unfinished requests; None for a new one."""
-    priority: int
-    """Requests of smaller priority are served first; 0 by default."""
-    deadline: float | None
-    """Seconds from the call until the last token."""
-    first_token_deadline: float | None
-    """Seconds from the call until the first token."""
-    cache_salt: str | None
-    """See `Engine.add_request`."""
-    tenant: str | None
-    """Tenants share the engine fairly; None takes `cache_salt`."""
-    traceparent: str | None
-    """Parent of the request's span: a `traceparent` header (W3C Trace Context); see `tracing`."""
+_open: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()  # those to close at exit
 
 
 class AsyncEngine:
@@ -90,17 +78,19 @@ class AsyncEngine:
             config: limits and policies; None for the defaults.
         """
         self.config = ServiceConfig() if config is None else config
-        self._thread = StepThread(start_engine, self.config, self._on_ended)
+        self._thread = StepThread(start_engine, self.config)
+        self._id_prefix = f"req-{secrets.token_hex(4)}"
         self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
-        self._handles: dict[str, RequestHandle] = {}
         self._loops: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
         self._callbacks = CallbackMailbox()
+        self._thread.dispatcher.on_ended = self._callbacks.report
         self._ids = count(1)
-        self._id_prefix = f"req-{secrets.token_hex(4)}"
         self._engine_config: EngineConfig | None = None
         self._forked = False
         call_in_children(self)
-        self._close_at_exit = weakref.finalize(self, _close, self._thread, self._pool)
+        _open.add(self)
+        self._finalizer = weakref.finalize(self, _drop, self._thread, self._callbacks)
+        self._finalizer.atexit = False  # see `_close_all`
 
     @classmethod
     def from_pretrained(
@@ -181,9 +171,7 @@ class AsyncEngine:
             OverloadedError: too many requests wait.
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
-        mailbox = self._mailbox()
-        handle = self._submit(mailbox, prompt, params, options, streams=True)
-        return AsyncStream(handle, mailbox, self._thread)
+        return self._stream(prompt, params, options, streams=True)
 
     async def generate(
         self,
@@ -195,9 +183,7 @@ class AsyncEngine:
 
         Arguments and errors are those of `stream` and `AsyncStream.accepted`.
         """
-        mailbox = self._mailbox()
-        handle = self._submit(mailbox, prompt, params, options, streams=False)
-        return await AsyncStream(handle, mailbox, self._thread).finish()
+        return await self._stream(prompt, params, options, streams=False).finish()
 
     async def chat(
         self,
@@ -228,11 +214,16 @@ class AsyncEngine:
 
         Arguments and errors are those of `stream`; errors of the prompt come from the future.
         """
+        streams = callback is not None
+        handle = self._make_handle(self._callbacks, params, options, streams=streams)
         future: Future[RequestOutput] = Future()
-        handle = self._make_handle(self._callbacks, options, streams=callback is not None)
         consumer = FutureConsumer(handle, future, callback, self._thread)
         self._callbacks.register(handle, consumer)
-        self._prepare_soon(handle, prompt, params, options)
+        try:
+            self._submit(handle, prompt, params, options)
+        except BaseException:
+            self._callbacks.discard(handle)
+            raise
         return future
 
     def abort(self, request_id: str) -> bool:
@@ -240,8 +231,8 @@ class AsyncEngine:
 
         Returns False if there is no unfinished request of this id.
         """
-        handle = self._handles.get(request_id)
-        if handle is None:
+        handle = self._thread.dispatcher.handles.get(request_id)
+        if handle is None or self._forked:
             return False
         self._thread.abort(handle)
         return True
@@ -291,6 +282,7 @@ class AsyncEngine:
         Raises:
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
+        self._check_process()
         return await asyncio.wrap_future(self._thread.run(self._stats))
 
     @property
@@ -322,8 +314,15 @@ class AsyncEngine:
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the present ones have ended.
 
-        Those left after `timeout` seconds are aborted. Returns whether none was. `wake` ends it.
+        Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
+        none was aborted for it, or lost with a failed engine. `wake` ends it.
+
+        Raises:
+            RequestError: `timeout` is not a number of seconds from 0 to 10^9.
         """
+        self._check_process()
+        if timeout is not None:
+            nanoseconds("timeout", timeout, zero=True)
         return await asyncio.wrap_future(self._thread.drain(timeout))
 
     async def sleep(self, timeout: float | None = None) -> None:
@@ -340,8 +339,10 @@ class AsyncEngine:
 
         Raises:
             EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError: it failed and is about to be restarted.
             StepgraphError: as `start`; it sleeps on.
         """
+        self._check_process()
         await asyncio.wrap_future(self._thread.wake())
 
     async def reload(self, source: str | Path, timeout: float | None = None) -> None:
@@ -368,105 +369,97 @@ class AsyncEngine:
         """
         if self._forked:
             return
-        self._close_at_exit()
-        self._callbacks.close()
+        self._thread.close()
+        self._thread.join()
+        self._pool.shutdown()
+        self._callbacks.end()
+        self._callbacks.join()
+        self._finalizer.detach()
 
     def after_fork(self) -> None:
         """Refuse every use in a forked child, which has no step thread."""
         self._forked = True
-        self._close_at_exit.detach()
+        self._finalizer.detach()
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise EngineForkedError(
+                "the engine belongs to the parent of this process: make a new one here"
+            )
 
     def _start(self) -> None:
+        self._check_process()
         if self.config.switch_interval is not None:
             sys.setswitchinterval(self.config.switch_interval)
         self._thread.start()
 
-    def _submit(
+    def _stream(
         self,
-        mailbox: Mailbox,
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
         *,
         streams: bool,
-    ) -> RequestHandle:
-        handle = self._make_handle(mailbox, options, streams=streams)
-        self._prepare_soon(handle, prompt, params, options)
-        return handle
+    ) -> AsyncStream:
+        mailbox = self._mailbox()
+        handle = self._make_handle(mailbox, params, options, streams=streams)
+        stream = AsyncStream(handle, mailbox, self._thread)  # first: it aborts when it is dropped
+        self._submit(handle, prompt, params, options)
+        return stream
 
     def _make_handle(
-        self, mailbox: Mailbox, options: RequestOptions, *, streams: bool
+        self,
+        mailbox: Mailbox,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        streams: bool,
     ) -> RequestHandle:
-        """Check the options of a request, and count it."""
-        if self._forked:
-            raise EngineForkedError(
-                "the engine belongs to the parent of this process: make a new one here"
-            )
+        self._check_process()
         now = time.perf_counter_ns()
-        priority = options.get("priority", 0)
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, not {bounded_repr(priority)}")
-        tenant = options.get("tenant")
-        if tenant is None:
-            tenant = options.get("cache_salt") or ""
-        if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS:
-            raise RequestError(
-                f"tenant must be a string of at most {MAX_TENANT_CHARS} characters,"
-                f" not {bounded_repr(tenant)}"
-            )
-        request_id = options.get("request_id")
-        if request_id is None:
-            request_id = f"{self._id_prefix}-{next(self._ids)}"
-        elif not isinstance(request_id, str) or not request_id:
-            raise RequestError(
-                f"request_id must be a non-empty string, not {bounded_repr(request_id)}"
-            )
-        traceparent = options.get("traceparent")
-        if traceparent is not None and not isinstance(traceparent, str):
-            raise RequestError(f"traceparent must be a string, not {bounded_repr(traceparent)}")
-        handle = RequestHandle(
-            request_id,
-            mailbox,
-            streams=streams,
-            tenant=tenant,
-            priority=priority,
-            submitted_ns=now,
-            deadline_ns=_due("deadline", options.get("deadline"), now),
-            first_token_deadline_ns=_due(
-                "first_token_deadline", options.get("first_token_deadline"), now
-            ),
-        )
-        handle.traceparent = traceparent
+        request_id = f"{self._id_prefix}-{next(self._ids)}"
+        handle = make_handle(request_id, mailbox, params, options, streams=streams, now_ns=now)
         try:
             self._thread.check_serving()
-            self._thread.dispatcher.limits.enter()
         except StepgraphError as error:
             handle.error = error
             self._callbacks.report(handle)
             raise
-        if self._handles.setdefault(request_id, handle) is not handle:
-            self._thread.dispatcher.limits.leave(0)
-            raise RequestError(f"request_id {bounded_repr(request_id)} is in use: choose another")
         return handle
 
-    def _prepare_soon(
+    def _submit(
         self,
         handle: RequestHandle,
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
     ) -> None:
-        """Prepare a request: short lists of tokens now, others in a thread."""
-        handle.is_chat = isinstance(prompt, ChatPrompt)
-        salt = options.get("cache_salt")
-        prepare = partial(self._prepare, handle, prompt, params, salt)
-        if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS:
-            prepare()
-            return
+        """Count a request and prepare it: short lists of tokens now, others in a thread."""
+        requests = self._thread.dispatcher
         try:
-            self._pool.submit(prepare)
-        except RuntimeError:  # closed meanwhile
-            self._thread.admit(handle)
+            handle.is_chat = isinstance(prompt, ChatPrompt)
+            try:
+                requests.register(handle)
+            except OverloadedError as error:
+                handle.error = error
+                self._callbacks.report(handle)
+                raise
+            if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
+                self._thread.watch(handle)
+            prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
+            if isinstance(prompt, list) and len(prompt) <= INLINE_TOKENS:
+                prepare()
+                return
+            try:
+                self._pool.submit(prepare)
+            except RuntimeError as error:  # closed meanwhile, or no thread can be started
+                refusal = EngineUnavailableError(f"the prompt cannot be prepared: {error}")
+                self._prepared(handle, refusal)
+        except BaseException as error:  # such as KeyboardInterrupt
+            if requests.handles.get(handle.id) is handle:
+                self._thread.abort(handle)
+                self._prepared(handle, error)
+            raise
 
     def _prepare(
         self,
@@ -476,17 +469,24 @@ class AsyncEngine:
         cache_salt: str | None,
     ) -> None:
         """Check and tokenise a prompt, and pass it to the step thread."""
+        if handle.ended:  # aborted or expired meanwhile
+            self._thread.admit(handle)
+            return
         try:
-            if handle.abort_reason is None:
-                group = self._thread.check_serving().prepare(
-                    prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
-                )
-                num_tokens = len(group.prompt_ids)
-                self._thread.dispatcher.limits.add_tokens(num_tokens)
-                handle.num_prompt_tokens = num_tokens
-                handle.group = group
+            group = self._thread.check_started().prepare(
+                prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
+            )
+            self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
+            self._prepared(handle, group)
         except BaseException as error:
-            handle.error = error
+            self._prepared(handle, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _prepared(self, handle: RequestHandle, result: RequestGroup | BaseException) -> None:
+        """Pass a request to the step thread, or the error of its preparation."""
+        if handle.prepared is None:
+            handle.prepared = result
         self._thread.admit(handle)
 
     def _mailbox(self) -> LoopMailbox:
@@ -500,11 +500,6 @@ class AsyncEngine:
             mailbox = self._loops.setdefault(loop, LoopMailbox(loop))
         return mailbox
 
-    def _on_ended(self, handle: RequestHandle) -> None:
-        if self._handles.get(handle.id) is handle:
-            del self._handles[handle.id]
-        self._callbacks.report(handle)
-
     def _stats(self) -> dict[str, Any]:
         requests = self._thread.dispatcher
         return {
@@ -516,21 +511,14 @@ class AsyncEngine:
         }
 
 
-def _due(name: str, seconds: float | None, now_ns: int) -> int | None:
-    """Return when a deadline is, on the clock of `now_ns`."""
-    if seconds is None:
-        return None
-    valid = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not valid or not 0 < seconds <= MAX_SECONDS:
-        raise RequestError(
-            f"{name} must be a number of seconds above 0 and up to {MAX_SECONDS:g},"
-            f" not {bounded_repr(seconds)}"
-        )
-    return now_ns + int(seconds * 1e9)
-
-
-def _close(thread: StepThread, pool: ThreadPoolExecutor) -> None:
-    """End the threads of an engine, also at the exit of the interpreter."""
+def _drop(thread: StepThread, callbacks: CallbackMailbox) -> None:
+    """Close an engine that is garbage-collected, without waiting."""
     thread.close()
-    thread.join()
-    pool.shutdown(wait=True, cancel_futures=True)
+    thread.run(callbacks.end)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all engines at the exit of the interpreter."""
+    for engine in tuple(_open):
+        engine.close()

@@ -1,21 +1,25 @@
 """Requests between their consumers and the engine: admission, deadlines, delivery of outputs.
 
-All methods belong to the step thread, except those of `limits`.
+All methods belong to the step thread, except `register` and those of `limits`.
+
+`handles` is the truth about the requests, with `_ending`, the one that is ending: queue, rows, sums
+and deadlines can be derived from the states of its handles. `recover` does that after an exception,
+which may have interrupted any method at any line.
 """
 
 from __future__ import annotations
 
 import copy
-import heapq
-import itertools
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ..bounded_repr import bounded_repr
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
-from ..errors import DeadlineUnreachableError
+from ..errors import DeadlineUnreachableError, RequestError
 from ..request import AbortReason
 from .admission_queue import AdmissionQueue
+from .deadlines import Deadlines
 from .latency_model import LatencyModel
 from .queue_limits import QueueLimits
 from .request_handle import HandleState, Mailbox, RequestHandle
@@ -25,23 +29,27 @@ __all__ = ["Dispatcher"]
 
 
 class Dispatcher:
-    """The requests that are queued or running."""
+    """The requests that are prepared, queued or running."""
 
-    def __init__(self, config: ServiceConfig, on_ended: Callable[[RequestHandle], None]) -> None:
-        """Start without requests; `on_ended` gets each request that has ended, and never raises."""
+    def __init__(self, config: ServiceConfig) -> None:
+        """Start without requests."""
         self.limits = QueueLimits(
             config.max_queued_requests, config.max_queued_tokens, self._retry_after
         )
         self.latency = LatencyModel()
-        self._on_ended = on_ended
+        self.handles: dict[str, RequestHandle] = {}
+        """The requests that have not ended, by id."""
+        self.deadlines = Deadlines()
+        self.on_ended: Callable[[RequestHandle], None] = lambda handle: None
+        """Called for each request that has ended. It must not raise or wait."""
+        self._ending: RequestHandle | None = None  # the one that `_end` is ending
         self._queue = AdmissionQueue(config.tenant_weights)
         self._running: dict[str, RequestHandle] = {}
-        self._deadlines: list[tuple[int, int, bool, RequestHandle]] = []  # a heap by time
-        self._deadline_numbers = itertools.count()
         self._unstarted: dict[RequestHandle, None] = {}  # running, without a first token
         self._unstarted_tokens = 0
         self._num_rows = 1
         self._news: set[Mailbox] = set()
+        self._served: Counter[Mailbox] = Counter()  # queued and running requests of each
 
     @property
     def num_queued(self) -> int:
@@ -60,25 +68,54 @@ class Dispatcher:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is queued, running or being prepared."""
-        return not self.has_work and not self.limits.num_requests
+        """Whether every request has ended."""
+        return not self.handles
 
-    def admit(self, handle: RequestHandle, engine: Engine | None, refusal: Exception) -> None:
+    def register(self, handle: RequestHandle) -> None:
+        """Count a new request, which `admit` gets once it is prepared. Any thread may call it.
+
+        Raises:
+            OverloadedError: too many requests wait.
+            RequestError: its id is in use.
+        """
+        self.limits.enter(handle)
+        if self.handles.setdefault(handle.id, handle) is not handle:
+            self.limits.leave(handle)
+            raise RequestError(f"request_id {bounded_repr(handle.id)} is in use: choose another")
+
+    def watch(self, handle: RequestHandle) -> None:
+        """Observe the deadlines of a request from now on."""
+        self.deadlines.watch(handle)
+
+    def admit(
+        self, handle: RequestHandle, engine: Engine | None, refusal: Exception, now_ns: int
+    ) -> None:
         """Queue a prepared request, or end it with the reason why it is refused.
 
         Args:
-            handle: has its group, or the error of its preparation.
+            handle: was prepared, unless it has ended.
             engine: runs it; None if there is none.
             refusal: why there is no engine.
+            now_ns: the time.
         """
-        if handle.error is not None:
-            self._refuse(handle, handle.error)
-        elif engine is None:
+        group = handle.prepared
+        if handle.ended:
+            self.limits.leave(handle)
+            return
+        if handle.state is not HandleState.PREPARING or group is None:
+            return
+        if isinstance(group, BaseException):
+            self._refuse(handle, group)
+            return
+        handle.group = group
+        handle.num_prompt_tokens = len(group.prompt_ids)
+        due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
+        if engine is None:
             self._refuse(handle, refusal)
-        elif handle.abort_reason is not None:
-            self.limits.leave(handle.num_prompt_tokens)
-            self._end_unqueued(handle, handle.abort_reason)
-        elif (late := self._predict_delay(handle, engine)) > 0:
+        elif due and min(due) <= now_ns:
+            self.limits.leave(handle)
+            self.abort(handle, engine, "deadline")
+        elif due and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0:
             self._refuse(
                 handle,
                 DeadlineUnreachableError(
@@ -89,38 +126,41 @@ class Dispatcher:
             )
         else:
             handle.state = HandleState.QUEUED
+            self._served[handle.mailbox] += 1
             self._queue.push(handle)
             self._post(handle)
-            self._watch(handle, handle.deadline_ns, first_token=False)
-            self._watch(handle, handle.first_token_deadline_ns, first_token=True)
 
     def fill_rows(self, engine: Engine, now_ns: int) -> None:
         """Move queued requests into the engine, as many as it has rows for."""
         load = engine.load
         self._num_rows, free = load.rows, load.free_rows
-        while free > 0 and len(self._queue):
-            handle = self._queue.pop()
-            self.limits.leave(handle.num_prompt_tokens)
-            assert handle.group is not None
-            due = handle.first_token_deadline_ns
-            tokens = self._unstarted_tokens + handle.num_prompt_tokens
-            if due is not None and now_ns + 1e9 * self.latency.prefill_seconds(tokens) > due:
-                self._end_unqueued(handle, "deadline")
+        while free > 0 and (handle := self._queue.head()) is not None:
+            if self._misses_deadline(handle, now_ns):
+                self.abort(handle, engine, "deadline")
                 continue
-            engine.queue(handle.group)
+            self._queue.pop()
+            self.limits.leave(handle)
             handle.state = HandleState.RUNNING
             handle.started_ns = now_ns
             self._running[handle.id] = handle
             self._unstarted[handle] = None
             self._unstarted_tokens += handle.num_prompt_tokens
+            assert handle.group is not None
+            engine.queue(handle.group)
             free -= len(handle.group.requests)
 
-    def expire(self, engine: Engine, now_ns: int) -> None:
+    def expire(self, engine: Engine | None, now_ns: int) -> None:
         """End the requests whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, _, first_token, handle = heapq.heappop(self._deadlines)
-            if not (first_token and handle.has_first_token):
-                self.abort(handle, engine, "deadline")
+        for handle in self.deadlines.expired(now_ns):
+            self.abort(handle, engine, "deadline")
+
+    def end_unreadable(self, engine: Engine | None) -> None:
+        """End the requests of closed event loops."""
+        closed = [mailbox for mailbox in self._served if mailbox.closed]
+        if closed:
+            for handle in tuple(self.handles.values()):
+                if handle.mailbox in closed:
+                    self.abort(handle, engine, "abort")
 
     def deliver(self, outputs: Sequence[RequestOutput], engine: Engine, now_ns: int) -> None:
         """Store the outputs of a step for their consumers."""
@@ -128,7 +168,7 @@ class Dispatcher:
             record = engine.timeline().latest()
             if record is not None and record.prefill_tokens:
                 seconds = (record.ended_ns - record.started_ns) / 1e9
-                self.latency.observe_prefill(seconds, record.prefill_tokens)
+                self.latency.observe_prefill(seconds, record.prefill_tokens, record.ended_ns)
         for output in outputs:
             handle = self._running[output.request_id]
             handle.output = output
@@ -148,86 +188,152 @@ class Dispatcher:
         """End a request; the next step returns the output of one that is running."""
         if handle.ended or handle.abort_reason is not None:
             return
-        handle.abort_reason = reason
+        if handle.state is HandleState.RUNNING:
+            assert engine is not None
+            handle.abort_reason = reason
+            engine.abort(handle.id, reason)
+            return
         if handle.state is HandleState.QUEUED:
             self._queue.remove(handle)
-            self.limits.leave(handle.num_prompt_tokens)
-            self._end_unqueued(handle, reason)
-        elif handle.state is HandleState.RUNNING and engine is not None:
-            engine.abort(handle.id, reason)
+            self.limits.leave(handle)
+        group = handle.placeholder() if handle.group is None else handle.group
+        if not group.finished:
+            group.end(reason)
+        handle.output = RequestOutput.of(group)
+        handle.abort_reason = reason
+        self._end(handle)
 
     def abort_all(self, engine: Engine | None) -> None:
-        """End all requests that are queued or running."""
-        for handle in (*self._running.values(), *self._queue):
+        """End all requests."""
+        for handle in tuple(self.handles.values()):
             self.abort(handle, engine, "abort")
 
-    def lose_running(self, error: Exception) -> None:
-        """End the running requests with an error."""
-        for handle in tuple(self._running.values()):
-            self._end(handle, _copy(error))
+    def lose_all(self, error: Exception) -> None:
+        """End all requests with an error, or with their last output if they have it."""
+        for handle in tuple(self.handles.values()):
+            self._lose(handle, error)
+        self.recover(error)
 
-    def lose_queued(self, error: Exception) -> None:
-        """End the queued requests with an error."""
-        for handle in tuple(self._queue):
-            self._queue.remove(handle)
-            self._refuse(handle, _copy(error))
+    def recover(self, error: Exception) -> None:
+        """After an exception: end the running requests with an error, and restore all that is
+        derived from the states of the others.
+        """
+        ending = self._ending
+        if ending is not None and ending.ended:
+            ending.posted = False
+            self.limits.leave(ending)
+            self._end(ending, ending.error)
+        for handle in tuple(self.handles.values()):
+            handle.posted = False  # a wake-up may be lost
+            group = handle.group
+            if handle.state is HandleState.RUNNING:
+                self._lose(handle, error)
+            elif handle.state is HandleState.QUEUED and group is not None and group.finished:
+                self.limits.leave(handle)
+                handle.output = RequestOutput.of(group)
+                self._end(handle)
+            else:
+                handle.abort_reason = None
+                self._post(handle)
+        self._queue.clear()
+        self._served.clear()
+        self.deadlines.clear()
+        for handle in tuple(self.handles.values()):
+            self.deadlines.watch(handle)
+            if handle.state is HandleState.QUEUED:
+                self._queue.push(handle)
+                self._served[handle.mailbox] += 1
+        self._running.clear()
+        self._unstarted.clear()
+        self._unstarted_tokens = 0
+        for mailbox in self._news:
+            mailbox.flush(again=True)
 
-    def flush(self, engine: Engine | None) -> None:
-        """Wake the consumers that have news; end the requests of closed event loops."""
+    def prepared(self) -> list[RequestHandle]:
+        """Return the requests that are prepared and not admitted."""
+        return [
+            handle
+            for handle in tuple(self.handles.values())
+            if handle.state is HandleState.PREPARING and handle.prepared is not None
+        ]
+
+    def flush(self) -> None:
+        """Wake the consumers that have news."""
         for mailbox in self._news:
             mailbox.flush()
-        closed = [mailbox for mailbox in self._news if mailbox.closed]
         self._news.clear()
-        for handle in (*self._running.values(), *self._queue) if closed else ():
-            if handle.mailbox in closed:
-                self.abort(handle, engine, "abort")
 
     def check_integrity(self) -> None:
-        """Assert that queue, running requests and sums agree."""
+        """Assert that what is derived from the states of the requests agrees with them."""
+        states: dict[HandleState, set[RequestHandle]] = {state: set() for state in HandleState}
+        for handle in self.handles.values():
+            states[handle.state].add(handle)
         self._queue.check_integrity()
-        assert all(h.state is HandleState.RUNNING for h in self._running.values())
-        assert self._unstarted.keys() <= set(self._running.values())
+        assert set(self._queue) == states[HandleState.QUEUED]
+        assert set(self._running.values()) == states[HandleState.RUNNING]
+        assert not states[HandleState.ENDED]
+        assert self._unstarted.keys() <= states[HandleState.RUNNING]
         assert self._unstarted_tokens == sum(h.num_prompt_tokens for h in self._unstarted)
+        served = states[HandleState.QUEUED] | states[HandleState.RUNNING]
+        assert +self._served == Counter(handle.mailbox for handle in served)
         assert self.limits.num_requests >= len(self._queue)
+        self.deadlines.check_integrity()
 
-    def _watch(self, handle: RequestHandle, due_ns: int | None, *, first_token: bool) -> None:
-        if due_ns is not None:
-            entry = (due_ns, next(self._deadline_numbers), first_token, handle)
-            heapq.heappush(self._deadlines, entry)
+    def _misses_deadline(self, handle: RequestHandle, now_ns: int) -> bool:
+        """Whether the first token would come too late, if it were prefilled now."""
+        due = handle.first_token_deadline_ns
+        if due is None or self._measures_anew(now_ns):
+            return False
+        tokens = self._unstarted_tokens + handle.num_prompt_tokens
+        return now_ns + 1e9 * self.latency.prefill_seconds(tokens) > due
 
-    def _predict_delay(self, handle: RequestHandle, engine: Engine) -> float:
+    def _predict_delay(
+        self, handle: RequestHandle, engine: Engine, due_ns: int, now_ns: int
+    ) -> float:
         """Predict by how many seconds a first token is late; negative if it is in time."""
-        due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
-        if not due:
-            return -1.0
-        requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
-        predicted = self.latency.first_token_seconds(
-            handle.num_prompt_tokens,
-            requests_ahead=requests,
-            tokens_ahead=tokens + self._unstarted_tokens,
-            load=engine.load,
-        )
-        return predicted - (min(due) - time.perf_counter_ns()) / 1e9
+        predicted = 0.0
+        if self.has_work or not self._measures_anew(now_ns):
+            requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
+            predicted = self.latency.first_token_seconds(
+                handle.num_prompt_tokens,
+                requests_ahead=requests,
+                tokens_ahead=tokens + self._unstarted_tokens,
+                load=engine.load,
+            )
+        return predicted - (due_ns - now_ns) / 1e9
+
+    def _measures_anew(self, now_ns: int) -> bool:
+        """Whether the rates are too old to refuse requests, and nothing runs that renews them."""
+        return not self._running and self.latency.is_stale(now_ns)
 
     def _refuse(self, handle: RequestHandle, error: BaseException) -> None:
         """End a request that did not enter the engine."""
-        self.limits.leave(handle.num_prompt_tokens)
+        self.limits.leave(handle)
         self._end(handle, error)
 
-    def _end_unqueued(self, handle: RequestHandle, reason: AbortReason) -> None:
-        """End a request that did not enter the engine, with an output without tokens."""
-        assert handle.group is not None
-        handle.group.end(reason)
-        handle.output = RequestOutput.of(handle.group)
-        self._end(handle)
+    def _lose(self, handle: RequestHandle, error: Exception) -> None:
+        """End a request with an error, unless it has its last output."""
+        if handle.state is not HandleState.PREPARING:  # else counted until it is prepared
+            self.limits.leave(handle)
+        complete = handle.output is not None and handle.output.finished
+        self._end(handle, None if complete else _copy(error))
 
     def _end(self, handle: RequestHandle, error: BaseException | None = None) -> None:
+        if handle.state in (HandleState.QUEUED, HandleState.RUNNING):
+            self._served[handle.mailbox] -= 1
+            if not self._served[handle.mailbox]:
+                del self._served[handle.mailbox]
         self._running.pop(handle.id, None)
         self._note_started(handle)
+        self.deadlines.forget(handle)
         handle.error = error
+        self._ending = handle
         handle.state = HandleState.ENDED
+        if self.handles.get(handle.id) is handle:  # before its consumer may use the id again
+            del self.handles[handle.id]
         self._post(handle)
-        self._on_ended(handle)
+        self._ending = None
+        self.on_ended(handle)
 
     def _note_started(self, handle: RequestHandle) -> None:
         """Note that a request has its first token, or will have none."""

@@ -3,7 +3,9 @@
     first token = wait for a row, or prefill of the prompts ahead  +  prefill of its own prompt
 
 Rates are ratios of decayed sums, so that long intervals weigh more than short ones and old ones
-fade. Before anything has been measured a rate counts as zero: nothing is refused on a guess.
+fade. Before anything has been measured a rate counts as zero: nothing is refused on a guess. An
+idle engine measures nothing, so `is_stale` says when its rates are too old to refuse requests:
+otherwise one slow step could make it refuse all requests for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ __all__ = ["LatencyModel"]
 
 DECAY = 0.95
 """Factor of the sums for each new observation: about the last twenty count."""
+
+STALE_SECONDS = 1.0
+"""Age of the last measured prefill above which an idle engine serves a request to measure again."""
 
 
 class _Rate:
@@ -39,10 +44,19 @@ class LatencyModel:
     def __init__(self) -> None:
         self._prefill = _Rate()  # of a prompt token
         self._request = _Rate()  # of a request, in seconds times rows
+        self._prefilled_ns = 0
 
-    def observe_prefill(self, seconds: float, num_tokens: int) -> None:
-        """Learn from a step that prefilled tokens, its decoding rows included."""
+    def observe_prefill(self, seconds: float, num_tokens: int, ended_ns: int) -> None:
+        """Learn from a step that prefilled tokens, its decoding rows included.
+
+        `ended_ns` is on the clock of `time.perf_counter_ns`.
+        """
         self._prefill.observe(seconds, num_tokens)
+        self._prefilled_ns = ended_ns
+
+    def is_stale(self, now_ns: int) -> bool:
+        """Whether no prefill was measured for `STALE_SECONDS`."""
+        return now_ns - self._prefilled_ns > STALE_SECONDS * 1e9
 
     def observe_request(self, seconds: float, num_rows: int) -> None:
         """Learn how long a request held how many rows."""

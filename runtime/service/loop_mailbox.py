@@ -24,7 +24,7 @@ class LoopMailbox:
 
     @property
     def closed(self) -> bool:
-        """Whether the event loop is closed, so that nobody can read its streams any more."""
+        """Whether the event loop is closed: its streams cannot be read any more."""
         return self._loop.is_closed()
 
     def post(self, handle: RequestHandle) -> None:
@@ -33,9 +33,12 @@ class LoopMailbox:
             handle.posted = True
             self._news.append(handle)
 
-    def flush(self) -> None:
-        """Wake the consumers that have news, unless a wake-up is scheduled already."""
-        if self._news and not self._scheduled:
+    def flush(self, *, again: bool = False) -> None:
+        """Wake the consumers that have news, unless a wake-up is scheduled already.
+
+        `again` schedules one in any case.
+        """
+        if self._news and (again or not self._scheduled):
             self._scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ..errors import OverloadedError
+from .request_handle import RequestHandle
 
 __all__ = ["QueueLimits"]
 
@@ -20,26 +21,31 @@ class QueueLimits:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._retry_after = retry_after
-        self._lock = threading.Lock()
-        self.num_requests = 0
+        self._lock = threading.RLock()  # a finalizer may interrupt its holder
+        self._tokens: dict[RequestHandle, int] = {}  # of the waiting requests
         self.num_tokens = 0
 
-    def enter(self) -> None:
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait."""
+        return len(self._tokens)
+
+    def enter(self, handle: RequestHandle) -> None:
         """Count a request.
 
         Raises:
             OverloadedError: there are `max_requests` already.
         """
         with self._lock:
-            if self.num_requests < self._max_requests:
-                self.num_requests += 1
+            if len(self._tokens) < self._max_requests:
+                self._tokens[handle] = 0
                 return
         raise OverloadedError(
             f"{self._max_requests} requests wait already (max_queued_requests): try again later",
             retry_after=self._retry_after(),
         )
 
-    def add_tokens(self, num_tokens: int) -> None:
+    def add_tokens(self, handle: RequestHandle, num_tokens: int) -> None:
         """Count the prompt tokens of a request. One that is too long for the limit may wait alone.
 
         Raises:
@@ -47,6 +53,7 @@ class QueueLimits:
         """
         with self._lock:
             if not self.num_tokens or self.num_tokens + num_tokens <= self._max_tokens:
+                self._tokens[handle] += num_tokens
                 self.num_tokens += num_tokens
                 return
         raise OverloadedError(
@@ -55,8 +62,7 @@ class QueueLimits:
             retry_after=self._retry_after(),
         )
 
-    def leave(self, num_tokens: int) -> None:
-        """Count a request out, with the tokens that were counted for it."""
+    def leave(self, handle: RequestHandle) -> None:
+        """Count a request out, with its tokens. Does nothing if it is not counted."""
         with self._lock:
-            self.num_requests -= 1
-            self.num_tokens -= num_tokens
+            self.num_tokens -= self._tokens.pop(handle, 0)

@@ -15,7 +15,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..request import AbortReason, FinishReason, RequestGroup, TokenLogprobs
+from ..request import AbortReason, FinishReason, Request, RequestGroup, TokenLogprobs
+from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch
     from ..engine.request_output import RequestOutput
@@ -42,8 +43,11 @@ class Mailbox(Protocol):
     def post(self, handle: RequestHandle) -> None:
         """Note that a request has news. The next `flush` wakes its consumer."""
 
-    def flush(self) -> None:
-        """Wake the consumers of the requests that have news."""
+    def flush(self, *, again: bool = False) -> None:
+        """Wake the consumers of the requests that have news.
+
+        `again` is for after a failure, which may have interrupted a wake-up.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,11 @@ class RequestHandle:
         "is_chat",
         "mailbox",
         "num_charged",
+        "num_completions",
         "num_prompt_tokens",
         "output",
         "posted",
+        "prepared",
         "priority",
         "started_ns",
         "state",
@@ -98,6 +104,7 @@ class RequestHandle:
         mailbox: Mailbox,
         *,
         streams: bool,
+        num_completions: int,
         tenant: str,
         priority: int,
         submitted_ns: int,
@@ -106,20 +113,23 @@ class RequestHandle:
     ) -> None:
         """Begin in state `PREPARING`.
 
-        `streams` is whether the consumer reads more than the last output. Times are on the clock of
-        `time.perf_counter_ns`.
+        `streams` is whether the consumer reads more than the last output, `num_completions` is
+        `SamplingParams.n`. Times are on the clock of `time.perf_counter_ns`.
         """
         self.id = request_id
         self.mailbox = mailbox
         self.streams = streams
+        self.num_completions = num_completions
         self.tenant = tenant
         self.priority = priority
         self.submitted_ns = submitted_ns
         self.deadline_ns = deadline_ns
         self.first_token_deadline_ns = first_token_deadline_ns
         self.state = HandleState.PREPARING
+        self.prepared: RequestGroup | BaseException | None = None
+        """The result of its preparation, from the preparing thread."""
         self.group: RequestGroup | None = None
-        """Its requests, once it is prepared."""
+        """Its requests, once it is admitted."""
         self.num_prompt_tokens = 0
         self.started_ns: int | None = None
         """When it entered the engine."""
@@ -141,6 +151,27 @@ class RequestHandle:
     def ended(self) -> bool:
         """Whether `output` or `error` is final."""
         return self.state is HandleState.ENDED
+
+    def placeholder(self) -> RequestGroup:
+        """Return requests without a prompt, to end a request that is not prepared."""
+        return RequestGroup(
+            self.id,
+            [],
+            [
+                Request(
+                    id=f"{self.id}/{index}",
+                    prompt_ids=[],
+                    params=SamplingParams(),
+                    seed=0,
+                    order=(self.priority, 0),
+                    max_tokens=1,
+                    stop_token_ids=frozenset(),
+                    detokenizer=None,
+                    arrival_ns=self.submitted_ns,
+                )
+                for index in range(self.num_completions)
+            ],
+        )
 
     @property
     def has_first_token(self) -> bool:

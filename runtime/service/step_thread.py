@@ -5,7 +5,10 @@
 
 Everything that changes the requests or the engine is an action, which the step thread runs between
 two steps: there is no lock that a consumer could hold while a step is due. With nothing to do the
-thread waits for the next action without using the CPU.
+thread waits for the next action without using the CPU. News are flushed once a turn, so an event
+loop is woken at most once a step.
+
+Actions can be repeated: if an exception interrupts one, it runs again after the recovery.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from _queue import Empty, SimpleQueue
-from collections import deque
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import TypeVar
 
+from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
 from ..engine.engine_metrics import EngineCounters
 from ..errors import (
@@ -31,8 +34,11 @@ from ..errors import (
 )
 from ..request import AbortReason
 from .dispatcher import Dispatcher
+from .drains import Drains
 from .health import Health, Phase
+from .inbox import Inbox
 from .request_handle import RequestHandle
+from .restart_policy import RestartPolicy
 from .service_config import ServiceConfig
 
 __all__ = ["StepThread"]
@@ -41,15 +47,8 @@ logger = logging.getLogger("stepgraph.runtime")
 
 T = TypeVar("T")
 
-
-@dataclass(slots=True)
-class _Drain:
-    """A call that waits until no request is left."""
-
-    end_ns: int | None
-    future: Future[bool]
-    complete: bool = True
-    """Whether no request was aborted for it."""
+MAX_REASON = 500
+"""Characters of a failure in messages."""
 
 
 class StepThread:
@@ -58,18 +57,12 @@ class StepThread:
     The public methods may be called by any thread, also by a callback of the step thread.
     """
 
-    def __init__(
-        self,
-        start_engine: Callable[[], Engine],
-        config: ServiceConfig,
-        on_ended: Callable[[RequestHandle], None],
-    ) -> None:
+    def __init__(self, start_engine: Callable[[], Engine], config: ServiceConfig) -> None:
         """Prepare the thread; `start` runs it.
 
         Args:
             start_engine: makes the engine: at the start, after `sleep`, and for a restart.
             config: limits and policies.
-            on_ended: called by the step thread for each request that has ended; never raises.
         """
         self.engine: Engine | None = None
         """The engine; None before the start, asleep, while it restarts, and at the end."""
@@ -77,25 +70,38 @@ class StepThread:
         self.failure: BaseException | None = None
         """Why the phase is `FAILED`."""
         self.num_restarts = 0
+        """Engines that were started after a failure."""
         self.counted: tuple[Engine | None, EngineCounters] = (None, EngineCounters())
         """The engine, and the sum of the counters of the earlier ones. Replaced as one, so that
         any thread reads a sum that never decreases."""
         self.started: Future[None] = _future()
         """Done when the first engine serves, with the error if it could not start."""
-        self.dispatcher = Dispatcher(config, on_ended)
+        self.dispatcher = Dispatcher(config)
         self._start_engine = start_engine
-        self._config = config
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._drains: list[_Drain] = []
-        self._failures: deque[float] = deque(maxlen=config.max_restarts + 1)
+        self._stall_seconds = config.stall_seconds
+        self._inbox: Inbox[Callable[[], None]] = Inbox(call)
+        self._drains = Drains()
+        self._restarts = RestartPolicy(config.max_restarts, config.restart_window)
+        self._restart_ns: int | None = None
+        """When the engine is started again after a failure; None if it is not."""
         self._busy_since_ns: int | None = None
         self._last_step_ns = 0
-        self._finished = False
+        self._closing = False
+        self._ended = False
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stepgraph-steps", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which first makes the engine."""
-        self._thread.start()
+        """Start the thread, which first makes the engine. Does nothing if it was started.
+
+        Raises:
+            EngineClosedError: it was closed.
+        """
+        with self._starting:
+            if self.phase is Phase.CLOSED:
+                raise self._refusal(Phase.CLOSED)
+            if self._thread.ident is None:
+                self._thread.start()
 
     def join(self) -> None:
         """Wait for the end of the thread, if it was started. Does nothing in the thread itself."""
@@ -116,30 +122,36 @@ class StepThread:
 
     def check_started(self) -> Engine:
         """Return the engine, also while it drains. Raises as `check_serving`."""
-        return self.check_serving() if self.engine is None else self.engine
+        engine = self.engine
+        return self.check_serving() if engine is None else engine
+
+    def watch(self, handle: RequestHandle) -> None:
+        """Observe the deadlines of a request that will be admitted."""
+        self._inbox.put(partial(self.dispatcher.watch, handle))
 
     def admit(self, handle: RequestHandle) -> None:
         """Queue a prepared request, or end it with the reason why it is refused."""
-        self._put(lambda: self.dispatcher.admit(handle, self.engine, self._refusal(self.phase)))
+        self._inbox.put(partial(self._admit, handle))
 
     def abort(self, handle: RequestHandle, reason: AbortReason = "abort") -> None:
         """End a request within one step. Finalizers may call it: it takes no lock."""
-        self._put(lambda: self.dispatcher.abort(handle, self.engine, reason))
+        self._inbox.put(lambda: self.dispatcher.abort(handle, self.engine, reason))
 
     def run(self, operation: Callable[[], T]) -> Future[T]:
         """Run a function between two steps; the future has its result or exception."""
         future: Future[T] = _future()
-        self._put(partial(_run_into, future, operation))
+        self._inbox.put(partial(_run_into, future, operation))
         return future
 
     def drain(self, timeout: float | None) -> Future[bool]:
         """Refuse new requests from now on, and complete the present ones.
 
-        After `timeout` seconds the rest is aborted. The result is whether none was.
+        After `timeout` seconds the rest is aborted. The result is whether every request ended by
+        itself.
         """
         end_ns = None if timeout is None else time.perf_counter_ns() + int(timeout * 1e9)
         future: Future[bool] = _future()
-        self._put(lambda: self._begin_drain(_Drain(end_ns, future)))
+        self._inbox.put(partial(self._begin_drain, end_ns, future))
         return future
 
     def sleep(self) -> Future[None]:
@@ -156,33 +168,48 @@ class StepThread:
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
-        self._put(self._close)
+        with self._starting:
+            if self._thread.ident is None and self.phase is not Phase.CLOSED:
+                self.phase, self._ended = Phase.CLOSED, True
+                self.started.set_exception(self._refusal(Phase.CLOSED))
+                self._inbox.end()
+        self._inbox.put(self._close)
 
     def health(self) -> Health:
         """Return the present state."""
-        phase, busy = self.phase, self._busy_since_ns
+        phase, busy, failure = self.phase, self._busy_since_ns, self.failure
         age = None
         if busy is not None:
             age = (time.perf_counter_ns() - max(busy, self._last_step_ns)) / 1e9
         alive = self._thread.is_alive()
         reason = None
         if phase is not Phase.SERVING:
-            reason = phase.value if self.failure is None else f"{phase.value}: {self.failure!r}"
+            reason = phase.value if failure is None else f"{phase.value}: {_shown(failure)}"
         elif not alive:
             reason = "the step thread has ended"
-        elif age is not None and age > self._config.stall_seconds:
+        elif age is not None and age > self._stall_seconds:
             reason = f"no step has ended for {age:.1f} s"
         live = alive and phase not in (Phase.FAILED, Phase.CLOSED)
         return Health(phase, live, reason is None, age, reason)
 
-    def _put(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
-        if self._finished:
-            self._run_actions()  # the thread runs no more
-
     # From here on only the step thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+            self._end(EngineClosedError("the engine was closed before the request ended"))
+        except BaseException as error:  # it interrupted the handling of a failure
+            logger.critical("the step thread failed", exc_info=error)
+            self.phase, self.failure = Phase.FAILED, error
+            self._end(_lost(error))
+            if not self.started.done():
+                self.started.set_exception(error)
+        finally:
+            self._ended = True
+            self._inbox.end()
+
+    def _serve(self) -> None:
+        """Run turns until the engine is closed."""
         try:
             self._make_engine()
         except BaseException as error:
@@ -190,109 +217,98 @@ class StepThread:
             self.started.set_exception(error)
         else:
             self.started.set_result(None)
-        while self.phase is not Phase.CLOSED:
+        while True:
             try:
-                self._turn()
+                while not self._closing:
+                    self._turn()
+                return
             except BaseException as error:
-                self._fail(error)
-        self._finished = True
-        self._run_actions()
+                failure = error
+            self._fail(failure)
 
     def _turn(self) -> None:
         """Run the actions that have arrived, then a step if there is work."""
         requests = self.dispatcher
         if self.engine is None or not requests.has_work:
             self._busy_since_ns = None
-            self._settle_drains()
-            self._wait()
-        self._run_actions()
+            self._inbox.wait(self._seconds_to_wait())
+        self._inbox.run()
+        if self._closing:
+            return
+        if self._restart_ns is not None and self._restart_ns <= time.perf_counter_ns():
+            self._restart()
         engine = self.engine
-        if engine is None or not requests.has_work:
-            return
         now = time.perf_counter_ns()
-        if self._busy_since_ns is None:
-            self._busy_since_ns = now
         requests.expire(engine, now)
-        requests.fill_rows(engine, now)
-        if requests.num_running:
-            outputs = engine.step()
-            self._last_step_ns = time.perf_counter_ns()
-            requests.deliver(outputs, engine, self._last_step_ns)
-        requests.flush(engine)
-        self._settle_drains()
+        if engine is not None and requests.has_work:
+            if self._busy_since_ns is None:
+                self._busy_since_ns = now
+            requests.fill_rows(engine, now)
+            if requests.num_running:
+                outputs = engine.step()
+                self._last_step_ns = time.perf_counter_ns()
+                requests.deliver(outputs, engine, self._last_step_ns)
+        requests.end_unreadable(engine)
+        self._drains.settle(requests, engine)
+        requests.flush()
 
-    def _wait(self) -> None:
-        """Wait for the next action, or until a drain aborts its requests."""
-        ends = [drain.end_ns for drain in self._drains if drain.end_ns is not None]
-        timeout = max(min(ends) - time.perf_counter_ns(), 0) / 1e9 if ends else None
-        try:
-            action = self._inbox.get(timeout=timeout)
-        except Empty:
-            return
-        action()
+    def _seconds_to_wait(self) -> float | None:
+        """Return when there is something to do without an action; None for never."""
+        times = (self._restart_ns, self.dispatcher.deadlines.next_ns, self._drains.next_ns)
+        due = min([ns for ns in times if ns is not None], default=None)
+        return None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
 
-    def _run_actions(self) -> None:
-        """Run the actions that have arrived, and wake the consumers they concern."""
-        while True:
-            try:
-                action = self._inbox.get_nowait()
-            except Empty:
-                break
-            action()
-        self.dispatcher.flush(self.engine)
+    def _admit(self, handle: RequestHandle) -> None:
+        engine, refusal = self.engine, self._refusal(self.phase)
+        self.dispatcher.admit(handle, engine, refusal, time.perf_counter_ns())
+        if self._ended:
+            self.dispatcher.flush()
 
     def _make_engine(self) -> None:
         self.phase = Phase.STARTING
         self.engine = self._start_engine()
         self.counted = (self.engine, self.counted[1])
-        self.phase = Phase.SERVING
+        self.phase = Phase.DRAINING if self._drains.active else Phase.SERVING
 
     def _refusal(self, phase: Phase) -> StepgraphError:
         """Return why requests are refused in a phase."""
         if phase is Phase.CLOSED:
             return EngineClosedError("the engine is closed: make a new one")
-        if phase is Phase.FAILED:
+        failure = self.failure
+        if phase is Phase.FAILED and failure is not None:
             error = EngineFailedError(
-                f"the engine failed ({self.failure!r}): close it and make a new one"
+                f"the engine failed ({_shown(failure)}): close it and make a new one"
             )
-            error.__cause__ = self.failure
+            error.__cause__ = failure
             return error
         return EngineUnavailableError(f"the engine is {phase.value}, and takes no requests now")
 
-    def _begin_drain(self, drain: _Drain) -> None:
+    def _begin_drain(self, end_ns: int | None, future: Future[bool]) -> None:
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
-        self._drains.append(drain)
-
-    def _settle_drains(self) -> None:
-        """Complete the drains if no request is left; abort the rest when their time is over."""
-        if not self._drains:
-            return
-        if self.engine is None or self.dispatcher.is_empty:
-            for drain in self._drains:
-                drain.future.set_result(drain.complete)
-            self._drains.clear()
-            return
-        now = time.perf_counter_ns()
-        for drain in self._drains:
-            if drain.end_ns is not None and drain.end_ns <= now:
-                drain.end_ns, drain.complete = None, False
-                self.dispatcher.abort_all(self.engine)
+        self._drains.add(end_ns, future)
+        if self._ended:
+            self._drains.settle(self.dispatcher, None)
 
     def _sleep(self) -> None:
         self._check_can_start()
-        self._lose_requests(EngineUnavailableError("the engine was put to sleep"))
-        self._close_engine()
+        self._restart_ns = None
+        self._close_engine(EngineUnavailableError("the engine was put to sleep"))
+        self._drains.end(complete=False)
         self.phase = Phase.ASLEEP
 
     def _wake(self) -> None:
         self._check_can_start()
+        if self._restart_ns is not None:
+            raise EngineUnavailableError("the engine failed and is restarting: wait until it runs")
+        self._drains.end(complete=False)
         if self.engine is not None:
             self.phase = Phase.SERVING
             return
         try:
             self._make_engine()
         except BaseException:
+            self._close_engine(None)
             self.phase = Phase.ASLEEP
             raise
 
@@ -311,44 +327,63 @@ class StepThread:
             raise self._refusal(self.phase)
 
     def _close(self) -> None:
-        if self.phase is Phase.CLOSED:
-            return
+        self._closing = True  # an exception in a later action may change the phase
         self.phase = Phase.CLOSED
-        self._lose_requests(EngineClosedError("the engine was closed before the request ended"))
-        for drain in self._drains:
-            drain.future.set_result(False)
-        self._drains.clear()
-        self._close_engine()
+
+    def _end(self, error: StepgraphError) -> None:
+        """End all requests and the engine."""
+        if self._closing:
+            self.phase = Phase.CLOSED
+        self._busy_since_ns = None
+        self._close_engine(error)
+        self._drains.end(complete=False)
 
     def _fail(self, error: BaseException) -> None:
-        """End the running requests; restart the engine if the policy allows, or end the rest."""
+        """End the running requests; schedule a restart if the policy allows, or end the rest."""
         logger.error("the engine failed", exc_info=error)
         self._busy_since_ns = None
-        lost = EngineFailedError(f"the engine failed, and the request was lost: {error}")
-        lost.__cause__ = error
-        self.dispatcher.lose_running(lost)
-        self.phase = Phase.STARTING
-        self._close_engine()
-        self._failures.append(time.monotonic())
-        recent = self._failures[-1] - self._failures[0] <= self._config.restart_window
-        if len(self._failures) <= self._config.max_restarts or not recent:
+        running = self.engine is not None
+        if running:
+            self.phase = Phase.STARTING
+            self._drains.note_loss()
+        self.dispatcher.recover(_lost(error))
+        if running:
+            self._close_engine(None)
+            _free_frames(error)
+            self._schedule_restart(error)
+        for handle in self.dispatcher.prepared():  # its action may have been interrupted
+            self._admit(handle)
+        self._drains.settle(self.dispatcher, self.engine)
+        self.dispatcher.flush()
+
+    def _schedule_restart(self, error: BaseException) -> None:
+        """Start the engine again after a failure, or give up."""
+        pause = self._restarts.pause(time.monotonic())
+        if pause is None:
+            self.phase, self.failure = Phase.FAILED, error
+            self.dispatcher.lose_all(_lost(error))
+        else:
+            self._restart_ns = time.perf_counter_ns() + int(pause * 1e9)
+
+    def _restart(self) -> None:
+        try:
+            self._make_engine()
+        except BaseException as error:
+            logger.exception("the engine could not be restarted")
+            self._close_engine(None)
+            _free_frames(error)
+            self._restart_ns = None
+            self._schedule_restart(error)
+        else:
+            self._restart_ns = None
             self.num_restarts += 1
-            try:
-                self._make_engine()
-                return
-            except BaseException as second:
-                logger.exception("the engine could not be restarted")
-                error = second
-        self.phase, self.failure = Phase.FAILED, error
-        self._lose_requests(lost)
 
-    def _lose_requests(self, error: Exception) -> None:
-        self.dispatcher.lose_running(error)
-        self.dispatcher.lose_queued(error)
-        self.dispatcher.flush(None)
-
-    def _close_engine(self) -> None:
+    def _close_engine(self, error: StepgraphError | None) -> None:
+        """Close the engine. First end all requests with `error`, if it is given."""
+        # Without an engine first: a request that is prepared for it now is among those that end.
         engine, self.engine = self.engine, None
+        if error is not None:
+            self.dispatcher.lose_all(error)
         if engine is not None:
             try:
                 self.counted = (None, self.counted[1].plus(engine.counters()))
@@ -365,7 +400,34 @@ def _future() -> Future[T]:
 
 
 def _run_into(future: Future[T], operation: Callable[[], T]) -> None:
+    if future.done():  # this was interrupted after it
+        return
     try:
-        future.set_result(operation())
+        result = operation()
     except BaseException as error:
         future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        future.set_result(result)
+
+
+def _lost(error: BaseException) -> EngineFailedError:
+    """Return the error of a request that was lost with its engine."""
+    shown = bounded_text(error, MAX_REASON)
+    lost = EngineFailedError(f"the engine failed, and the request was lost: {shown}")
+    lost.__cause__ = error
+    return lost
+
+
+def _shown(error: BaseException) -> str:
+    return bounded_repr(error, MAX_REASON)
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Free the local variables of the frames of a traceback: they hold the engine's memory."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,145 @@
+"""An `AsyncEngine` over fake engines whose steps and preparations a test can hold back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from stepgraph.runtime import AsyncEngine, Engine, SamplingParams, ServiceConfig
+
+from .fake_engine import expected, fake_engine, params
+
+SECONDS = 5.0
+"""Limit of every wait of a test; a healthy one ends within milliseconds."""
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class Gate:
+    """Holds a call back: open, or for a number of calls."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._open = True
+        self.waiting = threading.Semaphore(0)
+        """Released whenever a call begins to wait."""
+
+    def close(self) -> None:
+        self._open = False
+
+    def open(self) -> None:
+        self._open = True
+        self._permits.release(1000)
+
+    def permit(self, count: int = 1) -> None:
+        self._permits.release(count)
+
+    def __call__(self) -> None:
+        if not self._open:
+            self.waiting.release()
+            assert self._permits.acquire(timeout=SECONDS)
+
+
+class Rig:
+    """Makes the engines of an `AsyncEngine`, and controls them.
+
+    Attributes:
+        engine: the asynchronous engine.
+        made: the engines made so far; the last one serves.
+        steps, preparations: gates of `Engine.step` and `Engine.prepare`.
+        on_step: called before each step; may raise.
+        on_launch: called within each step, before its launch, with its plan; may raise.
+        on_start: called before an engine is made; may raise.
+    """
+
+    def __init__(self, service: ServiceConfig | None = None, **options: Any) -> None:
+        self._options = options
+        self.made: list[Engine] = []
+        self.steps = Gate()
+        self.preparations = Gate()
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_launch: Callable[[Any], None] = lambda plan: None
+        self.on_start: Callable[[], None] = lambda: None
+        self.num_steps = 0
+        self.engine = AsyncEngine(self.make, service)
+
+    def make(self) -> Engine:
+        self.on_start()
+        engine = fake_engine(**self._options)
+        step, prepare = engine.step, engine.prepare
+        runner = engine._loop.runner
+        launch = runner.launch
+
+        def hooked_launch(number: int, plan: Any) -> Any:
+            self.on_launch(plan)
+            return launch(number, plan)
+
+        def gated_step() -> Any:
+            self.steps()
+            self.on_step()
+            self.num_steps += 1
+            return step()
+
+        def gated_prepare(*args: Any, **options: Any) -> Any:
+            self.preparations()
+            return prepare(*args, **options)
+
+        engine.step = gated_step  # type: ignore[method-assign]
+        runner.launch = hooked_launch  # type: ignore[method-assign]
+        engine.prepare = gated_prepare  # type: ignore[method-assign]
+        self.made.append(engine)
+        return engine
+
+    def expected(self, prompt: list[int], own: SamplingParams) -> list[int]:
+        """The tokens of a request that runs alone."""
+        return expected(self.made[-1], prompt, own)
+
+    def on_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a function between two steps and return its result."""
+        return self.engine._thread.run(function).result(SECONDS)
+
+    def check_idle(self) -> None:
+        """Assert that no request, row, block or count is left."""
+
+        def check() -> None:
+            requests, engine = self.engine._thread.dispatcher, self.made[-1]
+            requests.check_integrity()
+            assert not requests.handles
+            assert not requests.has_work
+            assert requests.limits.num_requests == requests.limits.num_tokens == 0
+            if self.engine._thread.engine is not None:
+                engine.check_integrity()
+                stats = engine.stats()
+                assert (stats["running"], stats["waiting"]) == (0, 0)
+                assert stats["blocks"]["free"] == stats["blocks"]["usable"]
+
+        limits, end = self.engine._thread.dispatcher.limits, time.monotonic() + SECONDS
+        while limits.num_requests and time.monotonic() < end:  # prepared, although it has ended
+            time.sleep(0.001)
+        self.on_thread(check)
+
+    def check_serves(self) -> None:
+        """Assert that a new request gets its tokens, and leaves nothing."""
+        own = params(7)
+        output = self.engine.submit(PROMPT, own).result(SECONDS)
+        assert output.token_ids == self.expected(PROMPT, own)
+        self.check_idle()
+
+
+@contextmanager
+def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
+    """A started rig, which is closed at the end."""
+    made = Rig(service, **options)
+    with made.engine:
+        try:
+            yield made
+        finally:
+            made.steps.open()
+            made.preparations.open()
+
+
+def config(**options: Any) -> ServiceConfig:
+    return ServiceConfig(**options)
