@@ -27,6 +27,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
+    from .prompt_logprobs import PromptLogprobs
 
 __all__ = [
     "AbortReason",
@@ -100,7 +101,7 @@ class Request:
     """(priority, arrival number): smaller is served first and preempted last."""
     max_tokens: int
     """Output tokens after which it ends with `length`: `params.max_tokens`, or fewer if a sequence
-    cannot be as long."""
+    cannot be as long. At least 1: a token is sampled, and dropped if `params.max_tokens` is 0."""
     stop_token_ids: frozenset[int]
     """Tokens that end it, end-of-sequence tokens included unless `params.ignore_eos`."""
     detokenizer: IncrementalDetokenizer | None
@@ -112,6 +113,8 @@ class Request:
     """Embeddings in the place of tokens of the prompt, by position."""
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of its prompt, if it is the completion that computes them."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""
@@ -217,6 +220,18 @@ class Request:
     def replace_last_token(self, token_id: int) -> None:
         """Replace the newest token."""
         self._output_ids[self.num_output - 1] = token_id
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """Tokens whose keys and values it may take from others instead of computing them; None: all.
+
+        The positions after them are computed for their log-probabilities.
+        """
+        return None if self.prompt_logprobs is None else self.prompt_logprobs.reusable_tokens
+
+    def unscored(self, start: int, stop: int) -> range:
+        """Return the positions `start` to `stop` - 1 whose prompt log-probabilities are missing."""
+        return range(0) if self.prompt_logprobs is None else self.prompt_logprobs.unscored(start, stop)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1. A copy."""
