@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
+from .logprobs import PromptLogprobs, TokenLogprobs
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
     from .prompt_embeds import EmbeddedSpan
-    from .prompt_logprobs import PromptLogprobs
 
 __all__ = [
     "AbortReason",
@@ -66,26 +66,6 @@ _FINISHED = RequestStatus.FINISHED
 
 def _no_integers() -> array[int]:
     return array("q")
-
-
-LOWEST_LOGPROB = -3.4028234663852886e38
-"""The most negative float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural-log probabilities at one position, under the model's unprocessed distribution.
-
-    All of them are finite, so `json.dumps(..., allow_nan=False)` takes them.
-    """
-
-    token_id: int
-    logprob: float
-    """At least `LOWEST_LOGPROB`."""
-    top: dict[int, float]
-    """The `SamplingParams.logprobs` most probable tokens, most probable first. Tokens of
-    probability 0 (a logit of -inf) are left out rather than listed with -inf, which is not a JSON
-    number: so there may be fewer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +211,9 @@ class Request:
 
     def unscored(self, start: int, stop: int) -> range:
         """Return the positions `start` to `stop` - 1 whose prompt log-probabilities are missing."""
-        return range(0) if self.prompt_logprobs is None else self.prompt_logprobs.unscored(start, stop)
+        return (
+            range(0) if self.prompt_logprobs is None else self.prompt_logprobs.unscored(start, stop)
+        )
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1. A copy."""

@@ -17,7 +17,7 @@ from stepgraph.cache.spec import (
 )
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
-from stepgraph.runtime.prompt_logprobs import PromptLogprobs
+from stepgraph.runtime.logprobs import PromptLogprobs
 from stepgraph.runtime.request import Request, RequestGroup
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan

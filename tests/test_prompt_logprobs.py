@@ -41,7 +41,9 @@ def assert_scores(
             assert list(entry.top) == ids.tolist()
 
 
-def assert_all(outputs: Sequence[RequestOutput], model: TinyModel, prompts: list[list[int]]) -> None:
+def assert_all(
+    outputs: Sequence[RequestOutput], model: TinyModel, prompts: list[list[int]]
+) -> None:
     for output, prompt in zip(outputs, prompts, strict=True):
         assert_scores(output, prompt, model.logits(prompt))
 
@@ -127,27 +129,25 @@ def test_completions_share_the_prompt_of_the_first(
 def test_preempted_prompts_are_scored_once(
     open_engine: Callable[..., Engine], base: TinyModel, preemption: str, prefix_cache: bool
 ) -> None:
-    """Others preempt a prompt between its chunks, and decode on beside it unchanged."""
+    """Decoding rows grow and preempt a prompt between two of its chunks. They do not change."""
     engine = open_engine(
         "base",
         block_size=4,
-        prefill_chunk=5,
-        num_blocks=31,
+        prefill_chunk=2,
+        num_blocks=40,
         prefix_cache=prefix_cache,
         preemption=preemption,
         host_cache_bytes=1 << 20,
     )
-    long, *urgent = base.prompts(70, 24, 30, 28)
-    engine.add_request(long, SCORED, "long", priority=1)
-    for _ in range(6):
-        engine.step()
+    long, *urgent = base.prompts(70, 24, 24)
     for index, prompt in enumerate(urgent):
         engine.add_request(prompt, greedy(30), str(index))
+    engine.add_request(long, SCORED, "long", priority=1)
     done = run(engine, checked=True)
     assert done["long"].num_preemptions > 0
     assert_scores(done["long"], long, base.logits(long))
     assert done["long"].token_ids == base.greedy([long], 8)[0]
-    assert [done[str(i)].token_ids for i in range(3)] == base.greedy(urgent, 30)
+    assert [done[str(i)].token_ids for i in range(2)] == base.greedy(urgent, 30)
     assert engine.stats()["scored_prompt_tokens"] == 69
 
 
@@ -199,9 +199,7 @@ def test_embeddings_have_no_score(open_engine: Callable[..., Engine], base: Tiny
             assert entry.logprob == pytest.approx(value, abs=1e-4)
 
 
-def test_not_requested_or_not_computed(
-    open_engine: Callable[..., Engine], base: TinyModel
-) -> None:
+def test_not_requested_or_not_computed(open_engine: Callable[..., Engine], base: TinyModel) -> None:
     engine = open_engine("base", prefill_chunk=4)
     (prompt,) = base.prompts(20)
     assert engine.generate([prompt], greedy(2))[0].prompt_logprobs == []

@@ -15,9 +15,9 @@ from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.detokenizer import IncrementalDetokenizer
 from ..loading.tokenizer import TextTokenizer
+from ..logprobs import PromptLogprobs
 from ..models.config import ModelConfig
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
-from ..prompt_logprobs import PromptLogprobs
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from ..request import Request, RequestGroup
 from ..sampling.sampling_state import MAX_ROW_STOP_IDS

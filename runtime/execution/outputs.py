@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..request import LOWEST_LOGPROB, Request, TokenLogprobs
+from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
+from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan

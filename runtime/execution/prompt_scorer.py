@@ -22,15 +22,14 @@ import torch
 from ...graphs.buffers import StaticBuffers, TensorSpec
 from ..kernels.ops.draws import largest
 from ..kernels.triton.dependent import dependent_launch
+from ..logprobs import Float32Array, Int64Array
 from ..models.decoder import Decoder
-from ..prompt_logprobs import Float32Array, Int64Array
 from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan
-from .outputs import OUTPUT_SETS
 from .step_functions import on_device
 
-__all__ = ["LaunchedScores", "PromptScorer", "Score", "ScoreInputs", "slice_tokens"]
+__all__ = ["LaunchedScores", "PromptScorer", "Score", "ScoreArrays", "ScoreInputs", "slice_tokens"]
 
 A = TypeVar("A", torch.Tensor, npt.NDArray[np.int64])
 
@@ -63,7 +62,7 @@ class ScoreInputs(Generic[A]):
 
 
 @dataclass(frozen=True)
-class _Scores:
+class ScoreArrays:
     """Scores of M tokens, on the device or on the host. k = min(20, vocab_size)."""
 
     logprobs: torch.Tensor
@@ -76,7 +75,7 @@ class _Scores:
     @classmethod
     def allocate(
         cls, tokens: int, best: int, device: torch.device | str, *, pinned: bool = False
-    ) -> _Scores:
+    ) -> ScoreArrays:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
@@ -86,7 +85,7 @@ class _Scores:
     def bytes_for(tokens: int, best: int) -> int:
         return tokens * (4 + 12 * best)
 
-    def copy_async(self, source: _Scores, count: int) -> None:
+    def copy_async(self, source: ScoreArrays, count: int) -> None:
         """Issue the copies of the first `count` tokens, which are contiguous."""
         for name in ("logprobs", "top_logprobs", "top_ids"):
             getattr(self, name)[:count].copy_(getattr(source, name)[:count], non_blocking=True)
@@ -98,7 +97,7 @@ class LaunchedScores:
 
     chunks: Sequence[RowSpan]
     """Chunks with scored positions, in the order of the scores."""
-    values: _Scores
+    values: ScoreArrays
 
     def read(self) -> Iterable[Score]:
         """Yield the scores of each chunk, once they have arrived. Copy what must last."""
@@ -118,26 +117,28 @@ class PromptScorer:
     """Hidden states of the last prefill step, and the scores computed from them."""
 
     def __init__(
-        self, model: Decoder, *, prefill_tokens: int, max_num_seqs: int, is_async_device: bool
+        self, model: Decoder, *, prefill_tokens: int, max_num_seqs: int, host_sets: int
     ) -> None:
-        """Allocate buffers for prefill steps of up to `prefill_tokens`."""
+        """Allocate buffers for prefill steps of up to `prefill_tokens`.
+
+        `host_sets`: steps whose scores are kept on the host at a time; 0 if the device is the host.
+        """
         self._model = model
         device, best = model.device, min(MAX_LOGPROBS, model.config.vocab_size)
-        hidden = (prefill_tokens, model.config.hidden_size)
+        hidden = (prefill_tokens + 1, model.config.hidden_size)
         self.hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
-        """`[M, hidden_size]`: written by prefill steps, token by token."""
+        """`[M + 1, hidden_size]`: the first rows are written by prefill steps. The last one never
+        is: without it torch compiles a step that writes all rows separately."""
         self.inputs = StaticBuffers.allocate(
             ScoreInputs[torch.Tensor], ScoreInputs.layout(prefill_tokens=prefill_tokens), device
         )
         self._arrays = self.inputs.arrays(ScoreInputs[npt.NDArray[np.int64]])
-        self._scores = _Scores.allocate(prefill_tokens, best, device)
-        self._host: list[_Scores] = []
-        if is_async_device:
-            pinned = device.type == "cuda"
-            self._host = [
-                _Scores.allocate(prefill_tokens, best, "cpu", pinned=pinned)
-                for _ in range(OUTPUT_SETS)
-            ]
+        self._scores = ScoreArrays.allocate(prefill_tokens, best, device)
+        pinned = device.type == "cuda"
+        self._host = [
+            ScoreArrays.allocate(prefill_tokens, best, "cpu", pinned=pinned)
+            for _ in range(host_sets)
+        ]
         self._slice = min(slice_tokens(max_num_seqs), prefill_tokens)
         # One shape on CUDA, so that no kernel is compiled while requests wait.
         self._pads = device.type == "cuda"
@@ -146,13 +147,13 @@ class PromptScorer:
     def nbytes(self) -> int:
         """Bytes on the device."""
         tokens, best = self._scores.top_ids.shape
-        return self.hidden.nbytes + self.inputs.nbytes + _Scores.bytes_for(tokens, best)
+        return self.hidden.nbytes + self.inputs.nbytes + ScoreArrays.bytes_for(tokens, best)
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device."""
         tokens, best = self._scores.top_ids.shape
-        return self.inputs.nbytes + len(self._host) * _Scores.bytes_for(tokens, best)
+        return self.inputs.nbytes + len(self._host) * ScoreArrays.bytes_for(tokens, best)
 
     @staticmethod
     def bytes_for(
@@ -160,13 +161,13 @@ class PromptScorer:
     ) -> int:
         """Bytes on the device, without `inputs`."""
         best = min(MAX_LOGPROBS, vocab_size)
-        hidden = prefill_tokens * hidden_size * dtype.itemsize
-        return hidden + _Scores.bytes_for(prefill_tokens, best)
+        hidden = (prefill_tokens + 1) * hidden_size * dtype.itemsize
+        return hidden + ScoreArrays.bytes_for(prefill_tokens, best)
 
     @staticmethod
-    def host_bytes_for(prefill_tokens: int, vocab_size: int) -> int:
+    def host_bytes_for(prefill_tokens: int, vocab_size: int, host_sets: int) -> int:
         """Bytes of host buffers for an asynchronous device, without the mirror of `inputs`."""
-        return OUTPUT_SETS * _Scores.bytes_for(prefill_tokens, min(MAX_LOGPROBS, vocab_size))
+        return host_sets * ScoreArrays.bytes_for(prefill_tokens, min(MAX_LOGPROBS, vocab_size))
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of every static tensor."""
@@ -197,8 +198,8 @@ class PromptScorer:
     def launch(self, number: int, chunks: Sequence[RowSpan]) -> LaunchedScores | None:
         """Score the chunks of the prefill step `number`, which has been launched, if any does.
 
-        Returns without waiting for the device. The scores are valid until the launch after the
-        next.
+        Returns without waiting for the device. The scores are valid until the launch of step
+        `number + host_sets`.
         """
         scored = [chunk for chunk in chunks if chunk.scored]
         if not scored:
@@ -207,7 +208,7 @@ class PromptScorer:
         self.run(count, max(_num_top(chunk.request) for chunk in scored))
         if not self._host:
             return LaunchedScores(scored, self._scores)
-        host = self._host[number % OUTPUT_SETS]
+        host = self._host[number % len(self._host)]
         host.copy_async(self._scores, count)
         return LaunchedScores(scored, host)
 
@@ -219,7 +220,7 @@ class PromptScorer:
             torch.inference_mode(False),
             torch.no_grad(),
         ):
-            most = self.hidden.shape[0]
+            most = self._scores.logprobs.shape[0]
             for start in range(0, count, self._slice):
                 end = start + self._slice if self._pads else count
                 self._score(slice(start, min(start + self._slice, end, most)), num_top)

@@ -30,7 +30,7 @@ from .inputs import (
     write_prefill,
     write_table_updates,
 )
-from .outputs import HostOutputs, LaunchedStep, Sampled, sampled_tokens
+from .outputs import OUTPUT_SETS, HostOutputs, LaunchedStep, Sampled, sampled_tokens
 from .prepared_steps import PreparedSteps
 from .prompt_scorer import LaunchedScores, PromptScorer, Score
 from .row_state import RowState
@@ -91,7 +91,7 @@ class Runner:
             model,
             prefill_tokens=config.prefill_chunk,
             max_num_seqs=config.max_num_seqs,
-            is_async_device=config.is_async_device,
+            host_sets=OUTPUT_SETS if config.is_async_device else 0,
         )
         self._threads = None if model.kernels.library is None else config.threads
         self._embeds_shown = False  # set by the last prefill step

@@ -89,7 +89,7 @@ class StepFunctions:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
         Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
-        states to `hidden`, `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
+        states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
         """
         self.model = model
         self.arena = arena

@@ -14,7 +14,7 @@ from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
 from ..execution.inputs import EmbedInputs, StepInputs
-from ..execution.outputs import HostOutputs
+from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
@@ -257,7 +257,7 @@ def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> 
     )
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        scores = PromptScorer.host_bytes_for(prefill_tokens, model.vocab_size)
+        scores = PromptScorer.host_bytes_for(prefill_tokens, model.vocab_size, OUTPUT_SETS)
         return inputs(prefill_tokens, row_blocks) + outputs + scores
 
     return host_bytes

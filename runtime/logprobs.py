@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, as the chunks of its prefill compute them.
+"""Log-probabilities of a token, and of a prompt's tokens as the chunks of its prefill compute them.
 
 The logits at position p are those of the token at position p + 1. So a prompt of P tokens has P - 1
 positions to score, each once, in order:
@@ -15,17 +15,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .request import LOWEST_LOGPROB, TokenLogprobs
-
-__all__ = ["PromptLogprobs"]
+__all__ = ["PromptLogprobs", "TokenLogprobs"]
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""The most negative float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, under the model's unprocessed distribution.
+
+    All of them are finite, so `json.dumps(..., allow_nan=False)` takes them.
+    """
+
+    token_id: int
+    logprob: float
+    """At least `LOWEST_LOGPROB`."""
+    top: dict[int, float]
+    """The `SamplingParams.logprobs` most probable tokens, most probable first. Tokens of
+    probability 0 (a logit of -inf) are left out rather than listed with -inf, which is not a JSON
+    number: so there may be fewer."""
 
 
 class PromptLogprobs:
