@@ -1,4 +1,4 @@
-"""Log-probabilities of a token, and of a prompt's tokens as the chunks of its prefill compute them.
+"""Log-probabilities of tokens, and those of a prompt as the chunks of its prefill compute them.
 
 The logits at position p are those of the token at position p + 1. So a prompt of P tokens has P - 1
 positions to score, each once, in order:

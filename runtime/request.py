@@ -203,7 +203,7 @@ class Request:
 
     @property
     def reusable_tokens(self) -> int | None:
-        """Tokens whose keys and values it may take from others instead of computing them; None: all.
+        """Tokens whose keys and values it may take from others; None: all.
 
         The positions after them are computed for their log-probabilities.
         """
@@ -211,9 +211,9 @@ class Request:
 
     def unscored(self, start: int, stop: int) -> range:
         """Return the positions `start` to `stop` - 1 whose prompt log-probabilities are missing."""
-        return (
-            range(0) if self.prompt_logprobs is None else self.prompt_logprobs.unscored(start, stop)
-        )
+        if self.prompt_logprobs is None:
+            return range(0)
+        return self.prompt_logprobs.unscored(start, stop)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1. A copy."""

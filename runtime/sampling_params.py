@@ -62,8 +62,8 @@ class SamplingParams:
     immutable ones, integers given for real numbers become floats.
 
     Attributes:
-        max_tokens: maximum tokens to generate, 0 to 2^20. With 0 the request ends with `length` once
-            its prompt is computed.
+        max_tokens: maximum tokens to generate, 0 to 2^20. With 0 the request ends with `length`
+            once its prompt is computed.
         min_tokens: minimum tokens to generate, 0 to `max_tokens`. Before that,
             end-of-sequence tokens and `stop_token_ids` cannot be drawn, and stop strings within
             their text are ignored.
@@ -85,8 +85,8 @@ class SamplingParams:
         ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
-        prompt_logprobs: the same for each token of the prompt, given the tokens before it. The whole
-            prompt is computed for them, also what the prefix cache holds of it.
+        prompt_logprobs: the same for each token of the prompt, given the tokens before it. The
+            prompt is then computed as a whole, even if the prefix cache has its beginning.
         skip_special_tokens: omit special tokens from the text. The token that ends an output
             never has text.
 

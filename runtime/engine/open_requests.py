@@ -108,7 +108,7 @@ class OpenRequests:
             assert request.prompt_logprobs is not None, "a request without prompt_logprobs"
             self.counts["scored_prompt_tokens"] += len(positions)
             if not request.prompt_logprobs.append(positions, logprobs, top_ids, top_logprobs):
-                self._end_non_finite(request)
+                self._end_non_finite(request, "prompt_logprobs cannot be computed")
 
     def collect(self) -> None:
         """Create outputs for changed groups, and remove finished groups."""
@@ -138,10 +138,12 @@ class OpenRequests:
             request.error = error
             return "error"
 
-    def _end_non_finite(self, request: Request) -> None:
+    def _end_non_finite(
+        self, request: Request, consequence: str = "no token can be chosen"
+    ) -> None:
         """End a request with non-finite logits, and withdraw its unverified blocks."""
         request.error = NonFiniteLogitsError(
-            f"request {request.id}: no token can be chosen after {request.num_tokens} tokens,"
+            f"request {request.id}: {consequence} after {request.num_tokens} tokens,"
             f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
             " parameters leave nothing but -inf; look for NaN in the weights, or choose bfloat16"
             " where float16 overflows"

@@ -163,11 +163,12 @@ class StartedEngine:
         came from a cache, and how many Triton kernels were compiled ahead, in how many threads.
         `blocks` and `cache` count blocks that are free, cached, found, copied and swapped;
         `fallbacks` launches without a prepared step. `steps` counts launches,
-        `scored_prompt_tokens` positions scored for `prompt_logprobs`, in uncaptured slices after a
-        prefill step, `multi_step_launches` those that decoded several tokens of each row, `non_finite` requests
-        that ended with `NonFiniteLogitsError`. `collector` counts the runs of Python's garbage
-        collector since the engine was made, and their seconds. `step_budget` (None without
-        `max_itl_ms`) compares the times of mixed prefill and decode steps with their predictions.
+        `multi_step_launches` those that decoded several tokens of each row, `non_finite` requests
+        that ended with `NonFiniteLogitsError`. `scored_prompt_tokens` counts the prompt tokens
+        whose `prompt_logprobs` were computed, by uncaptured operations after a prefill step.
+        `collector` counts the runs of Python's garbage collector since the engine was made, and
+        their seconds. `step_budget` (None without `max_itl_ms`) compares the times of mixed prefill
+        and decode steps with their predictions.
         """
         return engine_stats(
             self._open_parts(),
