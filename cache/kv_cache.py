@@ -75,6 +75,7 @@ class KVCache(BlockTables):
         headroom: int = 0,
         hashes: PrefixHashes | None = None,
         siblings: Sequence[tuple[str, int]] = (),
+        reusable_tokens: int | None = None,
     ) -> Admitted | None:
         """Allocate the blocks that a request needs to start, or to resume after preemption.
 
@@ -85,6 +86,8 @@ class KVCache(BlockTables):
             headroom: blocks that must stay free for other requests.
             hashes: block hashes of its known tokens; None to share no blocks by content.
             siblings: (request, tokens) of requests that have computed the same first tokens.
+            reusable_tokens: the most tokens to take from shared blocks; None: no limit. The
+                request's own swapped blocks are always taken.
 
         Returns:
             What the request reuses; None if too few blocks are free, and nothing has changed. In
@@ -97,7 +100,10 @@ class KVCache(BlockTables):
             f"a step computes {chunk} tokens of a request, the cache was made for {self._chunk}"
         )
         assert request_id not in self._held, f"request {request_id} holds blocks already"
-        reuse = find_reuse(self._allocators, self.host, request_id, num_tokens, hashes, siblings)
+        most = num_tokens - 1 if reusable_tokens is None else min(num_tokens - 1, reusable_tokens)
+        reuse = find_reuse(
+            self._allocators, self.host, request_id, num_tokens, hashes, siblings, most
+        )
         found = reuse.found
         stop = min(num_tokens, found.num_tokens + chunk)
         lengths = [a.columns(stop if a.slides else num_tokens) for a in self._allocators]

@@ -56,11 +56,13 @@ def find_reuse(
     num_tokens: int,
     hashes: PrefixHashes | None,
     siblings: Sequence[tuple[str, int]],
+    most_shared: int,
 ) -> Reuse:
     """Return the longest reusable prefix of a request of `num_tokens` known tokens.
 
     It never contains all of them: the last one must be computed for its logits. `hashes` and
-    `siblings` are those of `KVCache.admit`.
+    `siblings` are those of `KVCache.admit`; at most `most_shared` tokens are shared with other
+    requests.
     """
     swapped = host.find(request_id)
     if swapped is not None:
@@ -71,10 +73,10 @@ def find_reuse(
     best = Reuse(Admitted(0), [[] for _ in allocators])
     for sibling, shared_tokens in siblings:
         assert shared_tokens < num_tokens, f"request {request_id} has no token left to compute"
-        if shared_tokens > best.found.num_tokens:
+        if best.found.num_tokens < shared_tokens <= most_shared:
             best = _fork(allocators, sibling, shared_tokens) or best
     size = allocators[0].block_size
-    most = (num_tokens - 1) // size
+    most = most_shared // size
     if hashes is not None and most * size > best.found.num_tokens:
         tables = _match(allocators, hashes, min(most, len(hashes)))
         found = len(tables[0]) * size

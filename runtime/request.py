@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
+from .logprobs import PromptLogprobs, TokenLogprobs
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
@@ -67,26 +68,6 @@ def _no_integers() -> array[int]:
     return array("q")
 
 
-LOWEST_LOGPROB = -3.4028234663852886e38
-"""The most negative float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural-log probabilities at one position, under the model's unprocessed distribution.
-
-    All of them are finite, so `json.dumps(..., allow_nan=False)` takes them.
-    """
-
-    token_id: int
-    logprob: float
-    """At least `LOWEST_LOGPROB`."""
-    top: dict[int, float]
-    """The `SamplingParams.logprobs` most probable tokens, most probable first. Tokens of
-    probability 0 (a logit of -inf) are left out rather than listed with -inf, which is not a JSON
-    number: so there may be fewer."""
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One completion. Compared by identity; `id` is unique within the engine."""
@@ -100,7 +81,7 @@ class Request:
     """(priority, arrival number): smaller is served first and preempted last."""
     max_tokens: int
     """Output tokens after which it ends with `length`: `params.max_tokens`, or fewer if a sequence
-    cannot be as long."""
+    cannot be as long. At least 1: a token is sampled, and dropped if `params.max_tokens` is 0."""
     stop_token_ids: frozenset[int]
     """Tokens that end it, end-of-sequence tokens included unless `params.ignore_eos`."""
     detokenizer: IncrementalDetokenizer | None
@@ -112,6 +93,8 @@ class Request:
     """Embeddings in the place of tokens of the prompt, by position."""
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of its prompt, if it is the completion that computes them."""
 
     num_output: int = field(default=0, init=False)
     """Output tokens known on the host."""
@@ -221,6 +204,20 @@ class Request:
     def replace_last_token(self, token_id: int) -> None:
         """Replace the newest token."""
         self._output_ids[self.num_output - 1] = token_id
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """Tokens whose keys and values it may take from others; None: all.
+
+        The positions after them are computed for their log-probabilities.
+        """
+        return None if self.prompt_logprobs is None else self.prompt_logprobs.reusable_tokens
+
+    def unscored(self, start: int, stop: int) -> range:
+        """Return the positions `start` to `stop` - 1 whose prompt log-probabilities are missing."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return self.prompt_logprobs.unscored(start, stop)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the known tokens at positions `start` to `stop` - 1. A copy."""

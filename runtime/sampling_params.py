@@ -62,7 +62,8 @@ class SamplingParams:
     immutable ones, integers given for real numbers become floats.
 
     Attributes:
-        max_tokens: maximum tokens to generate, 1 to 2^20.
+        max_tokens: maximum tokens to generate, 0 to 2^20. With 0 the request ends with `length`
+            once its prompt is computed.
         min_tokens: minimum tokens to generate, 0 to `max_tokens`. Before that,
             end-of-sequence tokens and `stop_token_ids` cannot be drawn, and stop strings within
             their text are ignored.
@@ -84,6 +85,8 @@ class SamplingParams:
         ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: report the log-probability of each token and of this many of the most probable
             ones, 0 to 20; `None` reports none.
+        prompt_logprobs: the same for each token of the prompt, given the tokens before it. The
+            prompt is then computed as a whole, even if the prefix cache has its beginning.
         skip_special_tokens: omit special tokens from the text. The token that ends an output
             never has text.
 
@@ -107,18 +110,20 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        _check_int("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         _check_int("n", self.n, 1, MAX_N)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
         for field in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise _refusal(field, getattr(self, field), "True or False")

@@ -15,12 +15,14 @@ import random
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 from stepgraph.cache.blocks import NULL_BLOCK
 from stepgraph.runtime.execution.outputs import Sampled
+from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import Request
 from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
@@ -328,6 +330,16 @@ class FakeRunner:
     def read(self, launch: FakeLaunchedStep) -> list[Sampled]:
         assert launch is self.unread.popleft(), "launches are read in their order, once"
         return launch.sampled
+
+    def read_scores(self, launch: FakeLaunchedStep) -> Iterator[Score]:
+        """The score of a position is its negative."""
+        for chunk in launch.plan.prefill:
+            assert chunk.start <= chunk.scored.start or not chunk.scored
+            assert chunk.scored.stop <= chunk.start + chunk.count or not chunk.scored
+            if chunk.scored:
+                scores = -np.array(chunk.scored, np.float32)
+                none = len(scores), 0
+                yield chunk.request, chunk.scored, scores, np.empty(none, int), np.empty(none)
 
     def check_integrity(self) -> None:
         assert len(self.unread) <= self.in_flight

@@ -28,6 +28,7 @@ from stepgraph.runtime import resolved_config
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.execution import outputs, prepared_steps
 from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, OutputEvents
+from stepgraph.runtime.execution.prompt_scorer import PromptScorer, ScoreArrays
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.runner import Runner
 from stepgraph.runtime.execution.step_functions import StepKey
@@ -335,6 +336,8 @@ def make_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     queued(Arena, "copy_blocks")
     queued(HostArena, "swap_out")
     queued(HostArena, "swap_in")
+    queued(PromptScorer, "run")
+    queued(ScoreArrays, "copy_async")
     waiting(EagerStep, "run")
     waiting(Runner, "check_integrity")
     monkeypatch.setattr(startup, "CapturePeaks", lambda device: FakePeaks(graphs, device))

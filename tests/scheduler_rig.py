@@ -17,6 +17,7 @@ from stepgraph.cache.spec import (
 )
 from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
+from stepgraph.runtime.logprobs import PromptLogprobs
 from stepgraph.runtime.request import Request, RequestGroup
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
@@ -113,6 +114,7 @@ class Rig:
         topic: int = 0,
         shared: int = 0,
         salt: str = "",
+        scored: bool = False,
     ) -> RequestGroup:
         """Make a prompt that begins with `shared` tokens which all of its topic begin with."""
         self.arrivals += 1
@@ -139,6 +141,8 @@ class Rig:
             )
             for index in range(n)
         ]
+        if scored:
+            requests[0].prompt_logprobs = PromptLogprobs(prompt, 0)
         for request in requests:
             request.siblings = [other for other in requests if other is not request]
         return RequestGroup(name, prompt, requests)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.runtime import ConfigError, Engine, EngineConfig
 from stepgraph.runtime.engine.startup import start
 from stepgraph.runtime.execution.inputs import StepInputs
+from stepgraph.runtime.execution.prompt_scorer import PromptScorer
 from stepgraph.runtime.execution.row_state import RowState
 from stepgraph.runtime.execution.step_sizes import most_table_updates
 from stepgraph.runtime.kernels import (
@@ -143,8 +145,14 @@ def test_static_buffers_to_the_byte(
         CPU,
     )
     state = RowState.allocate(rows, len(groups), fitted.max_blocks_per_row, model.vocab_size, CPU)
+    scorer = PromptScorer(
+        cast(Decoder, SimpleNamespace(config=model, dtype=config.dtype, device=CPU)),
+        prefill_tokens=fitted.prefill_chunk,
+        max_num_seqs=rows,
+        host_sets=0,
+    )
     terms = footprint.terms(footprint.most_blocks, tokens)
-    assert terms["static_buffers"] == inputs.nbytes + state.nbytes
+    assert terms["static_buffers"] == inputs.nbytes + state.nbytes + scorer.nbytes
     assert terms["host_buffers"] == 0
 
 
@@ -206,7 +214,8 @@ def test_a_cuda_device_is_measured_by_its_allocator(tiny: Callable[[str], TinyMo
     assert not any(terms[name].note for name in measured)
     assert parts.runner.host_arena is not None
     assert terms["host_cache"].measured == parts.runner.host_arena.nbytes
-    assert terms["host_buffers"].measured == parts.runner.inputs.nbytes
+    mirrors = parts.runner.inputs.nbytes + parts.runner.scorer.inputs.nbytes
+    assert terms["host_buffers"].measured == mirrors
 
 
 def test_a_small_cache_shortens_rows_and_reads(open_engine: Callable[..., Engine]) -> None:

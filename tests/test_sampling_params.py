@@ -13,12 +13,13 @@ from stepgraph.runtime.errors import RequestError
 from stepgraph.runtime.sampling_params import SamplingParams
 
 INTEGERS = {
-    "max_tokens": (1, 1 << 20),
+    "max_tokens": (0, 1 << 20),
     "min_tokens": (0, 64),
     "top_k": (-1, (1 << 31) - 1),
     "seed": (0, (1 << 63) - 1),
     "n": (1, 128),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
 }
 REALS = {
     "temperature": (0.0, 100.0),

@@ -141,6 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         topic=st.integers(0, 1),
         shared=st.integers(0, 30),
         salt=st.sampled_from(["", "", "tenant"]),
+        scored=st.booleans(),
     )
     def add(self, prompt: int, **options: Any) -> None:
         # Few names: they come back, and find nothing that their last owner left.
@@ -177,6 +178,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.finished == all(c.finish_reason for c in output.completions)
         for completion, request in zip(output.completions, group.requests, strict=True):
             self.check_completion(completion, request, name in self.aborted)
+        if group.requests[0].prompt_logprobs is not None and any(
+            completion.token_ids for completion in output.completions
+        ):
+            positions = range(len(group.prompt_ids) - 1)
+            scores = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+            assert scores == [-position for position in positions]
         lengths = [len(completion.token_ids) for completion in output.completions]
         for completion, before in zip(output.completions, self.seen[name], strict=True):
             assert list(completion.delta.token_ids) == completion.token_ids[max(before, 0) :]

@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt
 from ..loading.detokenizer import IncrementalDetokenizer
 from ..loading.tokenizer import TextTokenizer
+from ..logprobs import PromptLogprobs
 from ..models.config import ModelConfig
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
@@ -94,7 +95,7 @@ class Intake:
                 params=params,
                 seed=_derive(base, index),
                 order=(priority, arrival * 1_000_000 + index),
-                max_tokens=min(params.max_tokens, self._longest - len(prompt_ids)),
+                max_tokens=min(max(params.max_tokens, 1), self._longest - len(prompt_ids)),
                 stop_token_ids=frozenset(stops),
                 detokenizer=self._detokenizer(prompt_ids, params),
                 arrival_ns=arrival_ns,
@@ -102,6 +103,12 @@ class Intake:
             )
             for index in range(params.n)
         ]
+        if params.prompt_logprobs is not None:
+            requests[0].prompt_logprobs = PromptLogprobs(
+                prompt_ids,
+                params.prompt_logprobs,
+                [range(span.position, span.stop) for span in embeds],
+            )
         requests[0].prefix_hashes = hashes
         requests[0].hashes_of(len(prompt_ids))
         for request in requests:

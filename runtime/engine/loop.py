@@ -252,6 +252,8 @@ class StepLoop:
                 chunk.request.num_pending += 1
                 chunk.request.decoding = True
             chunk.request.num_computed += chunk.count
+            if chunk.request.prompt_logprobs is not None:
+                chunk.request.prompt_logprobs.launch(chunk.scored)
         return step
 
     def _copy_blocks(self, plan: StepPlan) -> None:
@@ -300,6 +302,8 @@ class StepLoop:
                 self._step_budget.observe(step.plan, step.launched_ns, arrived)
             if step.advanced is not None:
                 self._take_back(step.plan, step.advanced)
+            if step.plan.scored_tokens:
+                self.requests.append_scores(self.runner.read_scores(step))
             self.requests.append(sampled, arrived)
         return arrived - started if is_async_device else 0
 

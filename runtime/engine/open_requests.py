@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ..errors import NonFiniteLogitsError
 from ..execution.outputs import Sampled
+from ..execution.prompt_scorer import Score
 from ..kernels.ops.feedback import NON_FINITE
 from ..request import AbortReason, FinishReason, Request, RequestGroup, RequestStatus
 from ..scheduling.scheduler import Scheduler
@@ -25,7 +26,9 @@ class OpenRequests:
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, RequestGroup] = {}
         """The requests of each prompt by id, until their last output was made."""
-        self.counts = dict.fromkeys(("requests", "finished", "output_tokens", "non_finite"), 0)
+        self.counts = dict.fromkeys(
+            ("requests", "finished", "output_tokens", "scored_prompt_tokens", "non_finite"), 0
+        )
         self.ready: list[RequestOutput] = []
         """Outputs that have not been returned yet, in order."""
         self.any_finished = False
@@ -71,6 +74,10 @@ class OpenRequests:
             if token_id == NON_FINITE:
                 self._end_non_finite(request)
                 continue
+            if request.params.max_tokens == 0:
+                self._changed[self._group_of[request]] = None
+                self._finish(request, "length")
+                continue
             taken += 1
             request.append_token(token_id, now_ns)
             if logprobs is not None:
@@ -89,6 +96,19 @@ class OpenRequests:
             if request.num_output >= request.max_tokens:
                 self._finish(request, "length")
         self.counts["output_tokens"] += taken
+
+    def append_scores(self, scores: Iterable[Score]) -> None:
+        """Append the scores of prompt tokens of a committed step, before its tokens.
+
+        Scores of requests that have ended since the launch are discarded.
+        """
+        for request, positions, logprobs, top_ids, top_logprobs in scores:
+            if request.status is _FINISHED:
+                continue
+            assert request.prompt_logprobs is not None, "a request without prompt_logprobs"
+            self.counts["scored_prompt_tokens"] += len(positions)
+            if not request.prompt_logprobs.append(positions, logprobs, top_ids, top_logprobs):
+                self._end_non_finite(request, "prompt_logprobs cannot be computed")
 
     def collect(self) -> None:
         """Create outputs for changed groups, and remove finished groups."""
@@ -118,10 +138,12 @@ class OpenRequests:
             request.error = error
             return "error"
 
-    def _end_non_finite(self, request: Request) -> None:
+    def _end_non_finite(
+        self, request: Request, consequence: str = "no token can be chosen"
+    ) -> None:
         """End a request with non-finite logits, and withdraw its unverified blocks."""
         request.error = NonFiniteLogitsError(
-            f"request {request.id}: no token can be chosen after {request.num_tokens} tokens,"
+            f"request {request.id}: {consequence} after {request.num_tokens} tokens,"
             f" {request.num_output} of them output: its logits hold NaN or +inf, or its sampling"
             " parameters leave nothing but -inf; look for NaN in the weights, or choose bfloat16"
             " where float16 overflows"

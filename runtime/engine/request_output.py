@@ -91,6 +91,12 @@ class CompletionOutput:
         return self._request.logprobs[: self._num_tokens]
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """See `RequestOutput.prompt_logprobs`; empty for other completions than number 0."""
+        known = self._request.prompt_logprobs
+        return [] if known is None else known.entries()
+
+    @property
     def timing(self) -> RequestTiming | None:
         """Arrival and token times; None before the first token."""
         times = self._request.token_ns[: self._num_tokens]
@@ -169,6 +175,16 @@ class RequestOutput:
     def logprobs(self) -> list[TokenLogprobs]:
         """The log-probabilities of completion 0."""
         return self.completions[0].logprobs if self.completions else []
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """One entry for each token of the prompt, given the tokens before it.
+
+        None for the first token and for embeddings. The list is empty unless
+        `SamplingParams.prompt_logprobs` was given, and if the request ended before its prompt was
+        computed. Made anew at each call.
+        """
+        return self.completions[0].prompt_logprobs if self.completions else []
 
     @property
     def finish_reason(self) -> FinishReason | None:

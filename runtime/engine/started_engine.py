@@ -163,8 +163,9 @@ class StartedEngine:
 
         Counters: `requests`, `finished` requests, `output_tokens`, `steps` (launches),
         `multi_step_launches` (with several decode steps), `fallbacks` (parts of a launch without a
-        prepared step), `preemptions`, `failed_copies`, and `non_finite` (requests that ended with
-        `NonFiniteLogitsError`).
+        prepared step), `preemptions`, `failed_copies`, `non_finite` (requests that ended with
+        `NonFiniteLogitsError`), and `scored_prompt_tokens` (for `prompt_logprobs`, by uncaptured
+        operations after a prefill step).
 
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions

@@ -43,7 +43,7 @@ from ..loading.loader import (
 )
 from ..loading.tokenizer import load_tokenizer
 from ..memory.footprint import model_footprint
-from ..memory.measurement import CapturePeaks, PhaseLog, measure_steps
+from ..memory.measurement import CapturePeaks, PhaseLog, add_scoring, measure_steps
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
 from ..models.plan import model_plan
@@ -130,6 +130,7 @@ def _start(
     with log.phase("measure"):
         have_run = resolved.mode != "eager"
         step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
+        step_memory = add_scoring(step_memory, runner)
     parts = EngineParts(
         resolved,
         model,

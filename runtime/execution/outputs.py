@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..request import LOWEST_LOGPROB, Request, TokenLogprobs
+from ..logprobs import LOWEST_LOGPROB, TokenLogprobs
+from ..request import Request
 from ..sampling.sample_output import SampleOutput
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import StepPlan
 from .step_functions import StepOutput
+
+if TYPE_CHECKING:
+    from .prompt_scorer import LaunchedScores
 
 __all__ = [
     "HostOutputs",
@@ -59,6 +63,8 @@ class LaunchedStep:
     as many as planned."""
     began: torch.cuda.Event | None = None
     """Event before the first part; None on a CPU, or without device timing."""
+    scores: LaunchedScores | None = None
+    """Scores of prompt tokens, if a chunk of the plan has any."""
 
     def elapsed_ns(self) -> int | None:
         """Device time in nanoseconds from `began` to `arrived`, or None without timing.

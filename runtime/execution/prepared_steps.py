@@ -39,6 +39,11 @@ class PreparedSteps:
         self._capturer = CudaGraphCapturer(config.device) if config.mode == "graph" else None
         self.library = _library(config, self.functions, self._eager, self._capturer, keys)
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured, with memory of their own."""
+        return self._capturer is not None
+
     def compile_kernels(self) -> CompiledKernels:
         """Compile the Triton kernels of all steps in parallel, before they are prepared."""
         from ..kernels.triton.precompile import (

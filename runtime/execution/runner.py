@@ -30,8 +30,9 @@ from .inputs import (
     write_prefill,
     write_table_updates,
 )
-from .outputs import HostOutputs, LaunchedStep, Sampled, sampled_tokens
+from .outputs import OUTPUT_SETS, HostOutputs, LaunchedStep, Sampled, sampled_tokens
 from .prepared_steps import PreparedSteps
+from .prompt_scorer import LaunchedScores, PromptScorer, Score
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -86,6 +87,12 @@ class Runner:
                 ),
                 device,
             )
+        self.scorer = PromptScorer(
+            model,
+            prefill_tokens=config.prefill_chunk,
+            max_num_seqs=config.max_num_seqs,
+            host_sets=OUTPUT_SETS if config.is_async_device else 0,
+        )
         self._threads = None if model.kernels.library is None else config.threads
         self._embeds_shown = False  # set by the last prefill step
         self._decode_rows: list[int] = []  # as last written
@@ -111,6 +118,7 @@ class Runner:
             self.state,
             self.inputs.device,
             None if self.embeds is None else self.embeds.device,
+            hidden=self.scorer.hidden,
         )
         self.steps = PreparedSteps(config, self.sizes.keys(), make_functions)
         self.library = self.steps.library
@@ -122,16 +130,16 @@ class Runner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of row state and inputs."""
+        """Bytes of row state, inputs and buffers for scoring."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
-        return self.state.nbytes + self.inputs.nbytes + embeds
+        return self.state.nbytes + self.inputs.nbytes + embeds + self.scorer.nbytes
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
         outputs = 0 if self._outputs is None else self._outputs.nbytes
-        return self.inputs.nbytes + embeds + outputs
+        return self.inputs.nbytes + embeds + outputs + self.scorer.host_nbytes
 
     def addresses(self) -> dict[str, int]:
         """Return the device address of everything that captured steps read or write."""
@@ -145,6 +153,7 @@ class Runner:
                 if self.embeds is None
                 else {f"embeds.{k}": v for k, v in self.embeds.addresses().items()}
             ),
+            **self.scorer.addresses(),
         }
 
     def check_integrity(self) -> None:
@@ -196,6 +205,7 @@ class Runner:
         prefill_key = self._prefill_key(plan) if plan.prefill else None
         self._write_inputs(plan, prefill_key)
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
+        scores: LaunchedScores | None = None
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
         began = None if self._outputs is None else self._outputs.begin(number)
         if plan.decode:
@@ -220,14 +230,19 @@ class Runner:
                 started = clock()
                 launched = launched or started
                 output = self.library.run(key)
-                worked += clock() - started
                 output = self._copy_outputs(number, key, output)
+                scores = self.scorer.launch(number, plan.prefill)
+                worked += clock() - started
             self.library.record_padding(tokens, lanes)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
         if self._outputs is None:
-            return LaunchedStep(number, plan, bucket, launched, tuple(parts), None, worked)
+            return LaunchedStep(
+                number, plan, bucket, launched, tuple(parts), None, worked, scores=scores
+            )
         arrived = self._outputs.record_event(number, began)
-        return LaunchedStep(number, plan, bucket, launched, tuple(parts), arrived, 0, began=began)
+        return LaunchedStep(
+            number, plan, bucket, launched, tuple(parts), arrived, 0, began=began, scores=scores
+        )
 
     @property
     def times_device(self) -> bool:
@@ -244,6 +259,10 @@ class Runner:
         if step.arrived is not None:
             step.arrived.synchronize()
         return sampled_tokens(step)
+
+    def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
+        """Return the scores of prompt tokens of a launch, after `read`."""
+        return () if step.scores is None else step.scores.read()
 
     def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Issue the copy of an output to the host, before another launch can overwrite it."""
@@ -288,6 +307,7 @@ class Runner:
             if prefill_key is not None:
                 write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
                 self._write_embeds(plan)
+                self.scorer.write(plan.prefill)
         if updates:
             self._copy_updates(updates)
         else:

@@ -84,10 +84,12 @@ class StepFunctions:
         embeds: EmbedInputs[torch.Tensor] | None,
         compiled: bool,
         drafts: DraftInputs[torch.Tensor] | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> None:
         """Bind the tensors. With `compiled`, steps are compiled at their first call.
 
-        Prefill steps read `embeds` if prompts may have embeddings. Verify steps read `drafts`.
+        Prefill steps read `embeds` if prompts may have embeddings, and write their final hidden
+        states to `hidden`, at least `[M, hidden_size]`, if it is given. Verify steps read `drafts`.
         """
         self.model = model
         self.arena = arena
@@ -96,8 +98,10 @@ class StepFunctions:
         self.inputs = inputs
         self.embeds = embeds
         self.drafts = drafts
+        self.hidden = hidden
         self._sampler = SAMPLERS[model.kernels.sampler]
-        self._parts = CompiledParts((arena, *state.tensors().values()))
+        static = (arena, *state.tensors().values(), *(() if hidden is None else (hidden,)))
+        self._parts = CompiledParts(static)
         if compiled and model.stack is None:
             if model.kernels.sampler == "triton":  # torch.compile cannot trace its launches
                 self._sampler = SAMPLERS["torch"]
@@ -268,6 +272,8 @@ class StepFunctions:
         )
         hidden_TD = self._forward_pass(token_ids_T, batch, *embeds)
         with operation("last_tokens"):
+            if self.hidden is not None:
+                self.hidden[: hidden_TD.shape[0]].copy_(hidden_TD)
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]

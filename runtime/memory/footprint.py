@@ -14,7 +14,8 @@ from ...cache.spec import LayerGroup
 from ...graphs.buffers import CPU_ALIGNMENT, CUDA_ALIGNMENT, TensorSpec
 from ..errors import ConfigError
 from ..execution.inputs import EmbedInputs, StepInputs
-from ..execution.outputs import HostOutputs
+from ..execution.outputs import OUTPUT_SETS, HostOutputs
+from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
 from ..kernels import Kernels
@@ -88,7 +89,9 @@ def model_footprint(
         mask_bytes_per_token_position=math.ceil(
             heap * kernels.masks * max(_mask_bytes(op, config) for op in attends)
         ),
-        logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0) + head_weight,
+        logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
+        + head_weight
+        + _scoring_bytes(model, config),
         logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
@@ -191,12 +194,28 @@ def _logit_bytes(config: ResolvedConfig) -> int:
     return 2 * held if eager else held * 3 // 2
 
 
+def _scoring_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Memory that scoring of prompt tokens needs in addition to that of sampling.
+
+    For each logit of a slice: the logit, in float32, and two more such tensors in the log-softmax.
+    Captured steps keep the memory of sampling to themselves.
+    """
+    held = config.dtype.itemsize + 12
+    scoring = slice_tokens(config.max_num_seqs) * model.vocab_size * held
+    if config.mode == "graph":
+        return scoring
+    return max(0, scoring - config.max_num_seqs * model.vocab_size * _logit_bytes(config))
+
+
 def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     inputs = _input_bytes(model, config, num_groups)
 
     def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
         rows = RowState.bytes_for(config.max_num_seqs, num_groups, row_blocks, model.vocab_size)
-        return rows + inputs(prefill_tokens, row_blocks)
+        scores = PromptScorer.bytes_for(
+            prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
+        )
+        return rows + inputs(prefill_tokens, row_blocks) + scores
 
     return static_bytes
 
@@ -221,7 +240,8 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
                 prefill_tokens=prefill_tokens, hidden_size=model.hidden_size
             )
             total += _allocation_bytes(embeds, alignment)
-        return total
+        scored = ScoreInputs.layout(prefill_tokens=prefill_tokens)
+        return total + _allocation_bytes(scored, alignment)
 
     return input_bytes
 
@@ -237,7 +257,8 @@ def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> 
     )
 
     def host_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        return inputs(prefill_tokens, row_blocks) + outputs
+        scores = PromptScorer.host_bytes_for(prefill_tokens, model.vocab_size, OUTPUT_SETS)
+        return inputs(prefill_tokens, row_blocks) + outputs + scores
 
     return host_bytes
 

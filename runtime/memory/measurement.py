@@ -32,7 +32,7 @@ from ..execution.step_functions import StepKey
 from ..execution.step_sizes import StepSizes
 from ..kernels import Kernels
 
-__all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "measure_steps"]
+__all__ = ["CapturePeaks", "Phase", "PhaseLog", "StepMemory", "add_scoring", "measure_steps"]
 
 _SECONDS_PER_SERIES = 0.06
 """Seconds of this thread, for each of the rows above."""
@@ -168,6 +168,21 @@ def measure_steps(
             return StepMemory({}, {**remarks, "attention_masks": _UNREADABLE})
         return StepMemory({"attention_masks": 0}, remarks)
     return _terms(peaks, runner.sizes, kernels)
+
+
+def add_scoring(memory: StepMemory, runner: Runner) -> StepMemory:
+    """Return the measured terms with the memory of scoring prompt tokens among the logits.
+
+    Scoring runs between steps. It can use the memory of their sampling, unless that is captured.
+    Its kernels are compiled and loaded here.
+    """
+    runner.scorer.run_largest_slice()
+    peak = peak_bytes(runner.scorer.run_largest_slice, runner.device)
+    logits = memory.measured.get("logits")
+    if peak is None or logits is None:
+        return memory
+    logits = logits + peak if runner.steps.captures else max(logits, peak)
+    return StepMemory({**memory.measured, "logits": logits}, memory.notes)
 
 
 def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepKey, int]:

@@ -47,6 +47,7 @@ class AdmissionControl:
             headroom=self._headroom.before(head.order),
             hashes=head.hashes_of(head.num_tokens),
             siblings=siblings,
+            reusable_tokens=head.reusable_tokens,
         )
         self._refused = (*state, free) if found is None else None
         return found
@@ -70,6 +71,7 @@ class AdmissionControl:
         if (
             not request.may_fork
             or len(request.prompt_ids) == 1
+            or request.reusable_tokens is not None
             or self._cache.is_swapped(request.id)
         ):
             return []

@@ -57,6 +57,8 @@ class RowSpan:
     count: int
     samples: bool
     """Whether tokens are sampled: False for chunks that end before the last known token."""
+    scored: range = range(0)
+    """Positions whose logits give the log-probabilities of the next prompt tokens."""
 
 
 @dataclass(slots=True)
@@ -107,3 +109,10 @@ class StepPlan:
         if not self.prefill:
             return 0
         return sum(chunk.count for chunk in self.prefill)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Positions that the prefill chunks score for `prompt_logprobs`."""
+        if not self.prefill:
+            return 0
+        return sum(len(chunk.scored) for chunk in self.prefill)

@@ -292,8 +292,9 @@ class Scheduler:
         if self._step_budget is not None:
             count = self._step_budget.fit(plan, request, start, asked)
         if count:
-            row, samples = self._running.rows[request], start + count == request.num_tokens
-            plan.prefill.append(RowSpan(request, row, start, count, samples))
+            row, stop = self._running.rows[request], start + count
+            samples, scored = stop == request.num_tokens, request.unscored(start, stop)
+            plan.prefill.append(RowSpan(request, row, start, count, samples, scored))
         return budget - count if count == asked else 0
 
     def _make_room(

@@ -25,6 +25,9 @@ SHARE_AFTER = 16
 """Consecutive mixed steps (prefill and decode) after which an error is also attributed to the
 decode part."""
 
+SCORE_RATE = 0.5
+"""Share of a step's error by which the cost of scoring a prompt token is corrected."""
+
 logger = logging.getLogger("stepgraph.runtime")
 
 
@@ -46,6 +49,7 @@ class StepBudget:
         self._predicted = 0.0
         self._observed = 0.0
         self._errors = 0.0
+        self._score_seconds = 0.0  # for one position scored for prompt_logprobs, as learned
         self._mixed = 0  # mixed steps since the last decode-only step
         # Positions that the rows of the latest plans attend to; whether one needs the full sampler.
         self._rows: list[Request] = []
@@ -68,7 +72,8 @@ class StepBudget:
 
         def fits(more: int) -> bool:
             total = attended + self.costs.attended(start, more)
-            return prefill.predict(used + more, total) <= left
+            scored = plan.scored_tokens + len(request.unscored(start, start + more))
+            return prefill.predict(used + more, total) + scored * self._score_seconds <= left
 
         if fits(count):
             return count
@@ -107,6 +112,10 @@ class StepBudget:
         predicted = decode + prefill
         error = seconds - predicted
         self._rows_steps += plan.steps
+        if plan.scored_tokens:  # its error is attributed to scoring, which nothing calibrates
+            error = SCORE_RATE * error / plan.scored_tokens
+            self._score_seconds = max(0.0, self._score_seconds + error)
+            return
         if not plan.prefill:
             self._mixed = 0
             if plan.decode:
@@ -163,7 +172,8 @@ class StepBudget:
         return costs.predict(len(plan.decode), self._rows_attended)
 
     def _prefill_seconds(self, plan: StepPlan, attended: int) -> float:
-        return self.costs.prefill[_full_sampler(plan)].predict(plan.prefill_tokens, attended)
+        prefill = self.costs.prefill[_full_sampler(plan)].predict(plan.prefill_tokens, attended)
+        return prefill + plan.scored_tokens * self._score_seconds
 
     def _correct_decode(self, plan: StepPlan, error: float) -> None:
         """Update the decode part. `_decode_seconds` must have been called for this plan."""
