@@ -162,15 +162,13 @@ class Decoder(nn.Module):
         Raises:
             CheckpointError: as `store`.
         """
-        # Inference mode also writes to tensors that were made in it.
-        with torch.inference_mode():
-            for name, tensor in weights:
-                module, stored = self._as_stored(name, tensor)
-                for leaf, value in stored.items():
-                    target = getattr(module, leaf)
-                    assert target.shape == value.shape, name
-                    target.copy_(value)
-                del tensor, stored, value  # before the next one is allocated
+        for name, tensor in weights:
+            module, stored = self._as_stored(name, tensor)
+            for leaf, value in stored.items():
+                target: nn.Parameter = getattr(module, leaf)
+                assert target.shape == value.shape, name
+                target.data.copy_(value)
+            del tensor, stored, value  # before the next one is allocated
 
     def _as_stored(
         self, name: str, tensor: torch.Tensor

@@ -19,18 +19,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+from ..bounded_repr import bounded_text
 from ..engine.engine import Engine
 from ..errors import (
+    ConfigError,
     EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
+    RequestError,
     StepgraphError,
 )
 from ..request import AbortReason
 from .dispatcher import Dispatcher
 from .health import Health, Phase
+from .reload_result import ReloadResult
 from .request_handle import RequestHandle
 from .service_config import ServiceConfig
 
@@ -146,9 +151,16 @@ class StepThread:
         """Serve again after `drain` or `sleep`."""
         return self.run(self._wake)
 
-    def reload(self, start_engine: Callable[[], Engine]) -> Future[None]:
-        """Replace the engine, which has been drained; start the old one again if that fails."""
-        return self.run(lambda: self._reload(start_engine))
+    def reload(
+        self, source: str | Path, start_engine: Callable[[], Engine]
+    ) -> Future[ReloadResult]:
+        """Take other weights into the engine, which has been drained, or start a new engine.
+
+        Args:
+            source: of the weights.
+            start_engine: makes an engine of this source. The old one is started again if it fails.
+        """
+        return self.run(lambda: self._reload(source, start_engine))
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
@@ -291,7 +303,32 @@ class StepThread:
             self.phase = Phase.ASLEEP
             raise
 
-    def _reload(self, start_engine: Callable[[], Engine]) -> None:
+    def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
+        self._check_can_start()
+        began = time.perf_counter()
+        reason = self._reload_weights(source)
+        if reason is None:
+            self._start_engine = start_engine
+            self._wake()
+        else:
+            self._replace_engine(start_engine)
+        return ReloadResult(reason is None, time.perf_counter() - began, reason)
+
+    def _reload_weights(self, source: str | Path) -> str | None:
+        """Take other weights into the engine; return why a new engine is needed instead."""
+        if self.engine is None:
+            return f"the engine was {self.phase.value}"
+        try:
+            self.engine.reload_weights(source)
+        except (ConfigError, RequestError, EngineFailedError) as error:
+            return bounded_text(error)
+        except BaseException:
+            self._wake()  # with the weights that it has
+            raise
+        return None
+
+    def _replace_engine(self, start_engine: Callable[[], Engine]) -> None:
+        """Close the engine and start another one, or the old one again if that fails."""
         self._sleep()
         before, self._start_engine = self._start_engine, start_engine
         try:
