@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
 from stepgraph.runtime.errors import (
@@ -58,8 +67,8 @@ def write(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Write:
 
 @contextmanager
 def opened(directory: Path, **config: Any) -> Iterator[Engine]:
-    settings: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
-    with Engine.from_pretrained(directory, EngineConfig(**settings)) as engine:
+    fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
+    with Engine.from_pretrained(directory, EngineConfig(**fields)) as engine:
         yield engine
 
 
@@ -406,3 +415,76 @@ def test_requests_of_other_threads_see_one_model(base: TinyModel, write: Write) 
         assert found
         assert all(tokens in known for tokens in found)
         engine.check_integrity()
+
+
+class Reloads(RuleBasedStateMachine):
+    """Requests, steps and reloads in any order: each request runs on one model from end to end."""
+
+    sources: dict[str, Path]
+    fresh: dict[str, Engine]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = "first"
+        self.expected: dict[str, list[int]] = {}
+        config = EngineConfig(device="cpu", mode="eager", max_num_seqs=2, block_size=4)
+        self.engine = Engine.from_pretrained(self.sources["first"], config)
+
+    @rule(prompt=st.lists(st.integers(0, 30), min_size=1, max_size=20))
+    def add(self, prompt: list[int]) -> None:
+        request_id = self.engine.add_request(prompt, greedy(5))
+        (output,) = self.fresh[self.model].generate([prompt], greedy(5))
+        self.expected[request_id] = output.token_ids
+
+    @rule()
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                tokens = self.expected.pop(output.request_id)
+                assert output.token_ids == tokens[: len(output.token_ids)]
+                assert output.token_ids == tokens or output.finish_reason == "abort"
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.expected))))
+
+    @rule(name=st.sampled_from(["first", "second", "deeper", "lost"]))
+    def reload(self, name: str) -> None:
+        busy = self.engine.has_unfinished()
+        try:
+            self.engine.reload_weights(self.sources[name])
+        except ConfigError:
+            assert name == "deeper"
+        except CheckpointError:
+            assert name == "lost"
+        except RequestError:
+            assert busy
+        else:
+            assert not busy
+            self.model = name
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.check_integrity()
+        assert self.engine.stats()["healthy"]
+
+    def teardown(self) -> None:
+        with self.engine:
+            while self.engine.has_unfinished():
+                self.step()
+            assert not self.expected
+
+
+def test_any_order(tiny: Callable[[str], TinyModel], write: Write) -> None:
+    sources = {"first": tiny("micro").directory, "second": write("micro")}
+    sources |= {"deeper": write("micro", num_hidden_layers=2), "lost": write("micro")}
+    (sources["lost"] / "model.safetensors").unlink()
+    with opened(sources["first"]) as first, opened(sources["second"]) as second:
+
+        class Machine(Reloads):
+            pass
+
+        Machine.sources, Machine.fresh = sources, {"first": first, "second": second}
+        limits = settings(max_examples=15, stateful_step_count=25)
+        run_state_machine_as_test(Machine, settings=limits)  # type: ignore[no-untyped-call]
