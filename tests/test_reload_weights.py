@@ -113,19 +113,17 @@ def test_equals_a_fresh_engine(
         expected = results(fresh)
     with opened(first, **config) as engine:
         before, old = storage(engine), results(engine)
-        addresses = engine._parts.runner.addresses()  # type: ignore[union-attr]
         engine.reload_weights(second)
         assert torch.equal(results(engine), expected)
         assert not torch.equal(expected, old), "the checkpoints must differ"
         after = storage(engine)
         assert [place for place, _ in after.values()] == [place for place, _ in before.values()]
         assert all(after[name][1] != before[name][1] for name in before)
-        assert engine._parts.runner.addresses() == addresses  # type: ignore[union-attr]
         engine.reload_weights(first)
         assert torch.equal(results(engine), old)
         assert storage(engine) == before
         assert engine.stats()["fallbacks"] == 0
-        engine.check_integrity()
+        engine.check_integrity()  # compares the addresses of all other static tensors
 
 
 def test_shared_blocks_are_those_of_the_new_weights(
@@ -486,5 +484,5 @@ def test_any_order(tiny: Callable[[str], TinyModel], write: Write) -> None:
             pass
 
         Machine.sources, Machine.fresh = sources, {"first": first, "second": second}
-        limits = settings(max_examples=15, stateful_step_count=25)
+        limits = settings(max_examples=8, stateful_step_count=25)
         run_state_machine_as_test(Machine, settings=limits)  # type: ignore[no-untyped-call]
