@@ -99,7 +99,6 @@ STEPS = [
     pytest.param(
         "wide", {"mode": "compile", "weight_dtype": "fp8"}, marks=pytest.mark.slow
     ),  # which torch compiles
-    pytest.param("deepseek_v2", {"mode": "compile"}, marks=pytest.mark.slow),
 ]
 
 
