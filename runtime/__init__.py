@@ -14,6 +14,7 @@ from .request import TokenLogprobs
 from .sampling_params import SamplingParams
 from .service.async_engine import AsyncEngine
 from .service.health import Health
+from .service.reload_result import ReloadResult
 from .service.request_handle import Delta
 from .service.service_config import ServiceConfig
 from .service.streams import AsyncStream
@@ -26,6 +27,7 @@ __all__ = [
     "ServiceConfig",
     "Delta",
     "Health",
+    "ReloadResult",
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",

@@ -44,6 +44,10 @@ class EncodedContents:
             embeds = made
         return EncodedContent(embeds, key)
 
+    def clear(self) -> None:
+        """Drop what is cached."""
+        self._use(EncoderOutputCache.clear)
+
     def _use(self, operation: Callable[[EncoderOutputCache], T]) -> T:
         """Run an operation on the cache, one thread at a time."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import time
@@ -56,6 +57,12 @@ class Intake:
         self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
+
+    def for_model(self, config: ModelConfig, tokenizer: TextTokenizer | None) -> Intake:
+        """Return an intake for a model of the same sizes; it continues the order of arrivals."""
+        other = copy.copy(self)
+        other._config, other._tokenizer = config, tokenizer
+        return other
 
     def accept(
         self,

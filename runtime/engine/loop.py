@@ -127,6 +127,13 @@ class StepLoop:
         self.scheduler.forget_contents()
         self.intact = True
 
+    def change_weights(self, change: Callable[[], object]) -> None:
+        """Run a function that changes the weights, and forget what the old ones computed."""
+        self.intact = False
+        change()
+        self.scheduler.forget_contents()
+        self.intact = True
+
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of requests that changed since the last one."""
         self.advance()

@@ -270,11 +270,28 @@ class SharedLoop:
         self.check_usable()  # in a fork the holder of the loop never ends
         try:
             self._access.enter(name)
-            return self._change(change)
+            return self._change(change, name)
         finally:
             self._access.leave()
 
-    def _change(self, change: Callable[[StepLoop], T]) -> T:
+    def run_idle(self, name: str, change: Callable[[StepLoop], T]) -> T:
+        """As `run`, for an operation that needs an engine without unfinished requests.
+
+        Raises:
+            RequestError: there are unfinished requests.
+        """
+
+        def checked(loop: StepLoop) -> T:
+            loop.settle()
+            if self.has_unfinished():
+                raise RequestError(
+                    f"{name} needs an idle engine: finish or abort its requests first"
+                )
+            return change(loop)
+
+        return self.run(name, checked)
+
+    def _change(self, change: Callable[[StepLoop], T], name: str | None = None) -> T:
         """Run an operation on the loop, which this call holds."""
         loop = self.check_usable()
         if not loop.intact:
@@ -282,7 +299,7 @@ class SharedLoop:
         try:
             return change(loop)
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, name)
             raise
 
     def _refuse(self) -> None:
@@ -292,14 +309,18 @@ class SharedLoop:
             self._failure = EngineFailedError("an exception interrupted an operation")
         self.check_usable()
 
-    def _fail(self, error: BaseException) -> None:
-        """Record the failure of an operation; raise `EngineFailedError` for an `Exception`."""
+    def _fail(self, error: BaseException, name: str | None = None) -> None:
+        """Record the failure of an operation; raise `EngineFailedError` for an `Exception`.
+
+        `name` is the operation in the message; None for the current step.
+        """
         loop = self.open_loop
         if loop.intact:
             return
         self._failure = error
         if isinstance(error, Exception):
-            raise EngineFailedError(f"step {loop.num_steps} failed: {error}") from error
+            failed = name or f"step {loop.num_steps}"
+            raise EngineFailedError(f"{failed} failed: {error}") from error
 
     def close(self, release_memory: Callable[[StepLoop], None]) -> None:
         """Refuse every later use and free the memory of the engine. Idempotent.

@@ -32,16 +32,7 @@ from ..execution.runner import Runner
 from ..execution.step_functions import StepKey
 from ..kernels import Kernels, kernels_for, limit_threads, native_gaps, select_kernels
 from ..kernels.result_check import Fallback, brief, warn
-from ..loading.checkpoint import CheckpointReader
-from ..loading.loader import (
-    Source,
-    check_tensors,
-    check_tied_head,
-    iter_weights,
-    random_weights,
-    resolve_source,
-)
-from ..loading.tokenizer import load_tokenizer
+from ..loading.opened_source import OpenedSource, find_source, open_source
 from ..memory.footprint import model_footprint
 from ..memory.measurement import CapturePeaks, PhaseLog, add_scoring, measure_steps
 from ..models.config import ModelConfig
@@ -79,18 +70,9 @@ def _start(
     source: str | Path, config: EngineConfig, open_files: ExitStack, *, progress: bool
 ) -> EngineParts:
     began, code_before = time.perf_counter(), CodeCache.now()
-    found = resolve_source(source)
-    if config.tie_word_embeddings is not None:
-        tied = dataclasses.replace(found.config, tie_word_embeddings=config.tie_word_embeddings)
-        found = dataclasses.replace(found, config=tied)
+    found = find_source(source, tied=config.tie_word_embeddings)
     resolved = ResolvedConfig.resolve(config, found.config)
-    reader = tokenizer = None
-    if found.directory is not None:
-        reader = open_files.enter_context(CheckpointReader(found.directory))
-        check_tensors(reader, found.config)
-        if found.config.tie_word_embeddings and config.tie_word_embeddings is None:
-            check_tied_head(reader)
-        tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
+    opened = open_source(found, open_files, check_head=config.tie_word_embeddings is None)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
         kernels = _checked_kernels(found.config, resolved)
@@ -102,7 +84,7 @@ def _start(
         max_model_len=plan.longest_request, max_batch_tokens=plan.max_batch_tokens
     )
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
-        model = _load(found, reader, resolved, kernels, groups, progress=progress)
+        model = _load(opened, resolved, kernels, groups, progress=progress)
     open_files.close()
     with log.phase("cache"):
         arena = Arena(
@@ -134,7 +116,7 @@ def _start(
     parts = EngineParts(
         resolved,
         model,
-        tokenizer,
+        opened.tokenizer,
         groups,
         plan,
         arena,
@@ -252,8 +234,7 @@ def plan_engine(
 
 
 def _load(
-    source: Source,
-    reader: CheckpointReader | None,
+    source: OpenedSource,
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
@@ -261,10 +242,7 @@ def _load(
     progress: bool,
 ) -> Decoder:
     model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
-    if reader is None:
-        model.store(random_weights(source.config, config.dtype, config.seed))
-    else:
-        model.store(iter_weights(reader, source.config, config.dtype, progress=progress))
+    model.store(source.weights(config.dtype, seed=config.seed, progress=progress))
     return model.eval()
 
 

@@ -14,7 +14,15 @@ from .families import FAMILIES, Family, LayerType, family_of, read_field, read_o
 from .limits import check_theta, require_layers, require_numbers, require_sizes
 from .rope import UNSCALED, Rope, RopeScaling, RopeType
 
-__all__ = ["LatentConfig", "LayerType", "ModelConfig", "Rope", "RopeScaling", "RopeType"]
+__all__ = [
+    "LatentConfig",
+    "LayerType",
+    "ModelConfig",
+    "Rope",
+    "RopeScaling",
+    "RopeType",
+    "config_json_name",
+]
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +34,11 @@ _CONFIG_JSON_NAMES = {
     "eos_token_ids": "eos_token_id",
 }
 """Field -> its name in `config.json`, where they differ."""
+
+
+def config_json_name(field: str) -> str:
+    """Return the name in `config.json` of a field of `ModelConfig`."""
+    return _CONFIG_JSON_NAMES.get(field, field)
 
 
 @dataclass(frozen=True, kw_only=True)

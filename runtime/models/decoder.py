@@ -144,22 +144,46 @@ class Decoder(nn.Module):
         """
         memory = self._packed_memory()
         for name, tensor in weights:
-            path, _, leaf = name.rpartition(".")
-            module = self.get_submodule(path)
-            tensor = tensor.to(self.dtype)
-            if isinstance(module, Projection) and leaf == "weight":
-                try:
-                    module.store(tensor, self.device)
-                except ValueError as error:
-                    raise CheckpointError(self._unfit(name, error)) from error
+            module, stored = self._as_stored(name, tensor)
+            if isinstance(module, Projection) and "weight" in stored:
+                module.dtype = self.dtype
                 if memory is not None:
-                    assert module.weight is not None
-                    placed = memory.place(module.weight)
-                    module.weight = nn.Parameter(placed, requires_grad=False)
-            else:
-                assert leaf in ("weight", "bias"), name
-                setattr(module, leaf, nn.Parameter(tensor.to(self.device), requires_grad=False))
+                    stored["weight"] = memory.place(stored["weight"])
+            for leaf, value in stored.items():
+                setattr(module, leaf, nn.Parameter(value, requires_grad=False))
         self._make_native()
+
+    def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy other weights of the same shapes into the tensors that `store` made.
+
+        Their addresses, and with them captured graphs and compiled code, stay valid. If it raises,
+        some weights are new and others are not.
+
+        Raises:
+            CheckpointError: as `store`.
+        """
+        for name, tensor in weights:
+            module, stored = self._as_stored(name, tensor)
+            for leaf, value in stored.items():
+                target: nn.Parameter = getattr(module, leaf)
+                assert target.shape == value.shape, name
+                target.data.copy_(value)
+            del tensor, stored, value  # before the next one is allocated
+
+    def _as_stored(
+        self, name: str, tensor: torch.Tensor
+    ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """Return the module of a weight, and the values of its attributes on the device."""
+        path, _, leaf = name.rpartition(".")
+        module = self.get_submodule(path)
+        tensor = tensor.to(self.dtype)
+        if not isinstance(module, Projection) or leaf != "weight":
+            assert leaf in ("weight", "bias"), name
+            return module, {leaf: tensor.to(self.device)}
+        try:
+            return module, module.as_stored(tensor, self.device)
+        except ValueError as error:
+            raise CheckpointError(self._unfit(name, error)) from error
 
     def _packed_memory(self) -> PackedMemory | None:
         """Room for the weights of all linear layers, where the CPU kernels read them packed."""

@@ -30,21 +30,23 @@ class Projection(nn.Module):
         self.dtype: torch.dtype | None = None
         """Of the weight as it was before it was quantised."""
 
-    def store(self, weight: torch.Tensor, device: torch.device) -> None:
-        """Take the weight `[out_features, in_features]`, quantised and packed as the kernels want.
+    def as_stored(self, weight: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return a weight `[out_features, in_features]`, quantised and packed as the kernels want.
 
-        It is quantised where it will lie, but packed by the processor.
+        The result has the values of the attributes `weight` and, if it is quantised, `scales`. It
+        is quantised on `device`, but packed by the processor.
 
         Raises ValueError for NaN or infinity in a weight to quantise, naming the row.
         """
-        self.dtype = weight.dtype
+        stored: dict[str, torch.Tensor] = {}
         if self.kernels.pack is None:
             weight = weight.to(device)
         if self.kernels.weights != "model":
             weight, scales = quantise_weight(weight, self.kernels.weights)
-            self.scales = nn.Parameter(scales.to(device), requires_grad=False)
+            stored["scales"] = scales.to(device)
         packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
-        self.weight = nn.Parameter(packed.to(device), requires_grad=False)
+        stored["weight"] = packed.to(device)
+        return stored
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""

@@ -21,6 +21,7 @@ __all__ = [
     "ServiceConfig",
     "Delta",
     "Health",
+    "ReloadResult",
     "SamplingParams",
     "RequestOutput",
     "CompletionOutput",

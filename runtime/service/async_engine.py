@@ -35,6 +35,7 @@ from ..sampling_params import SamplingParams
 from .callbacks import CallbackMailbox, FutureConsumer
 from .health import Health
 from .loop_mailbox import LoopMailbox
+from .reload_result import ReloadResult
 from .request_handle import Delta, Mailbox, RequestHandle
 from .request_options import RequestOptions, make_handle, nanoseconds
 from .request_record import Listener
@@ -345,10 +346,12 @@ class AsyncEngine:
         self._check_process()
         await asyncio.wrap_future(self._thread.wake())
 
-    async def reload(self, source: str | Path, timeout: float | None = None) -> None:
+    async def reload(self, source: str | Path, timeout: float | None = None) -> ReloadResult:
         """Drain, then serve another model with the same configuration.
 
-        If it cannot be loaded, the present model is loaded again and the error raised.
+        If its config allows it, only the weights are replaced (`Engine.reload_weights`); otherwise,
+        and if that fails, a new engine is started. If the model cannot be loaded, the present one
+        is served again and the error raised.
 
         Raises:
             EngineFailedError, EngineClosedError: there is no engine.
@@ -356,7 +359,7 @@ class AsyncEngine:
         """
         await self.drain(timeout)
         start = partial(Engine.from_pretrained, source, self._engine_config)
-        await asyncio.wrap_future(self._thread.reload(start))
+        return await asyncio.wrap_future(self._thread.reload(source, start))
 
     async def aclose(self) -> None:
         """Close without blocking the event loop; see `close`."""

@@ -21,15 +21,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from operator import call
+from pathlib import Path
 from typing import TypeVar
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..engine.engine import Engine
 from ..engine.engine_metrics import EngineCounters
 from ..errors import (
+    ConfigError,
     EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
+    RequestError,
     StepgraphError,
 )
 from ..request import AbortReason
@@ -37,6 +40,7 @@ from .dispatcher import Dispatcher
 from .drains import Drains
 from .health import Health, Phase
 from .inbox import Inbox
+from .reload_result import ReloadResult
 from .request_handle import RequestHandle
 from .restart_policy import RestartPolicy
 from .service_config import ServiceConfig
@@ -162,9 +166,16 @@ class StepThread:
         """Serve again after `drain` or `sleep`."""
         return self.run(self._wake)
 
-    def reload(self, start_engine: Callable[[], Engine]) -> Future[None]:
-        """Replace the engine, which has been drained; start the old one again if that fails."""
-        return self.run(lambda: self._reload(start_engine))
+    def reload(
+        self, source: str | Path, start_engine: Callable[[], Engine]
+    ) -> Future[ReloadResult]:
+        """Take other weights into the engine, which has been drained, or start a new engine.
+
+        Args:
+            source: of the weights.
+            start_engine: makes an engine of this source. The old one is started again if it fails.
+        """
+        return self.run(lambda: self._reload(source, start_engine))
 
     def close(self) -> None:
         """End all requests with `EngineClosedError`, then the engine and the thread."""
@@ -312,7 +323,32 @@ class StepThread:
             self.phase = Phase.ASLEEP
             raise
 
-    def _reload(self, start_engine: Callable[[], Engine]) -> None:
+    def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
+        self._check_can_start()
+        began = time.perf_counter()
+        reason = self._reload_weights(source)
+        if reason is None:
+            self._start_engine = start_engine
+            self._wake()
+        else:
+            self._replace_engine(start_engine)
+        return ReloadResult(reason is None, time.perf_counter() - began, reason)
+
+    def _reload_weights(self, source: str | Path) -> str | None:
+        """Take other weights into the engine; return why a new engine is needed instead."""
+        if self.engine is None:
+            return f"the engine was {self.phase.value}"
+        try:
+            self.engine.reload_weights(source)
+        except (ConfigError, RequestError, EngineFailedError) as error:
+            return bounded_text(error)
+        except BaseException:
+            self._wake()  # with the weights that it has
+            raise
+        return None
+
+    def _replace_engine(self, start_engine: Callable[[], Engine]) -> None:
+        """Close the engine and start another one, or the old one again if that fails."""
         self._sleep()
         before, self._start_engine = self._start_engine, start_engine
         try:
