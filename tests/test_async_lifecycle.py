@@ -217,9 +217,14 @@ def test_reload_serves_another_model_or_the_present_one_again(
             fail()
         return fake_engine()
 
+    def refuse(engine: Engine, source: object) -> None:
+        raise ConfigError("another model")
+
     monkeypatch.setattr(Engine, "from_pretrained", load)
+    monkeypatch.setattr(Engine, "reload_weights", refuse)
     with AsyncEngine.from_pretrained("first") as engine:
-        do(engine.reload("second"))
+        result = do(engine.reload("second"))
+        assert (result.in_place, result.reason) == (False, "another model")
         with pytest.raises(InjectedError):
             do(engine.reload("broken"))
         assert engine.health().ready

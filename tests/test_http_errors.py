@@ -54,7 +54,6 @@ INVALID = [
     (completion(prompt=[1] * 48), None),
     (completion(prompt=[[1]] * 257), "prompt"),
     (completion(prompt="text"), None),
-    (completion(max_tokens=0), "max_tokens"),
     (completion(max_tokens=-1), "max_tokens"),
     (completion(max_tokens="5"), "max_tokens"),
     (completion(max_tokens=1.5), "max_tokens"),

@@ -147,7 +147,7 @@ def test_many_clients(running: Running) -> None:
         (400, request(prompt={"a": 1})),
         (400, request(prompt=[99])),
         (400, request(prompt="text, and no tokenizer")),
-        (400, request(prompt=[1], max_tokens=0)),
+        (400, request(prompt=[1], max_tokens=-1)),
         (400, request(prompt=[1], unknown=0)),
         (400, request(prompt=[1], temperature="hot")),
         (404, b"GET / HTTP/1.1\r\n\r\n"),

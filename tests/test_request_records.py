@@ -137,8 +137,8 @@ def test_every_outcome() -> None:
         slow.seconds = 0.0
         for future in waiting[:2]:
             future.result()
-        late = submit("unreachable", first_token_deadline=1e-9)
-        assert isinstance(late.exception(), OverloadedError)
+        late = submit("late", first_token_deadline=1e-9)
+        assert late.result().finish_reason == "deadline"
         assert engine.submit([1] * 100, params(1), request_id="invalid").exception()
         slow.failure = ValueError("a step failed")
         assert isinstance(submit("lost").exception(), EngineFailedError)
@@ -159,7 +159,7 @@ def test_every_outcome() -> None:
         "waits": ("length", "decode"),
         "waits-2": ("length", "decode"),
         "overloaded": ("overloaded", "queue"),
-        "unreachable": ("deadline_unreachable", "queue"),
+        "late": ("deadline", "queue"),
         "invalid": ("invalid", "queue"),
         "lost": ("failed", "prefill"),
         "restarted": ("length", "decode"),

@@ -23,6 +23,7 @@ from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
 from ..errors import (
     EngineClosedError,
+    EngineFailedError,
     EngineForkedError,
     EngineUnavailableError,
     OverloadedError,
@@ -481,6 +482,8 @@ class AsyncEngine:
             )
             self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
             self._prepared(handle, group)
+        except (EngineClosedError, EngineFailedError):  # of an engine that has just been replaced
+            self._prepared(handle, self._thread.refusal())
         except BaseException as error:
             self._prepared(handle, error)
             if not isinstance(error, Exception):

@@ -133,6 +133,11 @@ class StepThread:
         """Observe the deadlines of a request that will be admitted."""
         self._inbox.put(partial(self.dispatcher.watch, handle))
 
+    def refusal(self) -> StepgraphError:
+        """Return why a request cannot be prepared now, after the engine it was for has ended."""
+        phase = self.phase
+        return self._refusal(Phase.STARTING if phase is Phase.SERVING else phase)
+
     def admit(self, handle: RequestHandle) -> None:
         """Queue a prepared request, or end it with the reason why it is refused."""
         self._inbox.put(partial(self._admit, handle))

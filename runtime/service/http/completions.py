@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from msgspec import UNSET
 
@@ -13,7 +14,6 @@ from ...request import TokenLogprobs
 from ..request_handle import Delta
 from .exchange import Exchange
 from .generation import Generation, deltas_of
-from .http_errors import HttpError
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, OptionalUsage, Usage
 from .service import Service
@@ -33,7 +33,7 @@ async def complete(service: Service, exchange: Exchange) -> None:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = request.params(max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None:
-        raise HttpError(400, "echo with logprobs is not supported yet", param="echo")
+        params = replace(params, prompt_logprobs=request.logprobs)
     generation = Generation(
         service.engine, prompts, params, request.options(exchange.header(b"traceparent"))
     )
@@ -103,13 +103,7 @@ class _Answer:
             entries: Sequence[TokenLogprobs | None] = delta.logprobs
             if begins and self.prompt_texts:
                 token_ids = [*output.prompt_token_ids, *token_ids]
-                entries = [*_prompt_logprobs(output), *entries]
+                entries = [*output.prompt_logprobs, *entries]
             choice.logprobs = self._texts.completion_logprobs(token_ids, entries, offset)
             self._offsets[index] += sum(map(len, choice.logprobs.tokens))
         return choice
-
-
-def _prompt_logprobs(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
-    """Return the log-probabilities of the prompt, None for its first token."""
-    entries: Sequence[TokenLogprobs | None] = getattr(output, "prompt_logprobs", None) or ()
-    return entries
