@@ -38,6 +38,12 @@ def _bench(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
+def _serve(arguments: Sequence[str]) -> int:
+    from .runtime.service.http import server
+
+    return server.main(arguments)
+
+
 def _explain(arguments: Sequence[str]) -> int:
     from .runtime.bench import explain
 
@@ -58,6 +64,7 @@ def _build_kernels(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "bench": ("measure decode steps, or run another scenario", _bench),
+    "serve": ("serve a model over HTTP with the API of OpenAI", _serve),
     "explain": ("predict the memory or the decode step of a model without loading it", _explain),
     "report": ("report where the time of each step went, from a profile by nsys", _report),
     "build-kernels": ("compile the C++ kernels beforehand, for images", _build_kernels),

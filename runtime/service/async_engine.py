@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..bounded_repr import bounded_repr
 from ..config import EngineConfig
@@ -21,8 +21,9 @@ from ..engine.engine import Engine
 from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
-from ..errors import EngineForkedError, RequestError
+from ..errors import EngineClosedError, EngineForkedError, RequestError
 from ..loading.chat_template import ChatPrompt, Message
+from ..loading.tokenizer import TextTokenizer
 from ..sampling_params import SamplingParams
 from .callbacks import CallbackMailbox, FutureConsumer
 from .health import Health
@@ -36,6 +37,8 @@ __all__ = ["AsyncEngine", "RequestOptions"]
 
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
+
+T = TypeVar("T")
 
 MAX_SECONDS = 1e9
 MAX_TENANT_CHARS = 256
@@ -253,6 +256,32 @@ class AsyncEngine:
             EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
         """
         return await asyncio.wrap_future(self._thread.run(self._stats))
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer of the model; None for presets and without a `tokenizer.json`.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        return self._thread.check_started().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a sequence, prompt and output. Raises as `tokenizer`."""
+        return self._thread.check_started().max_model_len
+
+    async def prepare(self, function: Callable[[], T]) -> T:
+        """Call a function in a preparation thread, where prompts are tokenised.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError as error:
+            raise EngineClosedError("the engine is closed: make a new one") from error
+        return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the present ones have ended.

@@ -38,6 +38,11 @@ class AsyncStream:
         """The newest output; None before the first."""
         return self._handle.output
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 before it is accepted."""
+        return self._handle.num_prompt_tokens
+
     async def accepted(self) -> None:
         """Wait until the request is queued, or ended.
 
@@ -68,16 +73,26 @@ class AsyncStream:
 
         Raises:
             StopAsyncIteration: the request has ended.
+            StepgraphError: as `next_deltas`.
+        """
+        if not self._deltas:
+            self._deltas.extend(await self.next_deltas())
+        if not self._deltas:
+            raise StopAsyncIteration
+        return self._deltas.popleft()
+
+    async def next_deltas(self) -> list[Delta]:
+        """Return all deltas that are ready, after waiting for one; none if the request has ended.
+
+        Raises:
             NonFiniteLogitsError: it ended with `finish_reason` `error`, the delta before this one.
             StepgraphError: as `accepted`.
         """
         while True:
-            if self._deltas:
-                return self._deltas.popleft()
             ended = self._handle.ended  # read first: then the deltas below are the last ones
-            self._deltas.extend(self._reader.read())
-            if self._deltas:
-                continue
+            deltas = self._reader.read()
+            if deltas:
+                return deltas
             if not ended:
                 await self._news()
                 continue
@@ -85,7 +100,7 @@ class AsyncStream:
                 raise self._handle.error
             if self._handle.output is not None and self._handle.output.error is not None:
                 raise self._handle.output.error
-            raise StopAsyncIteration
+            return []
 
     async def aclose(self) -> None:
         """Abort the request, unless it has ended."""

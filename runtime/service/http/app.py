@@ -1,0 +1,143 @@
+"""The ASGI application: routes, API keys, CORS."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import ConfigError
+from ..async_engine import AsyncEngine
+from . import status_endpoints, text_endpoints
+from .chat import chat
+from .completions import complete
+from .exchange import Endpoint, Exchange, encode
+from .http_errors import HttpError
+from .service import Service
+
+__all__ = ["app"]
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+_GET: dict[str, Handler] = {
+    "/v1/models": status_endpoints.models,
+    "/v1/models/{name:path}": status_endpoints.model,
+    "/health": status_endpoints.health,
+    "/ready": status_endpoints.ready,
+    "/version": status_endpoints.version,
+}
+_POST: dict[str, Handler] = {
+    "/v1/completions": complete,
+    "/v1/chat/completions": chat,
+    "/tokenize": text_endpoints.tokenize,
+    "/detokenize": text_endpoints.detokenize,
+}
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no API key: load balancers have none."""
+
+
+def app(
+    engine: AsyncEngine,
+    *,
+    model_names: Sequence[str] = ("stepgraph",),
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = 4 << 20,
+    allow_origins: Sequence[str] = (),
+) -> Starlette:
+    """Return the OpenAI-compatible HTTP service of an engine, to run or to mount.
+
+    The caller starts and closes the engine; until it is ready requests are refused with 503.
+
+    Args:
+        engine: decodes the requests.
+        model_names: names that requests may give as `model`; the first one is the default.
+        api_keys: accepted as `Authorization: Bearer KEY`; none: no key is needed.
+        max_body_bytes: a larger body of a request is refused with 413.
+        allow_origins: origins whose web pages may call the service (CORS); `*` for any.
+
+    Raises:
+        ConfigError: there is no model name, or one or an API key is empty.
+    """
+    for name, values in (("model_names", model_names), ("api_keys", api_keys)):
+        if isinstance(values, str) or not all(values):
+            raise ConfigError(f"{name} must be a sequence of non-empty strings")
+    if not model_names:
+        raise ConfigError("model_names must have at least one name")
+    service = Service(engine=engine, model_names=tuple(model_names))
+    routes = [
+        Route(path, _endpoint(service, handler, max_body_bytes), methods=[method])
+        for method, table in (("GET", _GET), ("POST", _POST))
+        for path, handler in table.items()
+    ]
+    middleware = []
+    if allow_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(allow_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    if api_keys:
+        middleware.append(Middleware(_ApiKeys, keys=api_keys))
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _respond}
+    )
+
+
+def _endpoint(service: Service, handler: Handler, max_body_bytes: int) -> Endpoint:
+    return Endpoint(lambda exchange: handler(service, exchange), max_body_bytes)
+
+
+class _ApiKeys:
+    """Refuses requests without a valid API key, in a time that does not depend on the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _path(scope) not in _OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not self._is_valid(given):
+                error = HttpError(
+                    401,
+                    "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers=((b"www-authenticate", b"Bearer"),),
+                )
+                await Exchange(scope, receive, send, 0).respond_error(error)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_valid(self, given: bytes) -> bool:
+        scheme, _, key = given.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _path(scope: Scope) -> str:
+    """Return the path below the prefix that the application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _respond(request: Request, error: Exception) -> Response:
+    """Return the response to an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = HttpError(error.status_code, message, kind=kind).body
+    return Response(encode(body), error.status_code, error.headers, "application/json")

@@ -1,0 +1,113 @@
+"""The endpoint `/v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from ...engine.request_output import RequestOutput
+from ...request import TokenLogprobs
+from ..request_handle import Delta
+from .exchange import Exchange
+from .generation import Generation, deltas_of
+from .http_errors import HttpError
+from .requests import CompletionRequest
+from .responses import Completion, CompletionChoice, OptionalUsage, Usage
+from .service import Service
+from .token_text import TokenTexts
+
+__all__ = ["complete"]
+
+DEFAULT_MAX_TOKENS = 16
+"""As in the OpenAI API."""
+
+
+async def complete(service: Service, exchange: Exchange) -> None:
+    """Respond to a request for completions of texts or token ids."""
+    request = await exchange.read(CompletionRequest)
+    model = service.model_name(request.model)
+    prompts = request.prompts()
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.echo and request.logprobs is not None:
+        raise HttpError(400, "echo with logprobs is not supported yet", param="echo")
+    params = request.params(max_tokens, request.logprobs)
+    generation = Generation(service.engine, prompts, params, request.options())
+    generation.check_number()
+    answer = _Answer(request, model, TokenTexts(service.engine.tokenizer))
+    async with exchange.cancelled_on_disconnect():
+        if request.echo:
+            answer.prompt_texts = [await _prompt_text(service, prompt) for prompt in prompts]
+        if request.stream:
+            await generation.stream(exchange, answer, request.usage_reports())
+        else:
+            await generation.respond(exchange, answer)
+
+
+async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
+    tokenizer = service.engine.tokenizer
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return await service.engine.prepare(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+
+
+class _Answer:
+    """The completions of a request. Choice `i * n + j` is completion j of prompt i."""
+
+    def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self.prompt_texts: Sequence[str] = ()
+        """Of each prompt, to begin its completions with; empty without `echo`."""
+        self._created = int(time.time())
+        self._request = request
+        self._model = model
+        self._texts = texts
+        self._offsets: dict[int, int] = {}  # of each choice that has begun, in characters
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        choices = [
+            self._choice(prompt, delta, output)
+            for prompt, output in enumerate(outputs)
+            for delta in deltas_of(output)
+        ]
+        return Completion(self.id, self._created, self._model, choices, usage)
+
+    def chunks(
+        self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
+    ) -> tuple[Completion]:
+        choice = self._choice(prompt, delta, output)
+        return (Completion(self.id, self._created, self._model, [choice], usage),)
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return Completion(self.id, self._created, self._model, [], usage)
+
+    def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
+        request = self._request
+        index = prompt * (request.n or 1) + delta.index
+        choice = CompletionChoice(index, delta.text, None, delta.finish_reason)
+        begins = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        if begins and self.prompt_texts:
+            choice.text = self.prompt_texts[prompt] + choice.text
+        if request.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+            choice.prompt_token_ids = output.prompt_token_ids if begins else UNSET
+        if request.logprobs is not None:
+            token_ids: Sequence[int] = delta.token_ids
+            entries: Sequence[TokenLogprobs | None] = delta.logprobs
+            if begins and self.prompt_texts:
+                token_ids = [*output.prompt_token_ids, *token_ids]
+                entries = [*_prompt_logprobs(output), *entries]
+            choice.logprobs = self._texts.completion_logprobs(token_ids, entries, offset)
+            self._offsets[index] += sum(map(len, choice.logprobs.tokens))
+        return choice
+
+
+def _prompt_logprobs(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
+    """Return the log-probabilities of the prompt, None for its first token."""
+    entries: Sequence[TokenLogprobs | None] = getattr(output, "prompt_logprobs", ())
+    return entries

@@ -1,0 +1,125 @@
+"""Command-line flags for the fields of a configuration class, with the help of its docstring."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from ...errors import ConfigError
+from ...tools.configuration_reference import described_fields
+from ...tools.memory_report import parse_bytes
+
+__all__ = ["add_config_flags", "config_of", "flag_type"]
+
+Config = TypeVar("Config")
+
+
+def add_config_flags(
+    parser: argparse._ActionsContainer, kind: type, *, without: Collection[str] = ()
+) -> None:
+    """Add a flag for each field of a dataclass except those `without`.
+
+    Flags that are not given leave no attribute in the result of the parser; see `config_of`.
+    """
+    hints = typing.get_type_hints(kind)
+    texts = described_fields(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in without:
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=_attribute(kind, field.name),
+                default=argparse.SUPPRESS,
+                help=texts[field.name].replace("%", "%%"),
+                **_settings(field.name, hints[field.name]),
+            )
+
+
+def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) -> Config:
+    """Return the configuration that the flags give; `defaults` differ from those of the class.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    values = dict(defaults)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name = _attribute(kind, field.name)
+        if hasattr(options, name):
+            values[field.name] = getattr(options, name)
+    return kind(**values)
+
+
+def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    """Return a type for argparse whose error says `what` was expected."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, ConfigError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
+
+    return convert
+
+
+def _attribute(kind: type, field: str) -> str:
+    return f"{kind.__name__}.{field}"
+
+
+def _settings(name: str, hint: Any) -> dict[str, Any]:
+    """Return the settings of the flag of a field: one of the types of the configurations."""
+    arguments = [a for a in typing.get_args(hint) if a is not types.NoneType]
+    if isinstance(hint, types.UnionType) and len(arguments) == 1:
+        hint = arguments[0]  # None is the default
+    origin = typing.get_origin(hint)
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if origin is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if origin is tuple:
+        return {"action": _StoreTuple, "nargs": "+", "type": flag_type(int, "an integer")}
+    if origin is Mapping:
+        return {"action": _StoreMapping, "nargs": "+", "metavar": "NAME=NUMBER"}
+    if name.endswith("_bytes"):
+        return {"type": flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
+    if hint is int:
+        return {"type": flag_type(int, "an integer"), "metavar": "N"}
+    if hint is float:
+        return {"type": flag_type(float, "a number"), "metavar": "X"}
+    assert hint is str, f"no flag for {name}: {hint}"
+    return {"metavar": "NAME"}
+
+
+class _StoreTuple(argparse.Action):
+    """Stores the values of a flag as a tuple."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+class _StoreMapping(argparse.Action):
+    """Stores values `NAME=NUMBER` as a mapping."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        mapping = {}
+        for value in values:
+            name, _, number = value.rpartition("=")
+            try:
+                mapping[name] = float(number)
+            except ValueError:
+                parser.error(f"argument {option_string}: {value!r:.80} is not NAME=NUMBER")
+        setattr(namespace, self.dest, mapping)

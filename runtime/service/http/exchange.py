@@ -1,0 +1,186 @@
+"""One HTTP request and its response, on the messages of ASGI.
+
+Responses are sent without response objects: a stream of events costs one message for all tokens
+that a step has given to a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from .http_errors import HttpError, http_error
+
+__all__ = ["ClientDisconnected", "Endpoint", "Exchange", "encode", "event"]
+
+T = TypeVar("T")
+Headers = tuple[tuple[bytes, bytes], ...]
+
+BODY_SECONDS = 60.0
+"""Time that a client has to send the body of its request."""
+
+_ENCODER = msgspec.json.Encoder()
+encode: Callable[[object], bytes] = _ENCODER.encode
+
+_JSON = (b"content-type", b"application/json")
+_CLOSE = (b"connection", b"close")
+_EVENT_HEADERS: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
+)
+
+
+def event(value: object) -> bytes:
+    """Return a server-sent event whose data is JSON."""
+    return b"data: %b\n\n" % encode(value)
+
+
+class ClientDisconnected(Exception):  # noqa: N818  # no error
+    """The client has closed the connection: there is no one to respond to."""
+
+
+class Exchange:
+    """A request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self.started = False
+        """Whether the response has begun."""
+
+    async def read(self, kind: type[T]) -> T:
+        """Read the body and decode it as JSON; fields that `kind` lacks are ignored.
+
+        Raises:
+            HttpError: the body is too large or too slow (413, 408), no JSON, or a field has a wrong
+                type (400).
+            ClientDisconnected: before the end of the body.
+        """
+        body = await self._read_body()
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            raise HttpError(400, str(error), param=_field(str(error))) from error
+        except RecursionError as error:
+            raise HttpError(400, "the body is nested too deeply") from error
+        except ValueError as error:  # also UnicodeDecodeError
+            raise HttpError(400, f"the body is not valid JSON: {error}") from error
+
+    async def respond(
+        self,
+        body: object,
+        *,
+        status: int = 200,
+        content_type: bytes | None = None,
+        headers: Headers = (),
+    ) -> None:
+        """Send a whole response: JSON, or bytes of a `content_type`."""
+        data = body if isinstance(body, bytes) else encode(body)
+        kind = _JSON if content_type is None else (b"content-type", content_type)
+        length = (b"content-length", b"%d" % len(data))
+        await self._start(status, (kind, length, *headers))
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def respond_error(self, error: HttpError) -> None:
+        """Send an error: as the response, or as the last event of one that has begun."""
+        if self.started:
+            await self.send_events(event(error.body), last=True)
+        else:
+            await self.respond(error.body, status=error.status, headers=error.headers)
+
+    async def start_events(self, headers: Headers = ()) -> None:
+        """Send the head of a stream of events."""
+        await self._start(200, (*_EVENT_HEADERS, *headers))
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send encoded events; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    @asynccontextmanager
+    async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
+        """Cancel the block when the client disconnects. The body must have been read.
+
+        Raises:
+            ClientDisconnected: instead of the `CancelledError`.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._cancel_on_disconnect(task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not watcher.done() or task.uncancel():
+                raise  # cancelled by someone else
+            raise ClientDisconnected from None
+        finally:
+            watcher.cancel()
+
+    async def _cancel_on_disconnect(self, task: asyncio.Task[object]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        start = {"type": "http.response.start", "status": status, "headers": list(headers)}
+        await self._send(start)
+
+    async def _read_body(self) -> bytearray:
+        length = dict(self.scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    if len(body) > self._max_body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return body
+        except TimeoutError as error:
+            raise HttpError(
+                408, f"the body did not arrive within {BODY_SECONDS:g} s", headers=(_CLOSE,)
+            ) from error
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413, f"the body has more than {self._max_body_bytes} bytes", headers=(_CLOSE,)
+        )
+
+
+class Endpoint:
+    """An ASGI application for one route: a coroutine that may raise the errors of the engine."""
+
+    def __init__(
+        self, handle: Callable[[Exchange], Awaitable[None]], max_body_bytes: int = 0
+    ) -> None:
+        self._handle = handle
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._max_body_bytes)
+        try:
+            await self._handle(exchange)
+        except ClientDisconnected:
+            pass
+        except Exception as error:
+            await exchange.respond_error(http_error(error))
+
+
+def _field(message: str) -> str | None:
+    """Return the field that msgspec's message names: `max_tokens` of "... - at `$.max_tokens`"."""
+    found = re.search(r"`\$\.([^`]+)`$", message)
+    return None if found is None else found[1]

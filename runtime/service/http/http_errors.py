@@ -1,0 +1,100 @@
+"""Errors of the HTTP service: status, headers, and a body in the shape of the OpenAI API."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import msgspec
+
+from ...bounded_repr import bounded_text
+from ...errors import (
+    EngineClosedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    StepgraphError,
+)
+
+__all__ = ["ErrorBody", "HttpError", "http_error"]
+
+logger = logging.getLogger("stepgraph.runtime")
+
+MAX_MESSAGE_CHARS = 1000
+MAX_RETRY_SECONDS = 3600
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of an error response, and of an error event within a stream."""
+
+    error: _Error
+
+
+class HttpError(Exception):
+    """A response other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Headers = (),
+    ) -> None:
+        """Describe the response.
+
+        Args:
+            status: the HTTP status.
+            message: for the client's developer.
+            kind: `type` of the error.
+            param: the field of the request that is wrong.
+            code: a name that clients compare with.
+            headers: more headers of the response.
+        """
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        message = bounded_text(message, MAX_MESSAGE_CHARS)
+        message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
+        self.body = ErrorBody(_Error(message, kind, param, code))
+
+
+def http_error(error: Exception) -> HttpError:
+    """Return the response to an exception of the engine or of the service itself."""
+    match error:
+        case HttpError():
+            return error
+        case RequestError():
+            return _invalid_request(str(error))
+        case OverloadedError():
+            seconds = math.ceil(min(max(error.retry_after, 1), MAX_RETRY_SECONDS))
+            headers = ((b"retry-after", b"%d" % seconds),)
+            return _unavailable(error, "overloaded", headers)
+        case EngineUnavailableError() | EngineClosedError():
+            return _unavailable(error, "unavailable")
+        case StepgraphError():
+            return HttpError(500, str(error), kind="server_error")
+    logger.error("a request failed", exc_info=error)
+    return HttpError(500, "internal error: see the log of the server", kind="server_error")
+
+
+def _invalid_request(message: str) -> HttpError:
+    """Return the response to a `RequestError`; those of `SamplingParams` begin with the field."""
+    found = re.match(r"SamplingParams: (?:len\()?(\w+)", message)
+    param = None if found is None else found[1]
+    return HttpError(400, message.removeprefix("SamplingParams: "), param=param)
+
+
+def _unavailable(error: Exception, code: str, headers: Headers = ()) -> HttpError:
+    return HttpError(503, str(error), kind="service_unavailable_error", code=code, headers=headers)

@@ -1,0 +1,131 @@
+"""Parsers of a chat model's text: those of this package, and those of installed packages.
+
+A package adds parsers by entry points. One of the group `stepgraph.tool_parsers` is a function
+from the request's `tools` to a `TextParser`; one of `stepgraph.reasoning_parsers` is a function
+from a bool, whether the prompt ends within the reasoning, to a `TextParser`. The content that a
+reasoning parser finds is the text of the tool parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from itertools import groupby
+from typing import Any, Final
+
+from ...bounded_repr import bounded_repr
+from ...errors import ConfigError
+from .json_tool_calls import hermes_parser, llama_parser
+from .output_events import (
+    ContentDelta,
+    OutputEvent,
+    TextParser,
+    ToolCallBegin,
+)
+from .think_parser import OPEN, ThinkParser
+
+__all__ = ["OutputParser", "ends_in_reasoning", "make_output_parser"]
+
+BUILT_IN: Final[Mapping[str, Mapping[str, Callable[..., TextParser]]]] = {
+    "tool": {"hermes": hermes_parser, "llama3_json": llama_parser},
+    "reasoning": {"think": ThinkParser},
+}
+
+
+class OutputParser:
+    """Turns the text of one completion into events: reasoning first, tool calls in the rest."""
+
+    def __init__(self, tools: TextParser | None, reasoning: TextParser | None) -> None:
+        """Begin before the text; None leaves tool calls or reasoning in the content."""
+        self._tools = tools
+        self._reasoning = reasoning
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Take the next text; return the events that are certain, none of them empty."""
+        if not text:
+            return []
+        events: list[OutputEvent] = [ContentDelta(text)]
+        if self._reasoning is not None:
+            events = self._reasoning.push(text)
+        return _join(self._find_calls(events))
+
+    def finish(self) -> list[OutputEvent]:
+        """Return the events of the text that was held back; there is no more text."""
+        events = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
+        if self._tools is not None:
+            events += self._tools.finish()
+        return _join(events)
+
+    def _find_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Replace content by what the tool parser finds in it."""
+        if self._tools is None:
+            return events
+        found: list[OutputEvent] = []
+        for event in events:
+            found += self._tools.push(event.text) if isinstance(event, ContentDelta) else [event]
+        return found
+
+
+def make_output_parser(
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    in_reasoning: bool = False,
+) -> OutputParser:
+    """Return a parser for one completion.
+
+    Args:
+        tool_parser: `hermes` (also Qwen), `llama3_json` or an entry point's name; None finds no
+            calls.
+        reasoning_parser: `think` or an entry point's name; None finds no reasoning.
+        tools: functions that the request offers, as in a chat request. Without any, no calls are
+            found.
+        in_reasoning: whether the prompt ends within the reasoning; see `ends_in_reasoning`.
+
+    Raises:
+        ConfigError: there is no parser of this name, or it cannot be loaded.
+    """
+    find_calls = None if tool_parser is None else _find("tool", tool_parser)
+    find_reasoning = None if reasoning_parser is None else _find("reasoning", reasoning_parser)
+    return OutputParser(
+        None if find_calls is None or not tools else find_calls(tools),
+        None if find_reasoning is None else find_reasoning(in_reasoning),
+    )
+
+
+def ends_in_reasoning(prompt: str) -> bool:
+    """Return whether a rendered prompt ends with `<think>`, as some chat templates do."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+@cache
+def _find(kind: str, name: str) -> Callable[..., TextParser]:
+    """Return what makes the parsers of a name."""
+    built_in = BUILT_IN[kind]
+    if name in built_in:
+        return built_in[name]
+    installed = entry_points(group=f"stepgraph.{kind}_parsers")
+    if name not in installed.names:
+        names = ", ".join(sorted({*built_in, *installed.names}))
+        raise ConfigError(f"there is no {kind} parser {bounded_repr(name)}; choose one of {names}")
+    try:
+        return installed[name].load()
+    except Exception as error:
+        raise ConfigError(
+            f"the {kind} parser {name} of {installed[name].value} cannot be loaded: {error!r}"
+        ) from error
+
+
+def _join(events: list[OutputEvent]) -> list[OutputEvent]:
+    """Join neighbours that differ in their text only."""
+    joined: list[OutputEvent] = []
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        first, *others = group
+        if others and not isinstance(first, ToolCallBegin):
+            text = "".join(event.text for event in (first, *others))  # type: ignore[union-attr]
+            first = replace(first, text=text)
+        joined.append(first)
+    return joined

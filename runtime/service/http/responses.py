@@ -1,0 +1,153 @@
+"""Bodies of responses, and of the events of streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "Chat",
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChatToken",
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "OptionalUsage",
+    "TopToken",
+    "Usage",
+]
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request, all of its prompts and completions together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: _PromptDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        """Return the usage of so many tokens; `cached` of the prompt were in the cache."""
+        return cls(prompt, completion, prompt + completion, _PromptDetails(cached))
+
+
+OptionalUsage = Usage | None | UnsetType
+"""`UNSET`: the stream reports none. None: this event reports none."""
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of tokens, in parallel lists; None for the first token of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """A completion, or what it gained."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The response of `/v1/completions`, and each event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: OptionalUsage = UNSET
+    object: str = "text_completion"
+
+
+class TopToken(msgspec.Struct):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(msgspec.Struct):
+    """A token of an answer, and the most probable ones at its position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of the tokens of an answer."""
+
+    content: list[ChatToken]
+
+
+class ChatMessage(msgspec.Struct):
+    """An answer, or what it gained."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chat(msgspec.Struct):
+    """The response of `/v1/chat/completions`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """What an answer gained."""
+
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a stream of `/v1/chat/completions`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: OptionalUsage = UNSET
+    object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET

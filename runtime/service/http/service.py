@@ -1,0 +1,41 @@
+"""`Service`: what the endpoints of one application share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ...bounded_repr import bounded_repr
+from ..async_engine import AsyncEngine
+from .http_errors import HttpError
+
+__all__ = ["Service"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """An engine and the settings of its HTTP service."""
+
+    engine: AsyncEngine
+    model_names: tuple[str, ...]
+    """Names that requests may give; responses without one have the first."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, given: str | None) -> str:
+        """Return the name of the model for the response.
+
+        Raises:
+            HttpError: 404, there is no model of this name.
+        """
+        if given is None:
+            return self.model_names[0]
+        if given not in self.model_names:
+            names = ", ".join(self.model_names)
+            raise HttpError(
+                404,
+                f"there is no model {bounded_repr(given)}; served are {names}",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        return given

@@ -1,0 +1,72 @@
+"""The endpoints `/tokenize` and `/detokenize`, as in vLLM."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from ...errors import RequestError
+from ...loading.tokenizer import TextTokenizer
+from .exchange import Exchange
+from .http_errors import HttpError
+from .requests import DetokenizeRequest, TokenizeRequest, chat_prompt
+from .service import Service
+from .token_text import TokenTexts
+
+__all__ = ["detokenize", "tokenize"]
+
+
+class _Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Respond with the token ids of a text or of a conversation."""
+    request = await exchange.read(TokenizeRequest)
+    service.model_name(request.model)
+    tokenizer = _tokenizer(service)
+    if (request.prompt is None) == (request.messages is None):
+        raise HttpError(400, "give one of prompt and messages", param="prompt")
+
+    def encode() -> _Tokens:
+        if request.messages is None:
+            text, special = cast(str, request.prompt), request.add_special_tokens is not False
+        else:
+            text = tokenizer.render(chat_prompt(request, request.tools))
+            special = bool(request.add_special_tokens)  # templates write them
+        token_ids = tokenizer.encode(text, special=special)
+        texts = TokenTexts(tokenizer)
+        strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
+        return _Tokens(len(token_ids), service.engine.max_model_len, token_ids, strings)
+
+    await exchange.respond(await service.engine.prepare(encode))
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Respond with the text of token ids."""
+    request = await exchange.read(DetokenizeRequest)
+    service.model_name(request.model)
+    tokenizer = _tokenizer(service)
+    for token_id in request.tokens:
+        if not 0 <= token_id < 1 << 31:
+            raise HttpError(400, f"token {token_id} is no token id", param="tokens")
+
+    def decode() -> _Text:
+        return _Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    await exchange.respond(await service.engine.prepare(decode))
+
+
+def _tokenizer(service: Service) -> TextTokenizer:
+    tokenizer = service.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("the checkpoint has no tokenizer.json: prompts must be token ids")
+    return tokenizer

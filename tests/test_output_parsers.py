@@ -1,0 +1,305 @@
+"""Parsers of chat output: the same events for any split of the text, whatever the text is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stepgraph.runtime.errors import ConfigError
+from stepgraph.runtime.service.http import output_parsers
+from stepgraph.runtime.service.http.call_reader import MAX_HELD_CHARS
+from stepgraph.runtime.service.http.json_scanner import MAX_DEPTH, JsonScanner
+from stepgraph.runtime.service.http.output_events import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from stepgraph.runtime.service.http.output_parsers import ends_in_reasoning, make_output_parser
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "größe")]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+Answer = tuple[str, str, list[tuple[str, str]]]
+"""Reasoning, content, and each call's name and arguments."""
+
+
+def parse(pieces: Sequence[str], tool_parser: str = "hermes", **options: Any) -> Answer:
+    parser = make_output_parser(tool_parser, "think", tools=TOOLS, **options)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    reasoning = content = ""
+    calls: list[list[str]] = []
+    for event in events:
+        match event:
+            case ReasoningDelta(text):
+                assert text
+                reasoning += text
+            case ContentDelta(text):
+                assert text
+                content += text
+            case ToolCallBegin(index, _, name):
+                assert index == len(calls)
+                calls.append([name, ""])
+            case ToolCallArguments(index, text):
+                assert text
+                assert index == len(calls) - 1
+                calls[index][1] += text
+    return reasoning, content, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", []),
+        (CALL, "", [("f", '{"x": 1}')]),
+        (f"Let me see. {CALL}\n{CALL}\nDone", "Let me see. Done", [("f", '{"x": 1}')] * 2),
+        (f"{CALL}{CALL}", "", [("f", '{"x": 1}')] * 2),
+        ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
+        ('<tool_call>{"id": 12, "name": "g", "z": [{}, -1.5e+3]}</tool_call>', "", [("g", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        (
+            '<tool_call>{"name": "gr\\u00f6\\u00dfe", "parameters": {"ö": "é\U0001f600"}}'
+            "</tool_call>",
+            "",
+            [("größe", '{"ö": "é\U0001f600"}')],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "}\\"]}</tool_call>{"}}</tool_call>',
+            "",
+            [("f", '{"a": "}\\"]}</tool_call>{"}')],
+        ),
+        # The last brackets are missing.
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>!', "!", [("f", '{"a": 1}')]),
+        # The output was cut off.
+        ('<tool_call>{"name": "f", "arguments": {"a": [', "", [("f", '{"a": [')]),
+        # No calls.
+        ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+        ("a <tool_ca", "a <tool_ca", []),
+        ("a <tool_ <tool_call", "a <tool_ <tool_call", []),
+        *[
+            (f"<tool_call>{body}</tool_call>.", f"<tool_call>{body}</tool_call>.", [])
+            for body in (
+                "no JSON",
+                "{}",
+                '{"arguments": {}}',
+                '{"name": 3, "arguments": {}}',
+                '{"name": "", "arguments": {}}',
+                '{"name": "\\ud800", "arguments": {}}',
+                '{"name": "f", "name": "g", "arguments": {}}',
+                '{"name": "f", "arguments": "{}"}',
+                '{"name": "f", "arguments": {a: 1}}',
+                '{"name": "f", "x": 01, "arguments": {}}',
+                "{'name': 'f', 'arguments': {}}",
+            )
+        ],
+        (f"<tool_call>{CALL}", "<tool_call>", [("f", '{"x": 1}')]),
+    ],
+)
+def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(pieces) == ("", content, calls)
+
+
+BARE = '{"name": "f", "parameters": {"x": {"y": "};"}}}'
+OF_BARE = ("f", '{"x": {"y": "};"}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (BARE, "", [OF_BARE]),
+        (f" \n{BARE}; {BARE};{BARE}", "", [OF_BARE] * 3),
+        (f"<|python_tag|>{BARE}", "", [OF_BARE]),
+        (f"<|python_tag|>{BARE};<|python_tag|>{BARE}\n", "", [OF_BARE] * 2),
+        (f"I look. <|python_tag|>{BARE} Done", "I look. Done", [OF_BARE]),
+        ('{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ('<|python_tag|>{"name": "other"}', "", [("other", "{}")]),
+        *[
+            (text, text, [])
+            for text in (
+                '{"name": "other", "parameters": {}}',
+                '{"name": "f"}',
+                '{"name": "f", "age": 7, "parameters": {}}',
+                '{"answer": {"name": "f", "parameters": {}}}',
+                f"An object: {BARE}",
+                '  <|python_tag|>print("hi")',
+                "[1, 2]",
+                "  ",
+            )
+        ],
+    ],
+)
+def test_llama(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(pieces, "llama3_json") == ("", content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "started", "reasoning", "content"),
+    [
+        ("<think>\nhm < 3\n</think>\n\nYes", False, "hm < 3\n", "Yes"),
+        ("\n<think>a</think></think>", False, "a", "\n</think>"),
+        ("<think>not closed </thin", False, "not closed </thin", ""),
+        ("<think></think>x", False, "", "x"),
+        ("the tag <think>", False, "", "the tag <think>"),
+        ("<thi", False, "", "<thi"),
+        ("hm</think>Yes <think>", True, "hm", "Yes <think>"),
+        ("\n<think>\nhm</think>Yes", True, "hm", "Yes"),
+        (f"{CALL}</think>", True, CALL, ""),
+        ("<thi", True, "<thi", ""),
+    ],
+)
+def test_think(text: str, started: bool, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(pieces, in_reasoning=started) == (reasoning, content, [])
+
+
+def test_ends_in_reasoning() -> None:
+    assert ends_in_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not ends_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+FRAGMENTS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "</", ";"),
+    *("{", "}", "[", "]", ",", ":", '"', "\\", "\\u00e9", "\\ud800", " ", "\n", "\0", "é"),
+    *('"name"', '"f"', '"arguments"', "true", "null", "-1.5e3", "0", CALL, BARE),
+    '{"name": "f", "arguments": {"a": ',
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=20).map("".join)
+
+
+@given(
+    text=TEXTS,
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    tool_parser=st.sampled_from(["hermes", "llama3_json"]),
+    in_reasoning=st.booleans(),
+)
+def test_any_split_gives_the_same_events(
+    text: str, cuts: list[int], tool_parser: str, in_reasoning: bool
+) -> None:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    whole = parse([text], tool_parser, in_reasoning=in_reasoning)
+    assert parse(pieces, tool_parser, in_reasoning=in_reasoning) == whole
+    assert parse(list(text), tool_parser, in_reasoning=in_reasoning) == whole
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(-1e300, 1e300) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    arguments=st.dictionaries(st.text(), JSON),
+    text=st.text(st.characters(exclude_characters="<{", exclude_categories=["Cs", "Z", "Cc"])),
+    ascii_only=st.booleans(),
+)
+def test_any_call_is_found(arguments: dict[str, Any], text: str, ascii_only: bool) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii_only)
+    call = f'{{"name": "f", "arguments": {written}}}'
+    tagged = f"<tool_call>{call}</tool_call>"
+    assert parse([f"{text}{tagged}\n{tagged}{text}"]) == ("", text * 2, [("f", written)] * 2)
+    assert parse([f"{call};{call}"], "llama3_json") == ("", "", [("f", written)] * 2)
+
+
+@given(JSON.map(json.dumps) | TEXTS)
+def test_the_scanner_agrees_with_json(text: str) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        json.loads(text, parse_constant=refuse)
+        valid = True
+    except ValueError:
+        valid = False
+    scanner = JsonScanner()
+    end = scanner.feed(text + "\0", 0)  # only the next character ends a number
+    assert (scanner.done and not text[end:].strip(" \t\r\n")) == valid
+
+
+def test_nothing_but_possible_tags_is_held_back() -> None:
+    parser = make_output_parser("hermes", "think", tools=TOOLS)
+    held = [parser.push(char) for char in "<think>ab</x</think>c<d"]
+    texts = ["".join(getattr(event, "text", "") for event in events) for events in held]
+    assert texts == [*[""] * 7, "a", "b", "", "", "</x", *[""] * 8, "c", "", "<d"]
+    parser = make_output_parser("hermes", None, tools=TOOLS)
+    parser.push('<tool_call>{"name": "f", "arguments": {"')
+    assert [parser.push(char)[0].text for char in 'ab": 1'] == list('ab": 1')  # type: ignore[union-attr]
+
+
+def test_hostile_text_takes_linear_time_and_bounded_memory() -> None:
+    deep = '{"name": "f", "arguments": ' + '{"a":' * (MAX_DEPTH + 2)
+    for unit in ("<tool_call>", "<tool_call>{", "<", " ", '<tool_call>{"name":"f",', deep, CALL):
+        many = unit * (50_000 // len(unit))
+        for text in (many, f'<tool_call>{{"a": "{many}'):
+            began = time.perf_counter()
+            parse([text])
+            parse([text[start : start + 9] for start in range(0, len(text), 9)], "llama3_json")
+            assert time.perf_counter() - began < 5  # takes 0.1 s
+
+
+def test_the_limit_of_held_text_does_not_depend_on_the_split() -> None:
+    num_calls = []
+    for size in range(MAX_HELD_CHARS - 60, MAX_HELD_CHARS, 5):
+        text = f'<tool_call>{{"arguments": {{"a": "{size * "x"}"}}, "name": "f"}}</tool_call>'
+        whole = parse([text])
+        assert parse([text[:100], text[100:]]) == whole
+        assert parse([text[:-30], *text[-30:]]) == whole
+        num_calls.append(len(whole[2]))
+    assert (num_calls[0], num_calls[-1]) == (1, 0)
+    parser = make_output_parser("hermes", None, tools=TOOLS)
+    parser.push('<tool_call>{"arguments": {"a": "')
+    pieces = [parser.push("x" * 1000) for _ in range(2 * MAX_HELD_CHARS // 1000)]
+    assert all(pieces[MAX_HELD_CHARS // 1000 + 1 :])
+
+
+def test_without_tools_or_parsers_all_text_is_content() -> None:
+    for names in ((None, None), ("hermes", None)):
+        parser = make_output_parser(*names, tools=[])
+        assert parser.push("<think>" + CALL) == [ContentDelta("<think>" + CALL)]
+        assert parser.finish() == []
+
+
+class ShoutParser:
+    def __init__(self, _: object) -> None:
+        pass
+
+    def push(self, text: str) -> list[ContentDelta]:
+        return [ContentDelta(text.upper())]
+
+    def finish(self) -> list[ContentDelta]:
+        return []
+
+
+def test_parsers_of_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(group: str) -> EntryPoints:
+        return EntryPoints(
+            [
+                EntryPoint("shout", f"{__name__}:ShoutParser", group),
+                EntryPoint("broken", "no_such_module:Parser", group),
+            ]
+        )
+
+    monkeypatch.setattr(output_parsers, "entry_points", installed)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: _load(self))
+    for names in (("shout", None), (None, "shout")):
+        assert make_output_parser(*names, tools=TOOLS).push("a") == [ContentDelta("A")]
+    with pytest.raises(ConfigError, match=r"no tool parser 'x'; choose one of broken, hermes"):
+        make_output_parser("x", None)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        make_output_parser(None, "broken")
+
+
+def _load(entry: EntryPoint) -> Any:
+    if entry.name == "broken":
+        raise ModuleNotFoundError("no_such_module")
+    return ShoutParser
