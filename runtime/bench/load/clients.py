@@ -91,7 +91,7 @@ class HttpClient:
                 text = b"".join([part async for part in parts]).decode(errors="replace")
                 outcome.status = "shed" if status in SHED else "failed"
                 outcome.error = f"{status}: {text:.{MAX_ERROR_CHARS}}"
-        except (OSError, EOFError, ValueError, LookupError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError, ValueError, LookupError) as error:
             outcome.status, outcome.error = "failed", f"{error!r:.{MAX_ERROR_CHARS}}"
         finally:
             if writer is not None:

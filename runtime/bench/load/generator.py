@@ -134,7 +134,8 @@ def summarize(
     Args:
         outcomes: of all requests, at least one.
         seconds: over which they arrived.
-        slo_ttft_ms, slo_itl_ms: the objective, see `Outcome.is_good`.
+        slo_ttft_ms: the objective for first tokens, see `Outcome.is_good`.
+        slo_itl_ms: the objective for gaps.
     """
     statuses = Counter(outcome.status for outcome in outcomes)
     good = sum(outcome.is_good(slo_ttft_ms, slo_itl_ms) for outcome in outcomes)

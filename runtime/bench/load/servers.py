@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ HOST = "127.0.0.1"
 START_SECONDS = 600
 POLL_SECONDS = 0.2
 MAX_REASON = 300
+READY_PATHS = {"stepgraph": ("/ready",), "transformers": ("/health",)}
+"""Pages that respond with 200 once the model is loaded; other servers load before they listen."""
 TEXT_TOKENS = 94
 """Tokens of a saved preset that are single printable characters of ASCII: ids 0 to 93."""
 GGUF_RUNNER = Path(__file__).parent.parent.joinpath("runtimes", "peer_runner.py")
@@ -87,15 +89,21 @@ class Server:
                 lines = self._log.read_text(errors="replace").strip().splitlines()
                 reason = lines[-1] if lines else "without a message"
                 raise PeerError(f"{self.name}: it ended: {reason:.{MAX_REASON}}")
-            with suppress(OSError, LookupError):  # loads, or has no model yet
-                for path in ("ready", "v1/models") if self.name == "stepgraph" else ("v1/models",):
-                    with urllib.request.urlopen(
-                        f"http://{self.host}:{self.port}/{path}", timeout=START_SECONDS
-                    ) as response:
-                        content = response.read()
-                return str(json.loads(content)["data"][0]["id"])
+            with suppress(OSError, HTTPException):  # it loads
+                if all(self._get(path) for path in READY_PATHS.get(self.name, ())):
+                    models = json.loads(self._get("/v1/models"))["data"]
+                    return str(models[0]["id"]) if models else self.name
             time.sleep(POLL_SECONDS)
         raise PeerError(f"{self.name}: it does not answer within {START_SECONDS} s")
+
+    def _get(self, path: str) -> bytes:
+        """Return the content of a page; raise `ConnectionError` if its status is not 200."""
+        with closing(HTTPConnection(self.host, self.port, timeout=START_SECONDS)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ConnectionError(f"{path}: {response.status}")
+            return response.read()
 
 
 def engine_command(model: str, config: EngineConfig, port: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Other runtimes that the scenarios measure, each in its own process.
 
-For `--scenario neighbours` the process runs `peer_runner` in the Python that has the runtime installed, loads the model once,
-and then decodes on request, so that its steps and ours are interleaved.
+For `--scenario neighbours` the process runs `peer_runner` in the Python that has the runtime
+installed, loads the model once, and then decodes on request, so that its steps and ours are
+interleaved. `load.servers` starts the servers of `--scenario serve`.
 """
 
 from __future__ import annotations

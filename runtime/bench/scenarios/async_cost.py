@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ....profiling.stats import RequestTiming, Summary
@@ -26,7 +27,7 @@ def gaps_of_all(times: Sequence[RequestTimes]) -> tuple[int, int, list[float]]:
     """Return when all requests decode, from and to, and the gaps in ms of the first one therein."""
     first, last = max(t[0] for t in times), min(t[-1] for t in times)
     inside = [at for at in times[0] if first <= at <= last]
-    return first, last, [(b - a) / 1e6 for a, b in zip(inside, inside[1:], strict=False)]
+    return first, last, [(b - a) / 1e6 for a, b in pairwise(inside)]
 
 
 def _bare(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[RequestTimes]:
@@ -43,7 +44,7 @@ def _bare(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list
 async def _streamed(
     engine: AsyncEngine, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[list[RequestTimes], list[tuple[int, int]]]:
-    """Decode the prompts as streams; also return when each token was there, and when it was read."""
+    """Decode the prompts as streams; also return when each token was ready and when it was read."""
     read: list[tuple[int, int]] = []
 
     async def consume(prompt: list[int]) -> RequestTimes:
