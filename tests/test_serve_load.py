@@ -187,6 +187,7 @@ def chunked(text: str, size: int) -> str:
         *[(chunked(TOKENS, size), "completed", 3) for size in (1, 7, 1000)],
         (UNTIL_END + ": ping\n\n" + TOKENS, "completed", 3),
         (UNTIL_END + sse(choice("a"), choice("", "deadline")), "missed", 1),
+        (UNTIL_END + sse(choice("a"), choice("", "stop"), end=""), "completed", 1),
         (UNTIL_END + sse(choice("a"), end=""), "failed", 1),
         (UNTIL_END + sse(choice("a"), {"error": {"message": "lost"}}), "failed", 1),
         ("HTTP/1.1 503 no\r\nContent-Length: 4\r\n\r\nbusy", "shed", 0),

@@ -104,8 +104,7 @@ async def _read_stream(parts: AsyncIterator[bytes], outcome: Outcome) -> None:
     async for event in events(parts):
         now = time.perf_counter_ns()
         if event == "[DONE]":
-            outcome.status = "missed" if reason == "deadline" else "completed"
-            return
+            break
         data = json.loads(event)
         if "error" in data:
             raise ValueError(str(data["error"]))
@@ -113,7 +112,9 @@ async def _read_stream(parts: AsyncIterator[bytes], outcome: Outcome) -> None:
             tokens = choice.get("token_ids")
             outcome.token_ns += [now] * (bool(choice["text"]) if tokens is None else len(tokens))
             reason = choice.get("finish_reason") or reason
-    raise EOFError("the stream ended without [DONE]")
+    if reason is None:
+        raise EOFError("the stream ended without a finish_reason")
+    outcome.status = "missed" if reason == "deadline" else "completed"
 
 
 def post_request(address: tuple[str, int], path: str, body: Mapping[str, Any]) -> bytes:

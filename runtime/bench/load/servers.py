@@ -37,8 +37,8 @@ HOST = "127.0.0.1"
 START_SECONDS = 600
 POLL_SECONDS = 0.2
 MAX_REASON = 300
-READY_PATHS = {"stepgraph": ("/ready",), "transformers": ("/health",)}
-"""Pages that respond with 200 once the model is loaded; other servers load before they listen."""
+READY_PATHS = {"stepgraph": "/ready", "llama.cpp": "/v1/models", "transformers": "/health"}
+"""Pages that respond with 200 once the model is loaded."""
 TEXT_TOKENS = 94
 """Tokens of a saved preset that are single printable characters of ASCII: ids 0 to 93."""
 GGUF_RUNNER = Path(__file__).parent.parent.joinpath("runtimes", "peer_runner.py")
@@ -51,7 +51,7 @@ class Server:
     def __init__(
         self, name: str, command: Callable[[int], Sequence[str]], env: dict[str, str]
     ) -> None:
-        """Start `command`, which gets the port, and wait until it lists its models.
+        """Start `command`, which gets the port, and wait until its model is loaded.
 
         Raises:
             PeerError: it ended, or does not answer.
@@ -69,8 +69,7 @@ class Server:
                 process_group=0,  # `close` ends its children too
             )
         try:
-            self.model = self._wait_for_model()
-            """What requests name."""
+            self._wait_until_ready()
         except BaseException:
             self.close()
             raise
@@ -82,28 +81,24 @@ class Server:
         self._process.wait()
         self._scratch.cleanup()
 
-    def _wait_for_model(self) -> str:
+    def _wait_until_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             if self._process.poll() is not None:
                 lines = self._log.read_text(errors="replace").strip().splitlines()
                 reason = lines[-1] if lines else "without a message"
                 raise PeerError(f"{self.name}: it ended: {reason:.{MAX_REASON}}")
-            with suppress(OSError, HTTPException):  # it loads
-                if all(self._get(path) for path in READY_PATHS.get(self.name, ())):
-                    models = json.loads(self._get("/v1/models"))["data"]
-                    return str(models[0]["id"]) if models else self.name
+            if self._is_ready():
+                return
             time.sleep(POLL_SECONDS)
         raise PeerError(f"{self.name}: it does not answer within {START_SECONDS} s")
 
-    def _get(self, path: str) -> bytes:
-        """Return the content of a page; raise `ConnectionError` if its status is not 200."""
-        with closing(HTTPConnection(self.host, self.port, timeout=START_SECONDS)) as connection:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ConnectionError(f"{path}: {response.status}")
-            return response.read()
+    def _is_ready(self) -> bool:
+        connection = HTTPConnection(self.host, self.port, timeout=START_SECONDS)
+        with closing(connection), suppress(OSError, HTTPException):
+            connection.request("GET", READY_PATHS[self.name])
+            return connection.getresponse().status == 200
+        return False
 
 
 def engine_command(model: str, config: EngineConfig, port: int) -> list[str]:

@@ -245,7 +245,7 @@ def _http_side(
     command = partial(engine_command, kind.model, config)
     server = stack.enter_context(closing(Server("stepgraph", command, environment_of())))
     bodies = [
-        _body(server, prompt, case) | {"ignore_eos": True, "return_token_ids": True}
+        _body(kind.model, prompt, case) | {"ignore_eos": True, "return_token_ids": True}
         for prompt in prompts
     ]
     return Side("stepgraph", "http", None, HttpClient(server.host, server.port, bodies))
@@ -276,14 +276,14 @@ def _peer_sides(
                 raise
             run.say(f"left out: {error}")
             continue
-        bodies = [_body(server, text, case) for text in texts]
+        bodies = [_body(str(checkpoint), text, case) for text in texts]
         client = HttpClient(server.host, server.port, bodies)
         yield Side(spec.name, "http", peer_version(spec), client)
 
 
-def _body(server: Server, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
+def _body(model: str, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
     return {
-        "model": server.model,
+        "model": model,
         "prompt": prompt,
         "max_tokens": case.output_len,
         "temperature": 0.0,
