@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import socket
+import sys
 import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepgraph.runtime.bench.load import servers
 from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
 from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
 from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
+from stepgraph.runtime.bench.runtimes.peers import PeerError
 from stepgraph.runtime.bench.scenarios.async_cost import gaps_of_all
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
@@ -232,3 +237,18 @@ def test_a_server_that_is_not_there():
     client = HttpClient("127.0.0.1", 1, [{}])
     (sent,) = asyncio.run(open_loop(client.send, [0.0], drain_seconds=5))
     assert sent.status == "failed"
+
+
+def test_a_server_ends_with_its_owner(monkeypatch):
+    """One that ends is reported; one that runs is ended with its children, also without `close`."""
+    monkeypatch.setitem(servers.READY_PATHS, "fake", "/")
+    serving = [sys.executable, "-m", "http.server", "--bind", servers.HOST]
+    server = servers.Server("fake", lambda port: [*serving, str(port)], dict(os.environ))
+    assert server._process.stdin is not None
+    server._process.stdin.close()  # as if this process had been killed
+    assert server._process.wait(10) < 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port))
+    server.close()
+    with pytest.raises(PeerError, match="fake: it ended: last words"):
+        servers.Server("fake", lambda _: ["sh", "-c", "echo last words; exit 3"], {})

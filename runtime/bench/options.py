@@ -256,16 +256,14 @@ _FLAGS = {
         metavar="MS",
     ),
     "slo-itl": _flag(
-        "objective of serve for every gap between tokens of a request (default: twice the p99 of"
-        " the closed loop of the engine)",
+        "objective of serve for every gap between tokens of a request (default: four times the p99"
+        " of the closed loop of the engine)",
         type=number("a positive number of milliseconds"),
         metavar="MS",
     ),
-    "transport": _flag(
-        "how serve reaches our engine: engine, an AsyncEngine in this process; http, a child"
-        " process `stepgraph serve` (default: both)",
-        nargs="+",
-        choices=("engine", "http"),
+    "http": _flag(
+        "whether serve also measures `stepgraph serve`, in a child process (default: yes)",
+        action=argparse.BooleanOptionalAction,
     ),
     "threads": _flag(
         "threads of our engines in serve, as `EngineConfig.threads` (default: -1, all cores but"
@@ -370,7 +368,7 @@ _GROUPS = {
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
     ),
     "serve": (
-        *("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "transport", "threads"),
+        *("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),
         "streams",
     ),
     "results": ("output-json", "output-md", "plot", "compare", "fail-above"),

@@ -74,7 +74,7 @@ SCENARIO_FLAGS = {
         *(*_FILES, *_ENGINE, "slo_ttft", "slo_itl", "peer"),
         **{"batch_size": [8], "input_len": [128], "output_len": [32]},
         **{"arrivals": ["poisson"], "rates": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0], "duration": 20.0},
-        **{"transport": ["engine", "http"], "threads": -1},
+        **{"http": True, "threads": -1},
         **{"streams": [1, 8, 64], "num_steps": 100, "num_iters": 6},
     ),
     "start": _accepts(*_FILES, *_ENGINE, batch_size=[1, 2, 4, 8]),

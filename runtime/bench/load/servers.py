@@ -39,6 +39,9 @@ POLL_SECONDS = 0.2
 MAX_REASON = 300
 READY_PATHS = {"stepgraph": "/ready", "llama.cpp": "/v1/models", "transformers": "/health"}
 """Pages that respond with 200 once the model is loaded."""
+GUARD = '("$@" </dev/null; kill -9 0) & read -r _; kill -9 0'
+"""Shell script that runs a command, and ends its process group when the command or the pipe on its
+standard input ends: also a killed benchmark leaves no server."""
 TEXT_TOKENS = 94
 """Tokens of a saved preset that are single printable characters of ASCII: ids 0 to 93."""
 GGUF_RUNNER = Path(__file__).parent.parent.joinpath("runtimes", "peer_runner.py")
@@ -61,9 +64,9 @@ class Server:
         self._log = Path(self._scratch.name, "log")
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command(self.port),
+                ["sh", "-c", GUARD, "sh", *command(self.port)],
                 env=env,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 process_group=0,  # `close` ends its children too
@@ -78,7 +81,8 @@ class Server:
         """End the process. Idempotent."""
         with suppress(ProcessLookupError):  # it has ended and was waited for
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with self._process:
+            self._process.wait()
         self._scratch.cleanup()
 
     def _wait_until_ready(self) -> None:
