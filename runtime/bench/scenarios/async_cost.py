@@ -109,6 +109,6 @@ def measure_async_cost(
             "bare_step_ms": plain.to_json(),
             "async_step_ms": wrapped.to_json(),
             "ratio_p50": wrapped.p50 / plain.p50,
-            "ratio_p99": None if None in (plain.p99, wrapped.p99) else wrapped.p99 / plain.p99,
+            "ratio_p99": wrapped.p99 / plain.p99 if wrapped.p99 and plain.p99 else None,
             "delivery_ms": Summary.of(delivery_ms).to_json(),
         }
