@@ -14,9 +14,10 @@ from ...profiling.plot import PlotError
 from ..config import MAX_SEED, EngineConfig
 from ..tools.memory_report import parse_bytes
 from .console import program_name
+from .load.arrivals import ARRIVALS
 from .results.result_comparison import COMPARED
 from .runtimes.peer_runner import MODULES
-from .runtimes.peers import peer_spec
+from .runtimes.peers import SERVER_MODULES, peer_spec
 from .validate_args import SCENARIO_FLAGS, StepRange, validate_args
 
 __all__ = ["MODES", "add_flags", "parse_arguments"]
@@ -47,6 +48,8 @@ scenarios:
   prefix        prompts with common prefixes, with and without a prefix cache
   memory        memory of an engine, step time as the cache fills, cost of too few blocks
   neighbours    decode steps with busy processes on the same processors, also of other runtimes
+  serve         requests arrive at random: latency, goodput and refusals against the rate, of the
+                AsyncEngine, of stepgraph serve and of servers of other runtimes
   start         the first start of an engine (nothing built or compiled) and the second
   kernels       each kernel of a decode step on CUDA, measured and predicted
   host          host time of plan, launch and commit, with a model that computes nothing
@@ -200,12 +203,13 @@ _FLAGS = {
     "num-warmup": _flag("warm-up runs per case, not counted (default: 1)", type=integer(0)),
     "num-iters": _flag(
         "repetitions per case, interleaved with other modes; 5 or more for --compare"
-        " (default: 3, in steady fewer if they would take more than 10 s; neighbours: 6)",
+        " (default: 3, with steady fewer if they take over 10 s; neighbours, serve: 6)",
         type=integer(1),
     ),
     "num-steps": _flag(
         "steps of interference (default: 200), churn and host (default: 400), of memory after each"
-        " prompt length (default: 100), and of neighbours in each round (default: 32)",
+        " prompt length (default: 100), of neighbours in each round (default: 32), and of serve"
+        " in each round of the cost of the AsyncEngine (default: 100)",
         type=integer(30),  # enough to see a distribution
     ),
     "max-itl-ms": _flag(
@@ -222,11 +226,56 @@ _FLAGS = {
         metavar="PROCESSES",
     ),
     "peer": _flag(
-        f"other CPU runtimes for neighbours ({', '.join(MODULES)}), each with the Python that has"
-        " it installed (default: all runtimes of this Python)",
+        f"other CPU runtimes for neighbours ({', '.join(MODULES)}) or serve"
+        f" ({', '.join(SERVER_MODULES)}), each with the Python that has it installed (default: all"
+        " runtimes of this Python)",
         nargs="+",
         type=peer_spec,
         metavar="NAME[=PYTHON]",
+    ),
+    "arrivals": _flag(
+        "arrivals of serve: poisson, or burst, eight requests at once (default: poisson)",
+        nargs="+",
+        choices=ARRIVALS,
+    ),
+    "rates": _flag(
+        "rates of serve, as fractions of the measured capacity of each service (default: 0.2 0.5"
+        " 0.7 1 1.5 2)",
+        nargs="+",
+        type=number("a positive number"),
+        metavar="FRACTION",
+    ),
+    "duration": _flag(
+        "seconds over which requests arrive, for each rate of serve (default: 20)",
+        type=number("a positive number of seconds"),
+        metavar="SECONDS",
+    ),
+    "slo-ttft": _flag(
+        "objective of serve for the first token, from the scheduled arrival; our services get it as"
+        " deadline (default: four times the p90 of the closed loop of the engine)",
+        type=number("a positive number of milliseconds"),
+        metavar="MS",
+    ),
+    "slo-itl": _flag(
+        "objective of serve for every gap between tokens of a request (default: four times the p99"
+        " of the closed loop of the engine)",
+        type=number("a positive number of milliseconds"),
+        metavar="MS",
+    ),
+    "http": _flag(
+        "whether serve also measures `stepgraph serve`, in a child process (default: yes)",
+        action=argparse.BooleanOptionalAction,
+    ),
+    "threads": _flag(
+        "threads of our engines in serve, as `EngineConfig.threads` (default: -1, all cores but"
+        " one, which the event loop gets)",
+        type=integer(-1024, 1024),
+    ),
+    "streams": _flag(
+        "numbers of streams for which serve compares the AsyncEngine with the bare loop (default:"
+        " 1 8 64)",
+        nargs="+",
+        type=integer(1, 4096),
     ),
     "check": _flag(
         "after timing a case, score its tokens with the plain PyTorch reference on the same device;"
@@ -317,6 +366,10 @@ _GROUPS = {
     "measurement": (
         *("scenario", "batch-size", "input-len", "output-len", "num-warmup", "num-iters"),
         *("num-steps", "max-itl-ms", "neighbours", "peer", "check", "baseline", "seed"),
+    ),
+    "serve": (
+        *("arrivals", "rates", "duration", "slo-ttft", "slo-itl", "http", "threads"),
+        "streams",
     ),
     "results": ("output-json", "output-md", "plot", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),

@@ -70,6 +70,13 @@ SCENARIO_FLAGS = {
         *(*_FILES, *_ENGINE, *_COMPARE, "batch_size", "input_len", "peer"),
         **{"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},
     ),
+    "serve": _accepts(
+        *(*_FILES, *_ENGINE, "slo_ttft", "slo_itl", "peer"),
+        **{"batch_size": [8], "input_len": [128], "output_len": [32]},
+        **{"arrivals": ["poisson"], "rates": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0], "duration": 20.0},
+        **{"http": True, "threads": -1},
+        **{"streams": [1, 8, 64], "num_steps": 100, "num_iters": 6},
+    ),
     "start": _accepts(*_FILES, *_ENGINE, batch_size=[1, 2, 4, 8]),
     "kernels": _accepts(*_FILES, *_MODEL, batch_size=[1], input_len=[1024]),
     "host": _accepts(*_FILES, num_steps=400),

@@ -23,6 +23,7 @@ def warnings(document: Mapping[str, Any]) -> list[str]:
         *_noise(document),
         *_not_interleaved(document["cases"]),
         *_throttling(document),
+        *_late_generators(document),
     ]
 
 
@@ -85,6 +86,18 @@ def _throttling(document: Mapping[str, Any]) -> Iterator[str]:
         held = state and describe_throttling(state["before"], state["after"])
         if held:
             yield f"Warning: {_name(entry)}: {held}"
+
+
+def _late_generators(document: Mapping[str, Any]) -> Iterator[str]:
+    late = [e for e in document.get("serve", ()) if e.get("generator_behind")]
+    if late:
+        named = ", ".join(
+            f"{e['runtime']} {e['transport']} {e['arrivals']} at {e['fraction']:g}" for e in late
+        )
+        yield (
+            "Warning: the load generator fell behind its schedule; latencies contain its own delay"
+            f" (see lag): {named}"
+        )
 
 
 def _kind(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -348,6 +348,47 @@ _MEMORY = (
         "Cost of too few blocks",
     ),
 )
+_SERVE = (
+    Table(
+        {
+            **_ENGINE,
+            "runtime": lambda e: e["runtime"] + (" engine" if e["transport"] == "engine" else ""),
+            "arrivals": "{arrivals}",
+            "of capacity": "{fraction:g}",
+            "req/s": "{rate:.2f}",
+            "TTFT ms p50 / p90 / p99": "{ttft_ms:dist}",
+            "n": "{ttft_ms[n]}",
+            "ITL ms p50 / p90 / p99": "{itl_ms:dist}",
+            "ITL n": "{itl_ms[n]}",
+            "goodput/s": "{goodput:.2f}",
+            "good": "{good} of {requests}",
+            "shed": "{shed}",
+            "missed": "{missed}",
+            "failed": "{failed}",
+            "unfinished": "{unfinished}",
+            "SLO ms TTFT, ITL": "{slo_ttft_ms:.0f}, {slo_itl_ms:.0f}",
+            "lag ms p99": "{lag_ms[p99]:.2f}",
+        },
+        lambda entry: [entry] if "rate" in entry else [],
+        "Load: rates are fractions of the capacity of each service",
+        text_columns=7,
+    ),
+    Table(
+        {
+            **_ENGINE,
+            "streams": "{streams}",
+            "threads": "{threads}",
+            "bare step ms p50 / p90 / p99": "{bare_step_ms:dist}",
+            "async step ms p50 / p90 / p99": "{async_step_ms:dist}",
+            "n": "{async_step_ms[n]}",
+            "p50 ratio": "{ratio_p50:.3f}",
+            "p99 ratio": "{ratio_p99:.3f}",
+            "delivery ms p50 / p90 / p99": "{delivery_ms:dist}",
+        },
+        lambda entry: [entry] if "streams" in entry else [],
+        "Cost of the AsyncEngine",
+    ),
+)
 TABLES: dict[str, tuple[Table, ...]] = {
     "interference": (_INTERFERENCE,),
     "churn": (_CHURN,),
@@ -356,6 +397,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "prefix": (_PREFIX,),
     "neighbours": (_NEIGHBOURS,),
     "memory": _MEMORY,
+    "serve": _SERVE,
     "cases": (_STEADY,),
 }
 """By the name of the list in the document; `cases` is that of steady."""

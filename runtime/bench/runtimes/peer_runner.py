@@ -3,6 +3,8 @@
 Requests and replies are JSON objects, one a line, on stdin and stdout. The first request loads the
 model; `prefill`, `steps` and `end` follow in this order, any number of times. An `error` in a reply
 ends the process. Standard library only, until a runtime is loaded.
+
+With two arguments, a checkpoint and a file, it writes the checkpoint as GGUF instead.
 """
 
 from __future__ import annotations
@@ -216,7 +218,11 @@ class LlamaCpp:
 
 
 def write_gguf(checkpoint: Path, path: Path) -> None:
-    """Convert a Llama checkpoint, without its vocabulary; matrices keep their dtype."""
+    """Convert a Llama checkpoint; matrices keep their dtype.
+
+    The vocabulary is that of its tokenizer.json, a byte-level BPE split as GPT-2 does; without that
+    file there is none.
+    """
     import gguf
     import numpy as np
     from gguf.utility import SafetensorsLocal
@@ -228,8 +234,8 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
+    _add_vocabulary(writer, checkpoint / "tokenizer.json", config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -262,6 +268,29 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, path: Path, size: int) -> None:
+    import gguf
+
+    if not path.exists():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    model = json.loads(path.read_text())["model"]
+    texts = [f"[unused{number}]" for number in range(size)]
+    for text, number in model["vocab"].items():
+        texts[number] = text
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(texts)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(
+        merges or ["\u0100 \u0101"]
+    )  # llama.cpp wants one: of two control bytes
+    writer.add_add_bos_token(False)
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id):
+        add(size - 1)  # its default would be a common token
 
 
 RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
@@ -315,4 +344,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 3:
+        write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main()

@@ -1,7 +1,8 @@
-"""Other runtimes that `--scenario neighbours` measures, each in its own process.
+"""Other runtimes that the scenarios measure, each in its own process.
 
-The process runs `peer_runner` in the Python that has the runtime installed, loads the model once,
-and then decodes on request, so that its steps and ours are interleaved.
+For `--scenario neighbours` the process runs `peer_runner` in the Python that has the runtime
+installed, loads the model once, and then decodes on request, so that its steps and ours are
+interleaved. `load.servers` starts the servers of `--scenario serve`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,13 +29,27 @@ from ..results.result_document import num_threads
 from .peer_runner import MODULES
 from .transformers_model import load_model
 
-__all__ = ["Peer", "PeerError", "PeerSpec", "choose_peers", "peer_spec", "start_peers"]
+__all__ = [
+    "SERVER_MODULES",
+    "Peer",
+    "PeerError",
+    "PeerSpec",
+    "choose_peers",
+    "environment_of",
+    "peer_spec",
+    "start_peers",
+]
 
 RUNNER = Path(__file__).with_name("peer_runner.py")
 REPLY_SECONDS = 900
 """A peer that takes longer for a request is ended. The first request exports and compiles."""
 MAX_REASON = 300
 """Characters of an error of another program."""
+SERVER_MODULES = {
+    "llama.cpp": ("llama_cpp", "gguf", "fastapi", "uvicorn", "sse_starlette", "pydantic_settings"),
+    "transformers": ("transformers", "accelerate", "fastapi", "uvicorn", "openai"),
+}
+"""What the server of a runtime needs, by its name."""
 
 
 class PeerError(StepgraphError, RuntimeError):
@@ -47,8 +62,8 @@ class PeerSpec(NamedTuple):
     name: str
     python: str
 
-    def missing(self) -> list[str]:
-        """Return the modules that its Python cannot import.
+    def missing(self, modules: Sequence[str]) -> list[str]:
+        """Return those of some modules that its Python cannot import.
 
         Raises:
             PeerError: the Python cannot be run.
@@ -58,8 +73,8 @@ class PeerSpec(NamedTuple):
         find += " if found is None: print(m)"
         try:
             done = subprocess.run(
-                [self.python, "-P", "-c", find, *MODULES[self.name]],
-                env=_environment(self.python),
+                [self.python, "-P", "-c", find, *modules],
+                env=environment_of(self.python),
                 capture_output=True,
                 text=True,
                 check=True,
@@ -75,26 +90,41 @@ class PeerSpec(NamedTuple):
 def peer_spec(text: str) -> PeerSpec:
     """Read `NAME` or `NAME=PYTHON`, for argparse."""
     name, equals, python = text.partition("=")
-    if name not in MODULES or (equals and not python):
+    names = dict.fromkeys((*MODULES, *SERVER_MODULES))
+    if name not in names or (equals and not python):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(MODULES)}"
+            f"{text!r} is not NAME or NAME=PYTHON with NAME one of {', '.join(names)}"
         )
     return PeerSpec(name, python or sys.executable)
 
 
-def choose_peers(given: Sequence[PeerSpec] | None, device: torch.device) -> list[PeerSpec]:
+def choose_peers(
+    given: Sequence[PeerSpec] | None,
+    device: torch.device,
+    modules: Mapping[str, Sequence[str]] = MODULES,
+) -> list[PeerSpec]:
     """Return the runtimes to measure: those given, else those that this interpreter has.
 
+    Args:
+        given: None: no choice was made.
+        device: what is measured.
+        modules: what each runtime that can be measured needs.
+
     Raises:
-        PeerError: one that was given is not installed, or `device` is not a CPU.
+        PeerError: one that was given cannot be measured, is not installed, or `device` is not a
+            CPU.
     """
     if given is None:
-        specs = [PeerSpec(name, sys.executable) for name in MODULES]
-        return [s for s in specs if device.type == "cpu" and not s.missing()]
+        specs = [PeerSpec(name, sys.executable) for name in modules]
+        return [s for s in specs if device.type == "cpu" and not s.missing(modules[s.name])]
     if device.type != "cpu":
         raise PeerError(f"--peer measures on a CPU, and the device is {str(device)!r}")
     for spec in given:
-        if missing := spec.missing():
+        if spec.name not in modules:
+            raise PeerError(
+                f"--peer {spec.name} is not measured here: choose among {', '.join(modules)}"
+            )
+        if missing := spec.missing(modules[spec.name]):
             raise PeerError(
                 f"--peer {spec.name}: {spec.python} has no {', '.join(missing)}: install it there,"
                 f" or name another Python with --peer {spec.name}=PYTHON"
@@ -179,7 +209,7 @@ class Peer:
         with self._log.open("wb") as log:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [spec.python, "-P", str(RUNNER)],
-                env=_environment(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])},
+                env=environment_of(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -245,7 +275,7 @@ class Peer:
         return next((line for line in reversed(lines) if line.strip()), "without a message")
 
 
-def _environment(python: str) -> dict[str, str]:
+def environment_of(python: str = sys.executable) -> dict[str, str]:
     """Return the environment for a Python; `PYTHONPATH` is meant for this interpreter alone."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
 

@@ -15,6 +15,7 @@ from .kernel_times import run_kernels
 from .memory_pressure import run_memory
 from .neighbours import run_neighbours
 from .prefix_sharing import run_prefix
+from .serve import run_serve
 
 __all__ = ["SCENARIOS", "ScenarioRun"]
 
@@ -28,6 +29,7 @@ SCENARIOS: dict[str, Measure] = {
     "neighbours": run_neighbours,
     "start": run_start,
     "kernels": run_kernels,
+    "serve": run_serve,
 }
 """Each yields the entries of one model, dtypes and mode as they are measured."""
 

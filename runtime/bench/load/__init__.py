@@ -1,0 +1,1 @@
+"""Load on a service: arrivals, the generator, its clients, and the servers it measures."""

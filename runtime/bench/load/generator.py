@@ -1,0 +1,159 @@
+"""Open-loop and closed-loop load, and what they measure. Standard library only.
+
+The open loop sends each request at its scheduled time, however many are unanswered, and measures
+from that time: a service that stalls cannot delay the requests that would show it (coordinated
+omission, Tene 2013, "How NOT to Measure Latency").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+from ....profiling.stats import Summary
+
+__all__ = ["Outcome", "Send", "closed_loop", "open_loop", "summarize"]
+
+Status = Literal["completed", "shed", "missed", "failed", "unfinished"]
+
+MAX_LAG_MS = 5.0
+"""A generator whose 99th percentile of lag is above this fell behind its own schedule."""
+WARM_FRACTION = 0.2
+"""Part of a closed loop that is not counted: its rows fill up."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request. Times are those of `time.perf_counter_ns`."""
+
+    scheduled_ns: int
+    sent_ns: int = 0
+    """When its client began to send it."""
+    token_ns: list[int] = field(default_factory=list)
+    """When the client received each token."""
+    status: Status = "unfinished"
+    """`shed`: refused; `missed`: ended by its deadline; `failed`: ended by an error."""
+    error: str | None = None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From the scheduled arrival to the first token; None without a token."""
+        return (self.token_ns[0] - self.scheduled_ns) / 1e6 if self.token_ns else None
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """The gaps between tokens; those of tokens that arrive together are 0."""
+        times = self.token_ns
+        return [(times[i] - times[i - 1]) / 1e6 for i in range(1, len(times))]
+
+    @property
+    def lag_ms(self) -> float:
+        """How late it was sent."""
+        return (self.sent_ns - self.scheduled_ns) / 1e6
+
+    def is_good(self, slo_ttft_ms: float, slo_itl_ms: float) -> bool:
+        """Whether it completed, and its first token and every gap met the objective."""
+        return (
+            self.status == "completed"
+            and self.ttft_ms is not None
+            and self.ttft_ms <= slo_ttft_ms
+            and max(self.itl_ms, default=0.0) <= slo_itl_ms
+        )
+
+
+Send = Callable[[int, Outcome], Awaitable[None]]
+"""Sends the request of a number and fills in `token_ns`, `status` and `error`."""
+
+
+async def open_loop(
+    send: Send, arrivals: Sequence[float], *, drain_seconds: float
+) -> list[Outcome]:
+    """Send a request at each arrival, in seconds from now; return what became of them.
+
+    Requests that are unanswered `drain_seconds` after the last arrival are cancelled, and stay
+    `unfinished`.
+    """
+    start_ns = time.perf_counter_ns()
+    outcomes: list[Outcome] = []
+    tasks: list[asyncio.Task[None]] = []
+    for number, at in enumerate(arrivals):
+        scheduled_ns = start_ns + int(at * 1e9)
+        await asyncio.sleep(max(scheduled_ns - time.perf_counter_ns(), 0) / 1e9)
+        outcomes.append(Outcome(scheduled_ns))
+        tasks.append(asyncio.create_task(_send(send, number, outcomes[-1])))
+    _, unanswered = await asyncio.wait(tasks, timeout=drain_seconds)
+    for task in unanswered:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return outcomes
+
+
+async def closed_loop(
+    send: Send, *, concurrency: int, seconds: float
+) -> tuple[float, list[Outcome]]:
+    """Keep `concurrency` requests in the service for some seconds.
+
+    Returns the tokens that it delivered per second after the first part of the run, and what became
+    of the requests; those at the end are `unfinished`.
+    """
+    numbers = count()
+    outcomes: list[Outcome] = []
+    start_ns = time.perf_counter_ns()
+    end_ns = start_ns + int(seconds * 1e9)
+
+    async def work() -> None:
+        while time.perf_counter_ns() < end_ns:
+            outcomes.append(Outcome(time.perf_counter_ns()))
+            await _send(send, next(numbers), outcomes[-1])
+
+    tasks = [asyncio.create_task(work()) for _ in range(concurrency)]
+    _, working = await asyncio.wait(tasks, timeout=seconds)
+    for task in working:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    first_ns = start_ns + int(WARM_FRACTION * seconds * 1e9)
+    tokens = sum(first_ns <= at < end_ns for outcome in outcomes for at in outcome.token_ns)
+    return tokens / ((end_ns - first_ns) / 1e9), outcomes
+
+
+async def _send(send: Send, number: int, outcome: Outcome) -> None:
+    outcome.sent_ns = time.perf_counter_ns()
+    await send(number, outcome)
+
+
+def summarize(
+    outcomes: Sequence[Outcome], *, seconds: float, slo_ttft_ms: float, slo_itl_ms: float
+) -> dict[str, Any]:
+    """Return counts, latencies in ms and goodput of an open loop, for the JSON.
+
+    Args:
+        outcomes: of all requests, at least one.
+        seconds: over which they arrived.
+        slo_ttft_ms: the objective for first tokens, see `Outcome.is_good`.
+        slo_itl_ms: the objective for gaps.
+    """
+    statuses = Counter(outcome.status for outcome in outcomes)
+    good = sum(outcome.is_good(slo_ttft_ms, slo_itl_ms) for outcome in outcomes)
+    lag = Summary.of(outcome.lag_ms for outcome in outcomes)
+    errors = (outcome.error for outcome in outcomes if outcome.error is not None)
+    return {
+        "requests": len(outcomes),
+        **{name: statuses[name] for name in ("completed", "shed", "missed", "failed")},
+        "unfinished": statuses["unfinished"],
+        "good": good,
+        "goodput": good / seconds,
+        "ttft_ms": _summary([o.ttft_ms for o in outcomes if o.ttft_ms is not None]),
+        "itl_ms": _summary([gap for outcome in outcomes for gap in outcome.itl_ms]),
+        "lag_ms": lag.to_json(),
+        "generator_behind": (lag.max if lag.p99 is None else lag.p99) > MAX_LAG_MS,
+        "error": next(errors, None),
+    }
+
+
+def _summary(samples: Sequence[float]) -> dict[str, Any] | None:
+    return Summary.of(samples).to_json() if samples else None

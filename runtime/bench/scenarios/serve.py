@@ -1,0 +1,295 @@
+"""A service under open-loop load: latency, goodput and refusals against the rate of arrivals.
+
+Sides are the engine in this process, `stepgraph serve`, and servers of other runtimes. First the
+capacity of each is measured, by a closed loop that keeps every row busy. Then requests arrive at
+multiples of it, at each rate in all sides in turn, in reversed order at every second rate. Last,
+the cost of the `AsyncEngine` is measured against the bare loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ....profiling.device_state import watch
+from ....profiling.stats import Summary
+from ...config import EngineConfig
+from ...engine.engine import Engine
+from ...kernels import resolve_threads
+from ...loading.loader import resolve_source
+from ...service.async_engine import AsyncEngine
+from ...service.service_config import ServiceConfig
+from ..benchmark_run import BenchmarkRun, ModelKind, StepMode, resolve_engine
+from ..load.arrivals import arrival_times
+from ..load.clients import EngineClient, HttpClient
+from ..load.generator import Outcome, closed_loop, open_loop, summarize
+from ..load.servers import (
+    TEXT_TOKENS,
+    Server,
+    engine_command,
+    peer_command,
+    peer_version,
+    save_text_checkpoint,
+)
+from ..results.result_document import describe_engine, num_cpus
+from ..runtimes.peers import SERVER_MODULES, PeerError, PeerSpec, choose_peers, environment_of
+from ..workload import random_prompts
+from .async_cost import measure_async_cost
+
+__all__ = ["run_serve"]
+
+NUM_PROMPTS = 256
+"""Different prompts; they repeat after so many requests."""
+COST_INPUT = 16
+"""Prompt tokens of the requests that measure the cost of an `AsyncEngine`."""
+SWITCH_INTERVAL = 1e-4
+"""Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
+SLO_FACTOR = 4.0
+"""Objectives that are not given: times the p90 of TTFT, and the p99 of ITL, of the closed loop of
+the engine in this process. Several prompts may be prefilled in one gap."""
+DRAIN_SECONDS = 20.0
+"""After the last arrival requests are waited for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCase:
+    """Requests of `input_len` tokens, `output_len` are decoded, in `batch_size` rows."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence, prompt and output."""
+        return self.input_len + self.output_len
+
+
+@dataclass(slots=True)
+class Side:
+    """A service that is measured."""
+
+    runtime: str
+    transport: str
+    version: str | None
+    client: EngineClient | HttpClient
+    capacity: float = 0.0
+    """Requests per second of the closed loop."""
+    closed: list[Outcome] = field(default_factory=list)
+    """Requests of the closed loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The objective of a request, for its first token and for every gap, in ms."""
+
+    slo_ttft_ms: float
+    slo_itl_ms: float
+
+    @classmethod
+    def choose(cls, side: Side, ttft_ms: float | None, itl_ms: float | None) -> Slo:
+        """Return what was given; else multiples of what a side reached in its closed loop."""
+        first = Summary.of(o.ttft_ms for o in side.closed if o.ttft_ms is not None)
+        gaps = Summary.of(gap for outcome in side.closed for gap in outcome.itl_ms)
+        if ttft_ms is None:
+            ttft_ms = SLO_FACTOR * (first.max if first.p90 is None else first.p90)
+        if itl_ms is None:
+            itl_ms = SLO_FACTOR * (gaps.max if gaps.p99 is None else gaps.p99)
+        return cls(ttft_ms, itl_ms)
+
+
+def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each rate and side of each case, then one for each number of streams."""
+    options = run.options
+    specs = choose_peers(options.peer, run.device, SERVER_MODULES)
+    cases = itertools.starmap(
+        ServeCase, itertools.product(options.batch_size, options.input_len, options.output_len)
+    )
+    configure = partial(run.config, kind, mode, threads=options.threads, freeze_gc=True)
+    for case in cases:
+        config = configure(max_num_seqs=case.batch_size, max_model_len=case.tokens)
+        resolve_engine(kind.model, config)  # refuses before weights are read
+        yield from _measure_load(run, kind, config, case, specs)
+    longest = COST_INPUT + options.num_steps
+    buckets = tuple(sorted(options.streams))
+    config = configure(max_num_seqs=buckets[-1], buckets=buckets, max_model_len=longest)
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        service, engine = _start_engine(stack, run, kind, config, "cost of the AsyncEngine")
+        prompts = random_prompts(engine.model_config, buckets[-1], COST_INPUT, options.seed)
+        for measured in measure_async_cost(
+            runner,
+            service,
+            engine,
+            prompts,
+            options.streams,
+            num_steps=options.num_steps,
+            num_iters=options.num_iters,
+        ):
+            yield {**describe_engine(engine, kind.model), **_cores(engine), **measured}
+
+
+def _measure_load(
+    run: BenchmarkRun,
+    kind: ModelKind,
+    config: EngineConfig,
+    case: ServeCase,
+    specs: Sequence[PeerSpec],
+) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each arrival process, rate and side."""
+    options = run.options
+    seconds = options.duration
+    with ExitStack() as stack:
+        checkpoint = resolve_source(kind.model).directory
+        if specs and checkpoint is None:
+            scratch = TemporaryDirectory(prefix="stepgraph-checkpoint-")
+            checkpoint = Path(stack.enter_context(scratch))
+            run.say(f"saving {kind.model} as a checkpoint")
+            save_text_checkpoint(kind.model, config, checkpoint)
+        served = kind if checkpoint is None else kind._replace(model=str(checkpoint))
+        runner = stack.enter_context(asyncio.Runner())
+        service, engine = _start_engine(stack, run, served, config, "requests arrive at random")
+        prompts = random_prompts(engine.model_config, NUM_PROMPTS, case.input_len, options.seed)
+        if specs and resolve_source(kind.model).directory is None:
+            prompts = [[token % TEXT_TOKENS for token in prompt] for prompt in prompts]
+        sides = [Side("stepgraph", "engine", None, EngineClient(service, prompts, case.output_len))]
+        if options.http:
+            sides.append(_http_side(stack, run, served, config, prompts, case))
+        if specs:
+            assert checkpoint is not None
+            sides += _peer_sides(stack, run, specs, checkpoint, engine, prompts, case)
+        for side in tuple(sides):
+            run.say(f"capacity of {side.runtime}, {side.transport}")
+            tokens, side.closed = runner.run(
+                closed_loop(side.client.send, concurrency=case.batch_size, seconds=seconds)
+            )
+            side.capacity = tokens / case.output_len
+            if not tokens:
+                errors = [o.error for o in side.closed if o.error is not None] or ["no token"]
+                if options.peer or side.runtime == "stepgraph":
+                    raise PeerError(f"{side.runtime}, {side.transport}: {errors[0]}")
+                run.say(f"left out: {side.runtime}: {errors[0]}")
+                sides.remove(side)
+        slo = Slo.choose(sides[0], options.slo_ttft, options.slo_itl)
+        for side in sides:
+            if side.runtime == "stepgraph":
+                side.client.slo_ttft_ms = slo.slo_ttft_ms
+        turns = enumerate(itertools.product(options.arrivals, options.rates))
+        for number, (arrivals, fraction) in turns:
+            for side in sides[:: 1 if number % 2 == 0 else -1]:
+                rate = fraction * side.capacity
+                run.say(
+                    f"{side.runtime}, {side.transport}: {arrivals}, {rate:.2f} requests/s"
+                    f" ({fraction:g} of capacity)"
+                )
+                read_again = watch(run.monitor)
+                outcomes = runner.run(
+                    open_loop(
+                        side.client.send,
+                        arrival_times(arrivals, rate, seconds, options.seed),
+                        drain_seconds=DRAIN_SECONDS,
+                    )
+                )
+                yield {
+                    **describe_engine(engine, kind.model),
+                    **_cores(engine),
+                    **asdict(case),
+                    "runtime": side.runtime,
+                    "transport": side.transport,
+                    "version": side.version,
+                    "capacity": side.capacity,
+                    "arrivals": arrivals,
+                    "fraction": fraction,
+                    "rate": rate,
+                    "seconds": seconds,
+                    **asdict(slo),
+                    **summarize(outcomes, seconds=seconds, **asdict(slo)),
+                    "device_state": read_again(),
+                }
+
+
+def _start_engine(
+    stack: ExitStack, run: BenchmarkRun, kind: ModelKind, config: EngineConfig, what: str
+) -> tuple[AsyncEngine, Engine]:
+    """Start an engine in this process; also return the engine that it runs."""
+    engines: list[Engine] = []
+
+    def start() -> Engine:
+        engines.append(run.start(kind, config, what))
+        return engines[-1]
+
+    stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+    service = AsyncEngine(start, ServiceConfig(switch_interval=SWITCH_INTERVAL))
+    return stack.enter_context(service), engines[-1]
+
+
+def _http_side(
+    stack: ExitStack,
+    run: BenchmarkRun,
+    kind: ModelKind,
+    config: EngineConfig,
+    prompts: Sequence[list[int]],
+    case: ServeCase,
+) -> Side:
+    """Start `stepgraph serve`; prompts are token ids."""
+    run.say(f"{kind} in stepgraph serve")
+    command = partial(engine_command, kind.model, config)
+    server = stack.enter_context(closing(Server("stepgraph", command, environment_of())))
+    bodies = [
+        _body(kind.model, prompt, case) | {"ignore_eos": True, "return_token_ids": True}
+        for prompt in prompts
+    ]
+    return Side("stepgraph", "http", None, HttpClient(server.host, server.port, bodies))
+
+
+def _peer_sides(
+    stack: ExitStack,
+    run: BenchmarkRun,
+    specs: Sequence[PeerSpec],
+    checkpoint: Path,
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    case: ServeCase,
+) -> Iterator[Side]:
+    """Start the servers of other runtimes. Without `--peer`, one that fails is left out."""
+    dtype = str(engine.config.dtype).removeprefix("torch.")
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise PeerError(f"{checkpoint} has no tokenizer.json, which servers of other runtimes need")
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    for spec in specs:
+        run.say(f"{checkpoint} in the server of {spec.name}")
+        try:
+            command = peer_command(spec, checkpoint, dtype=dtype, tokens=2 * case.tokens)
+            env = environment_of(spec.python)
+            server = stack.enter_context(closing(Server(spec.name, command, env)))
+        except PeerError as error:
+            if run.options.peer:
+                raise
+            run.say(f"left out: {error}")
+            continue
+        bodies = [_body(str(checkpoint), text, case) for text in texts]
+        client = HttpClient(server.host, server.port, bodies)
+        yield Side(spec.name, "http", peer_version(spec), client)
+
+
+def _body(model: str, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": case.output_len,
+        "temperature": 0.0,
+    }
+
+
+def _cores(engine: Engine) -> dict[str, int]:
+    """Return the threads of our engine, and the processors that all share."""
+    return {"threads": resolve_threads(engine.config.user.threads), "cpus": num_cpus()}
