@@ -50,7 +50,7 @@ def test_paths_of_the_architecture_page_exist():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/embedding.md"])
 def test_examples_run(name):
     """The Python blocks that import what they use."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
