@@ -257,11 +257,14 @@ class Dispatcher:
             if handle.state is HandleState.PREPARING and handle.prepared is not None
         ]
 
-    def flush(self) -> None:
-        """Wake the consumers that have news."""
+    def flush(self) -> bool:
+        """Wake the consumers that have news; return whether there were any."""
+        if not self._news:
+            return False
         for mailbox in self._news:
             mailbox.flush()
         self._news.clear()
+        return True
 
     def check_integrity(self) -> None:
         """Assert that what is derived from the states of the requests agrees with them."""

@@ -266,7 +266,8 @@ class StepThread:
                 requests.deliver(outputs, engine, self._last_step_ns)
         requests.end_unreadable(engine)
         self._drains.settle(requests, engine)
-        requests.flush()
+        if requests.flush():
+            time.sleep(0)  # passes the interpreter lock to an event loop that has woken up
 
     def _seconds_to_wait(self) -> float | None:
         """Return when there is something to do without an action; None for never."""
