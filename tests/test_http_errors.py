@@ -116,7 +116,6 @@ INVALID = [
     (chat(top_logprobs=2), "top_logprobs"),
     (chat(logprobs=1), "logprobs"),
     (chat(logprobs=True, top_logprobs=21), "logprobs"),
-    (chat(max_completion_tokens=0), "max_tokens"),
     (chat(tools=[{"type": "function"}]), "tools[0].function.name"),
     (chat(tool_choice="required"), "tool_choice"),
     (chat(tool_choice={"type": "function"}), "tool_choice"),

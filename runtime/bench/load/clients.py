@@ -15,7 +15,7 @@ from .generator import Outcome
 
 __all__ = ["EngineClient", "HttpClient"]
 
-LEAST_SECONDS = 1e-3
+LEAST_SECONDS = 1e-9
 """The deadline of a request that is sent after it: the service refuses it."""
 MAX_ERROR_CHARS = 300
 SHED = (429, 503)
