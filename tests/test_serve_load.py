@@ -247,7 +247,7 @@ def test_a_server_ends_with_its_owner(monkeypatch):
     assert server._process.stdin is not None
     server._process.stdin.close()  # as if this process had been killed
     assert server._process.wait(10) < 0
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError):  # noqa: PT012
         for _ in range(1000):  # the child may end a moment later
             socket.create_connection((server.host, server.port)).close()
             time.sleep(0.01)
