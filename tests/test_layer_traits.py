@@ -14,6 +14,7 @@ from stepgraph.runtime.kernels import Kernels, have_compiler, native_gaps
 from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.triton.fusion import Activation, GateUp, NormLinear, fuse
+from stepgraph.runtime.loading import opened_source
 from stepgraph.runtime.loading.loader import random_weights
 from stepgraph.runtime.models import families, presets
 from stepgraph.runtime.models.config import ModelConfig
@@ -108,7 +109,7 @@ def greedy(model: ModelConfig, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def open_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
-    monkeypatch.setattr(startup, "random_weights", lambda model, dtype, seed: weights(model))
+    monkeypatch.setattr(opened_source, "random_weights", lambda model, dtype, seed: weights(model))
 
     def open_(model: ModelConfig, **settings: Any) -> Engine:
         monkeypatch.setitem(presets.PRESETS, "traits", model)

@@ -142,14 +142,20 @@ class CallbackMailbox:
         """Wait for the end of the thread, unless it calls this."""
         with self._starting:
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.ident is not None:  # else an interrupt kept it from starting
             thread.join()
 
     def _start(self) -> None:
         if self._thread is None and not self._closing:
             thread = threading.Thread(target=self._run, name="stepgraph-callbacks", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = thread  # first: an interrupt of `start` may leave it running
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started
+                self._thread = None
+                raise
 
     def _run(self) -> None:
         while True:
