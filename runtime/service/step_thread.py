@@ -165,7 +165,7 @@ class StepThread:
 
     def sleep(self) -> Future[None]:
         """Close the engine, which has been drained. This frees its memory."""
-        return self.run(self._sleep)
+        return self.run(self._sleep_drained)
 
     def wake(self) -> Future[None]:
         """Serve again after `drain` or `sleep`."""
@@ -307,8 +307,11 @@ class StepThread:
         if self._ended:
             self._drains.settle(self.dispatcher, None)
 
+    def _sleep_drained(self) -> None:
+        self._check_drained()
+        self._sleep()
+
     def _sleep(self) -> None:
-        self._check_can_start()
         self._restart_ns = None
         self._close_engine(EngineUnavailableError("the engine was put to sleep"))
         self._drains.end(complete=False)
@@ -330,7 +333,7 @@ class StepThread:
             raise
 
     def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
-        self._check_can_start()
+        self._check_drained()
         began = time.perf_counter()
         reason = self._reload_weights(source)
         if reason is None:
@@ -367,6 +370,12 @@ class StepThread:
     def _check_can_start(self) -> None:
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             raise self._refusal(self.phase)
+
+    def _check_drained(self) -> None:
+        """Refuse to end requests that were accepted since the drain."""
+        self._check_can_start()
+        if not self._drains.active and self.phase is not Phase.ASLEEP:
+            raise EngineUnavailableError("the engine was woken or reloaded while it drained")
 
     def _close(self) -> None:
         self._closing = True  # an exception in a later action may change the phase
