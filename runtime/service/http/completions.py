@@ -54,7 +54,9 @@ async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
         return prompt
     if tokenizer is None:
         return ""
-    return await service.engine.prepare(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+    return await service.engine.run_in_pool(
+        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
+    )
 
 
 class _Answer:
