@@ -12,6 +12,7 @@ import pytest
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.errors import (
     DeadlineUnreachableError,
+    EngineBusyError,
     OverloadedError,
     RequestError,
 )
@@ -147,6 +148,25 @@ def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
             assert len(rest) <= 1
             tokens = [t for delta in (first, *rest) for t in delta.token_ids]
             assert tokens == r.expected(PROMPT, own)
+
+        run(main())
+
+
+def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
+    with rig() as r:
+        r.steps.close()
+        own = params(1)
+
+        async def main() -> None:
+            stream = r.engine.stream(PROMPT, own)
+            first = asyncio.ensure_future(stream.finish())
+            await asyncio.sleep(0)
+            for second in (anext(stream), stream.finish()):
+                with pytest.raises(EngineBusyError, match="another task"):
+                    await second
+            r.steps.open()
+            async with asyncio.timeout(SECONDS):
+                assert (await first).token_ids == r.expected(PROMPT, own)
 
         run(main())
 

@@ -206,6 +206,32 @@ def test_sleep_frees_the_engine_and_wake_makes_it_again() -> None:
         assert len(r.made) == 2
 
 
+@pytest.mark.parametrize("operation", ["sleep", "reload"])
+def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
+    with rig() as r:
+        r.steps.close()
+        own = params(1)
+        request = r.engine.submit(PROMPT, own)
+        assert r.steps.waiting.acquire(timeout=SECONDS)
+
+        async def main() -> None:
+            call = r.engine.sleep() if operation == "sleep" else r.engine.reload("other")
+            task = asyncio.ensure_future(call)
+            await asyncio.sleep(0)
+            waking = asyncio.ensure_future(r.engine.wake())
+            await asyncio.sleep(0)
+            r.steps.permit()
+            await waking
+            r.steps.open()
+            with pytest.raises(EngineUnavailableError, match="woken"):
+                await task
+
+        do(main())
+        assert r.engine.health().phase is Phase.SERVING
+        assert request.result(SECONDS).token_ids == r.expected(PROMPT, own)
+        r.check_serves()
+
+
 def test_reload_serves_another_model_or_the_present_one_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -548,6 +574,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
                 lambda: do(engine.drain()),
                 lambda: do(engine.sleep()),
                 lambda: do(engine.wake()),
+                lambda: do(engine.prepare(int)),
                 engine.start,
             ):
                 try:
@@ -563,7 +590,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
         process.start()
         process.join(30)
         assert process.exitcode == 0
-        assert os.read(read, 1000).decode().split() == ["refused"] * 7 + ["False"]
+        assert os.read(read, 1000).decode().split() == ["refused"] * 8 + ["False"]
         os.close(read)
         os.close(write)
         r.check_serves()

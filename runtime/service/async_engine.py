@@ -307,6 +307,7 @@ class AsyncEngine:
         Raises:
             EngineClosedError: the engine is closed.
         """
+        self._check_process()  # a child lacks the threads of the pool
         try:
             future = self._pool.submit(function)
         except RuntimeError as error:
@@ -332,6 +333,7 @@ class AsyncEngine:
 
         Raises:
             EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError: `wake` or `reload` ended the drain.
         """
         await self.drain(timeout)
         await asyncio.wrap_future(self._thread.sleep())
@@ -356,6 +358,7 @@ class AsyncEngine:
 
         Raises:
             EngineFailedError, EngineClosedError: there is no engine.
+            EngineUnavailableError: `wake` or another `reload` ended the drain.
             StepgraphError: as `start`.
         """
         await self.drain(timeout)

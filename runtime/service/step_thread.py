@@ -165,7 +165,7 @@ class StepThread:
 
     def sleep(self) -> Future[None]:
         """Close the engine, which has been drained. This frees its memory."""
-        return self.run(self._sleep)
+        return self.run(self._sleep_drained)
 
     def wake(self) -> Future[None]:
         """Serve again after `drain` or `sleep`."""
@@ -307,8 +307,11 @@ class StepThread:
         if self._ended:
             self._drains.settle(self.dispatcher, None)
 
+    def _sleep_drained(self) -> None:
+        self._check_drained()
+        self._sleep()
+
     def _sleep(self) -> None:
-        self._check_can_start()
         self._restart_ns = None
         self._close_engine(EngineUnavailableError("the engine was put to sleep"))
         self._drains.end(complete=False)
@@ -330,7 +333,7 @@ class StepThread:
             raise
 
     def _reload(self, source: str | Path, start_engine: Callable[[], Engine]) -> ReloadResult:
-        self._check_can_start()
+        self._check_drained()
         began = time.perf_counter()
         reason = self._reload_weights(source)
         if reason is None:
@@ -368,6 +371,12 @@ class StepThread:
         if self.phase in (Phase.CLOSED, Phase.FAILED):
             raise self._refusal(self.phase)
 
+    def _check_drained(self) -> None:
+        """Refuse to end requests that were accepted since the drain."""
+        self._check_can_start()
+        if not self._drains.active and self.phase is not Phase.ASLEEP:
+            raise EngineUnavailableError("the engine was woken or reloaded while it drained")
+
     def _close(self) -> None:
         self._closing = True  # an exception in a later action may change the phase
         self.phase = Phase.CLOSED
@@ -386,26 +395,32 @@ class StepThread:
         self._busy_since_ns = None
         running = self.engine is not None
         if running:
-            self.phase = Phase.STARTING
+            self._schedule_restart(error)  # first: clients may read it before the rest is done
             self._drains.note_loss()
         self.dispatcher.recover(_lost(error))
         if running:
             self._close_engine(None)
             _free_frames(error)
-            self._schedule_restart(error)
+            self._lose_waiting(error)
         for handle in self.dispatcher.prepared():  # its action may have been interrupted
             self._admit(handle)
         self._drains.settle(self.dispatcher, self.engine)
         self.dispatcher.flush()
 
     def _schedule_restart(self, error: BaseException) -> None:
-        """Start the engine again after a failure, or give up."""
+        """Decide whether the engine is started again after a failure, and when."""
         pause = self._restarts.pause(time.monotonic())
         if pause is None:
-            self.phase, self.failure = Phase.FAILED, error
-            self.dispatcher.lose_all(_lost(error))
+            self.failure, self._restart_ns = error, None
+            self.phase = Phase.FAILED
         else:
+            self.phase = Phase.STARTING
             self._restart_ns = time.perf_counter_ns() + int(pause * 1e9)
+
+    def _lose_waiting(self, error: BaseException) -> None:
+        """End the requests that wait for an engine, if none will be started."""
+        if self.phase is Phase.FAILED:
+            self.dispatcher.lose_all(_lost(error))
 
     def _restart(self) -> None:
         try:
@@ -414,8 +429,8 @@ class StepThread:
             logger.exception("the engine could not be restarted")
             self._close_engine(None)
             _free_frames(error)
-            self._restart_ns = None
             self._schedule_restart(error)
+            self._lose_waiting(error)
         else:
             self._restart_ns = None
             self.num_restarts += 1

@@ -1,11 +1,16 @@
-"""A connection of the HTTP server, with limits that uvicorn's httptools protocol lacks."""
+"""A connection of the HTTP server, with what uvicorn's httptools protocol lacks.
+
+Limits of the head of a request; the end of all pipelined requests with their connection; responses
+without chunks for HTTP/1.0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["LimitedConnection"]
 
@@ -24,6 +29,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # uvicorn forgets those before the last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -32,6 +38,9 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        for cycle in self._cycles:
+            cycle.disconnected |= not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._num_unparsed > MAX_HEAD_BYTES:
@@ -53,7 +62,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._reads_head = False
         self._num_unparsed = 0
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.__class__ = _Exchange  # uvicorn has no hook to make it
+            self._cycles = [c for c in self._cycles if not c.response_complete] + [self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
@@ -71,3 +84,18 @@ class LimitedConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class _Exchange(RequestResponseCycle):
+    """A request and its response."""
+
+    async def send(self, message: Message) -> None:  # type: ignore[override]
+        """Send a message of the response; drop it if the connection is closed."""
+        if self.scope["http_version"] == "1.0":  # no chunks: a body may end with the connection
+            self.chunked_encoding = False
+            self.expected_content_length = len(message.get("body", b""))
+        try:
+            await super().send(message)  # type: ignore[arg-type]
+        except RuntimeError:  # of uvloop, before it reports that the connection is lost
+            if not self.transport.is_closing():
+                raise
