@@ -1,4 +1,4 @@
-"""`Health`: whether an `AsyncEngine` lives and is ready. Does not import torch."""
+"""`Health`: whether an `AsyncEngine` is live and ready. Does not import torch."""
 
 from __future__ import annotations
 
