@@ -386,26 +386,32 @@ class StepThread:
         self._busy_since_ns = None
         running = self.engine is not None
         if running:
-            self.phase = Phase.STARTING
+            self._schedule_restart(error)  # first: clients may read it before the rest is done
             self._drains.note_loss()
         self.dispatcher.recover(_lost(error))
         if running:
             self._close_engine(None)
             _free_frames(error)
-            self._schedule_restart(error)
+            self._lose_waiting(error)
         for handle in self.dispatcher.prepared():  # its action may have been interrupted
             self._admit(handle)
         self._drains.settle(self.dispatcher, self.engine)
         self.dispatcher.flush()
 
     def _schedule_restart(self, error: BaseException) -> None:
-        """Start the engine again after a failure, or give up."""
+        """Decide whether the engine is started again after a failure, and when."""
         pause = self._restarts.pause(time.monotonic())
         if pause is None:
-            self.phase, self.failure = Phase.FAILED, error
-            self.dispatcher.lose_all(_lost(error))
+            self.failure, self._restart_ns = error, None
+            self.phase = Phase.FAILED
         else:
+            self.phase = Phase.STARTING
             self._restart_ns = time.perf_counter_ns() + int(pause * 1e9)
+
+    def _lose_waiting(self, error: BaseException) -> None:
+        """End the requests that wait for an engine, if none will be started."""
+        if self.phase is Phase.FAILED:
+            self.dispatcher.lose_all(_lost(error))
 
     def _restart(self) -> None:
         try:
@@ -414,8 +420,8 @@ class StepThread:
             logger.exception("the engine could not be restarted")
             self._close_engine(None)
             _free_frames(error)
-            self._restart_ns = None
             self._schedule_restart(error)
+            self._lose_waiting(error)
         else:
             self._restart_ns = None
             self.num_restarts += 1
