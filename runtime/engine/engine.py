@@ -21,7 +21,6 @@ from ..prompt_embeds import EncodedContent, PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingParams
-from .engine_load import EngineLoad
 from .intake import Prompt
 from .request_output import RequestOutput
 from .started_engine import StartedEngine
@@ -125,17 +124,6 @@ class Engine(StartedEngine):
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.submit(lambda _: group, group.id)
-
-    @property
-    def load(self) -> EngineLoad:
-        """How many rows are taken. Read it in the thread that runs the steps."""
-        loop = self._loop
-        scheduler = loop.scheduler
-        return EngineLoad(
-            scheduler.max_num_seqs,
-            scheduler.num_running,
-            scheduler.num_waiting + loop.num_posted,
-        )
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
         """End a request; the next `step` returns its final output, with the reason given.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -19,21 +20,27 @@ Config = TypeVar("Config")
 
 
 def add_config_flags(
-    parser: argparse._ActionsContainer, kind: type, *, without: Collection[str] = ()
+    parser: argparse._ActionsContainer,
+    kind: type,
+    *,
+    defaults: Mapping[str, Any],
+    without: Collection[str] = (),
 ) -> None:
     """Add a flag for each field of a dataclass except those `without`.
 
-    Flags that are not given leave no attribute in the result of the parser; see `config_of`.
+    Flags that are not given leave no attribute in the result of the parser; see `config_of`, which
+    has the same `defaults`.
     """
     hints = typing.get_type_hints(kind)
     texts = described_fields(kind)
     for field in dataclasses.fields(kind):
         if field.name not in without:
+            text = _help(texts[field.name], defaults.get(field.name, field.default))
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 dest=_attribute(kind, field.name),
                 default=argparse.SUPPRESS,
-                help=texts[field.name].replace("%", "%%"),
+                help=text.replace("%", "%%"),
                 **_settings(field.name, hints[field.name]),
             )
 
@@ -65,6 +72,19 @@ def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
 
     return convert
+
+
+def _help(text: str, default: Any) -> str:
+    """Return the description of a field with its default; `None` is no word of a shell."""
+    if default is None:
+        return text.replace(". None:", ". Default:").replace("; None:", "; default:")
+    if default is dataclasses.MISSING:
+        return text
+    text = re.sub(r" None: [^.]*\.$", "", text).removesuffix(".")
+    shown = "yes" if default is True else "no" if default is False else default
+    if isinstance(default, float):
+        shown = f"{default:g}"
+    return f"{text} (default: {shown})"
 
 
 def _attribute(kind: type, field: str) -> str:
