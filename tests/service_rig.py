@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,44 @@ SECONDS = 5.0
 """Limit of every wait of a test; a healthy one ends within milliseconds."""
 
 PROMPT = [1, 2, 3, 4, 5]
+LONG = list(range(10)) * 4
+"""A prompt of several chunks."""
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait until another thread makes a condition true."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def do(awaitable: Awaitable[Any], loop_factory: Any = None) -> Any:
+    """Await in an event loop of its own."""
+
+    async def main() -> Any:
+        return await asyncio.wait_for(awaitable, SECONDS)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+async def joined(stream: Any) -> dict[int, tuple[list[int], str | None]]:
+    """The tokens and the finish reason of each completion of a stream."""
+    found: dict[int, tuple[list[int], str | None]] = {}
+    async for delta in stream:
+        tokens, reason = found.setdefault(delta.index, ([], None))
+        assert reason is None, "a delta after the last one"
+        found[delta.index] = ([*tokens, *delta.token_ids], delta.finish_reason)
+    return found
+
+
+class InjectedError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise InjectedError("injected")
 
 
 class Gate:
@@ -116,9 +155,8 @@ class Rig:
                 assert (stats["running"], stats["waiting"]) == (0, 0)
                 assert stats["blocks"]["free"] == stats["blocks"]["usable"]
 
-        limits, end = self.engine._thread.dispatcher.limits, time.monotonic() + SECONDS
-        while limits.num_requests and time.monotonic() < end:  # prepared, although it has ended
-            time.sleep(0.001)
+        limits = self.engine._thread.dispatcher.limits
+        wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
         self.on_thread(check)
 
     def check_serves(self) -> None:
