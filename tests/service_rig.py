@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, SamplingParams, ServiceConfig
+from stepgraph.runtime.service.request_handle import RequestHandle
 
 from .fake_engine import expected, fake_engine, params
 
@@ -19,6 +20,10 @@ SECONDS = 5.0
 PROMPT = [1, 2, 3, 4, 5]
 LONG = list(range(10)) * 4
 """A prompt of several chunks."""
+SECOND = 10**9
+"""Nanoseconds."""
+WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.5}
+"""Of tenants."""
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -181,3 +186,16 @@ def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
 
 def config(**options: Any) -> ServiceConfig:
     return ServiceConfig(**options)
+
+
+def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
+    defaults: dict[str, Any] = {
+        "streams": True,
+        "num_completions": 1,
+        "tenant": "a",
+        "priority": 0,
+        "submitted_ns": 0,
+        "deadline_ns": None,
+        "first_token_deadline_ns": None,
+    }
+    return RequestHandle(f"r{number}", mailbox, **(defaults | options))

@@ -7,7 +7,6 @@ import asyncio
 import ctypes
 import itertools
 import logging
-import re
 import subprocess
 import sys
 import threading
@@ -399,11 +398,3 @@ def test_an_exception_at_any_line_of_the_step_thread(
         if serve_with_fault(at) < at:
             assert at > 300
             break
-
-
-def test_each_row_of_the_guarantees_names_a_test() -> None:
-    page = (ROOT / "docs" / "guarantees.md").read_text()
-    named = re.findall(r"`(test_\w+)\.(test_\w+)`", page)
-    assert len(named) > 35
-    for module, name in named:
-        assert f"def {name}(" in (ROOT / "tests" / f"{module}.py").read_text(), name
