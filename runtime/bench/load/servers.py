@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+import psutil
 import torch
 
 from ...config import DTYPES, EngineConfig
@@ -85,6 +86,14 @@ class Server:
             self._process.wait()
         self._scratch.cleanup()
 
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of its processes so far."""
+        seconds = 0.0
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            times = child.cpu_times()
+            seconds += times.user + times.system
+        return seconds
+
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
@@ -105,8 +114,10 @@ class Server:
         return False
 
 
-def engine_command(model: str, config: EngineConfig, port: int) -> list[str]:
-    """Return the command of `stepgraph serve` with a configuration."""
+def engine_command(
+    model: str, config: EngineConfig, port: int, program: Sequence[str] = ("stepgraph", "serve")
+) -> list[str]:
+    """Return the command of `stepgraph serve`, or a `program` like it, with a configuration."""
     flags: list[str] = []
     defaults = EngineConfig()
     for field in dataclasses.fields(config):
@@ -120,7 +131,7 @@ def engine_command(model: str, config: EngineConfig, port: int) -> list[str]:
             flags += [f"--{name}", *map(str, value)]
         else:
             flags.append(f"--{name}={value}")
-    command = [sys.executable, "-m", "stepgraph", "serve", model]
+    command = [sys.executable, "-m", *program, model]
     return [*command, "--host", HOST, "--port", str(port), *flags]
 
 
