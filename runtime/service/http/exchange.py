@@ -137,9 +137,9 @@ class Exchange:
         """Send the head of a stream of events."""
         await self._start(200, (*_EVENT_HEADERS, *headers))
 
-    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+    def send_events(self, events: bytes, *, last: bool = False) -> Awaitable[None]:
         """Send encoded events; waits while the client reads too slowly."""
-        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     @asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
