@@ -255,7 +255,12 @@ def test_reload_serves_another_model_or_the_present_one_again(
             do(engine.reload("broken"))
         assert engine.health().ready
         assert engine.submit(PROMPT, params(1)).result(SECONDS).finish_reason == "length"
-    assert sources == ["first", "second", "broken", "second"]
+        do(engine.sleep())
+        with pytest.raises(InjectedError):
+            do(engine.reload("broken"))
+        assert engine.health().phase is Phase.ASLEEP
+        do(engine.wake())
+    assert sources == ["first", "second", "broken", "second", "broken", "second"]
 
 
 def test_health_while_a_step_stalls() -> None:
