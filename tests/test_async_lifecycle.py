@@ -28,7 +28,7 @@ from stepgraph.runtime.errors import (
     OverloadedError,
     RequestError,
 )
-from stepgraph.runtime.service import async_engine
+from stepgraph.runtime.service import managed_engine
 from stepgraph.runtime.service.health import Phase
 from stepgraph.runtime.service.restart_policy import RestartPolicy
 
@@ -366,8 +366,8 @@ def test_a_close_is_not_undone_by_a_restart_that_is_due() -> None:
         assert starting.wait(SECONDS)
         r.on_start = lambda: None  # the next start succeeds, and is due after the pause below
         pause.set()
-        wait_until(lambda: r.engine._thread._restart_ns is not None)
-        r.engine._thread._restart_ns = 0
+        wait_until(lambda: r.engine._thread.supervisor.restart_ns is not None)
+        r.engine._thread.supervisor.restart_ns = 0
         r.engine.close()
         assert len(r.made) == 1
         assert r.engine.health().phase is Phase.CLOSED
@@ -493,7 +493,7 @@ def test_an_engine_that_is_dropped_closes() -> None:
 def test_engines_are_closed_at_exit() -> None:
     engine = AsyncEngine(fake_engine)
     engine.start()
-    async_engine._close_all()
+    managed_engine._close_all()
     assert engine.health().phase is Phase.CLOSED
 
 
@@ -574,7 +574,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
                 lambda: do(engine.drain()),
                 lambda: do(engine.sleep()),
                 lambda: do(engine.wake()),
-                lambda: do(engine.prepare(int)),
+                lambda: do(engine.run_in_pool(int)),
                 engine.start,
             ):
                 try:

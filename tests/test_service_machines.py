@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stepgraph.runtime import Engine, SamplingParams
-from stepgraph.runtime.engine.engine_load import EngineLoad
 from stepgraph.runtime.errors import (
     DeadlineUnreachableError,
     EngineFailedError,
@@ -298,7 +298,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         except (RequestError, OverloadedError) as error:
             handle.prepared = error
         refusal = EngineUnavailableError("there is no engine")
-        self.requests.admit(handle, self.engine, refusal, self.now)
+        self.requests.admit(handle, self.engine, lambda: refusal, self.now)
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "deadline"]))
@@ -430,13 +430,16 @@ def test_the_wait_for_a_row_is_that_of_a_queue_with_several_servers(
 ) -> None:
     model = LatencyModel()
     model.observe_request(held, 1)
-    load = EngineLoad(rows, min(running, rows), 0)
-    position = max(ahead + 1 - load.free_rows, 0)
-    wait = model.first_token_seconds(7, requests_ahead=ahead, tokens_ahead=0, load=load)
+    free = rows - min(running, rows)
+    position = max(ahead + 1 - free, 0)
+    first_token = partial(
+        model.first_token_seconds, 7, requests_ahead=ahead, num_rows=rows, free_rows=free
+    )
+    wait = first_token(tokens_ahead=0)
     assert wait == pytest.approx(position * held / rows)
     assert model.row_seconds(-3, rows) == 0
     model.observe_prefill(1.0, 100, 0)
-    wait = model.first_token_seconds(7, requests_ahead=ahead, tokens_ahead=50, load=load)
+    wait = first_token(tokens_ahead=50)
     assert wait == pytest.approx(max(position * held / rows, 0.5) + 0.07)
 
 

@@ -55,7 +55,10 @@ def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) 
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         name = _attribute(kind, field.name)
         if hasattr(options, name):
-            values[field.name] = getattr(options, name)
+            value = getattr(options, name)
+            if isinstance(value, list):  # of a tuple, or the pairs of a mapping
+                value = dict(value) if isinstance(value[0], tuple) else tuple(value)
+            values[field.name] = value
     return kind(**values)
 
 
@@ -99,14 +102,10 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if origin is tuple:
-        return {
-            "action": _StoreTuple,
-            "nargs": "+",
-            "type": flag_type(int, "an integer"),
-            "metavar": "N",
-        }
+        return {"nargs": "+", "type": flag_type(int, "an integer"), "metavar": "N"}
     if origin is Mapping:
-        return {"action": _StoreMapping, "nargs": "+", "metavar": "NAME=NUMBER"}
+        pair = "NAME=NUMBER"
+        return {"nargs": "+", "type": flag_type(_name_and_number, pair), "metavar": pair}
     if name.endswith("_bytes"):
         return {"type": flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
     if hint is int:
@@ -117,34 +116,6 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     return {"metavar": "NAME"}
 
 
-class _StoreTuple(argparse.Action):
-    """Stores the values of a flag as a tuple."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
-class _StoreMapping(argparse.Action):
-    """Stores values `NAME=NUMBER` as a mapping."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        mapping = {}
-        for value in values:
-            name, _, number = value.rpartition("=")
-            try:
-                mapping[name] = float(number)
-            except ValueError:
-                parser.error(f"argument {option_string}: {value!r:.80} is not NAME=NUMBER")
-        setattr(namespace, self.dest, mapping)
+def _name_and_number(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    return name, float(number)
