@@ -86,3 +86,11 @@ def test_predictions_are_those_of_the_command(row, name, weight_dtype, rows, con
         re.search(pattern, text)[1] for pattern in (r"floor ([\d,]+) µs", r"predicted ([\d,]+) µs")
     )
     assert f"| {row} | {floor} | {predicted} |" in page
+
+
+def test_each_row_of_the_guarantees_names_a_test():
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`(test_\w+)\.(test_\w+)`", page)
+    assert len(named) > 35
+    for module, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / f"{module}.py").read_text(), name
