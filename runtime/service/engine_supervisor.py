@@ -104,7 +104,7 @@ class EngineSupervisor:
             return error
         if phase is Phase.SERVING:  # the engine was replaced meanwhile
             phase = Phase.STARTING
-        return EngineUnavailableError(f"the engine is {phase.value}, and takes no requests now")
+        return EngineUnavailableError(f"the engine is {phase.value} and accepts no requests now")
 
     def start(self) -> None:
         """Make the engine."""
