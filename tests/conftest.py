@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -284,6 +285,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[function] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[function] += 1
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of the later collections of Python's garbage collector."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

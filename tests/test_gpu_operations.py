@@ -81,7 +81,7 @@ def test_a_plain_operation_fits_between_kernels(
     variant: str,
 ) -> None:
     monkeypatch.setattr(kernel_calls, "MULTIPROCESSORS", 8)  # so that positions are split
-    prompts = tiny(variant).prompts(21, 6)
+    prompts = tiny(variant).prompts(13, 6)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     operations = Operations.native().with_reference([name])
     with open_with(operations, variant) as engine:

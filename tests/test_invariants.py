@@ -327,7 +327,7 @@ def test_a_row_left_in_the_middle_carries_nothing_over(
     """An aborted request has a step in flight that still writes to its row and blocks."""
     engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
     engine._loop._in_flight = 1
-    for steps in (1, 2, 3, 4, 7):
+    for steps in (1, 4, 7):
         for former in FORMER_OWNERS:
             aborted = engine.add_request(prompts[4], former)
             for _ in range(steps):
