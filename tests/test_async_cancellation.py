@@ -104,7 +104,7 @@ def test_rows_and_blocks_are_free_one_step_after_the_consumer_left(
             else:
                 r.steps.permit()  # the step under way; the next one is held back
                 await asyncio.to_thread(r.steps.waiting.acquire, timeout=SECONDS)
-                load, stats = r.made[-1].load, r.made[-1].stats()
+                load, stats = r.made[-1].gauges(), r.made[-1].stats()
                 assert load.running + load.waiting == len(at.others)
                 if not at.others:
                     assert stats["blocks"]["free"] == stats["blocks"]["usable"]

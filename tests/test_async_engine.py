@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from stepgraph.runtime import ServiceConfig
 from stepgraph.runtime.errors import (
+    EngineBusyError,
     OverloadedError,
     RequestError,
 )
-from stepgraph.runtime.service.loop_mailbox import LoopMailbox
 from stepgraph.runtime.service.request_handle import Delta
 
 from .fake_engine import params
@@ -94,6 +94,24 @@ def test_submit_calls_back_and_completes_the_future() -> None:
         times = [ns for delta in deltas for ns in delta.token_ns]
         assert len(times) == len(tokens)
         assert times == sorted(times)
+
+
+def test_a_second_task_in_a_stream_is_refused_and_the_first_gets_the_tokens() -> None:
+    with rig() as r:
+        r.steps.close()
+        own = params(1)
+
+        async def main() -> None:
+            stream = r.engine.stream(PROMPT, own)
+            first = asyncio.ensure_future(stream.finish())
+            await asyncio.sleep(0)
+            for second in (anext(stream), stream.finish()):
+                with pytest.raises(EngineBusyError, match="another task"):
+                    await second
+            r.steps.open()
+            assert (await first).token_ids == r.expected(PROMPT, own)
+
+        do(main())
 
 
 def test_a_slow_consumer_gets_the_whole_in_fewer_deltas() -> None:
@@ -220,33 +238,6 @@ def test_a_loop_is_woken_at_most_once_a_step() -> None:
             loop.run_until_complete(asyncio.wait_for(main(), SECONDS))
         finally:
             loop.close()
-
-
-def test_a_mailbox_wakes_its_loop_once_until_it_has_run() -> None:
-    class Loop:
-        calls: list[Any]
-
-        def is_closed(self) -> bool:
-            return False
-
-        def call_soon_threadsafe(self, function: Any) -> None:
-            self.calls.append(function)
-
-    loop = Loop()
-    loop.calls = []
-    mailbox = LoopMailbox(loop)  # type: ignore[arg-type]
-    handles: list[Any] = [type("Handle", (), {"posted": False})() for _ in range(64)]
-    for _ in range(10):
-        for handle in handles:
-            mailbox.post(handle)
-        mailbox.flush()
-    assert len(loop.calls) == 1
-    loop.calls[0]()
-    mailbox.flush()
-    assert len(loop.calls) == 1
-    mailbox.post(handles[0])
-    mailbox.flush()
-    assert len(loop.calls) == 2
 
 
 def test_an_idle_engine_uses_no_cpu() -> None:

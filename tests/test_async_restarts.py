@@ -85,8 +85,8 @@ def test_a_close_is_not_undone_by_a_restart_that_is_due() -> None:
         assert starting.wait(SECONDS)
         r.on_start = lambda: None  # the next start succeeds, and is due after the pause below
         pause.set()
-        wait_until(lambda: r.engine._thread._restart_ns is not None)
-        r.engine._thread._restart_ns = 0
+        wait_until(lambda: r.engine._thread.supervisor.restart_ns is not None)
+        r.engine._thread.supervisor.restart_ns = 0
         r.engine.close()
         assert len(r.made) == 1
         assert r.engine.health().phase is Phase.CLOSED

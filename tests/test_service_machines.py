@@ -153,7 +153,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         except (RequestError, OverloadedError) as error:
             handle.prepared = error
         refusal = EngineUnavailableError("there is no engine")
-        self.requests.admit(handle, self.engine, refusal, self.now)
+        self.requests.admit(handle, self.engine, lambda: refusal, self.now)
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "deadline"]))

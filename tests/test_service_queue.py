@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from stepgraph.runtime.engine.engine_load import EngineLoad
 from stepgraph.runtime.service.admission_queue import OUTPUT_WEIGHT, AdmissionQueue
 from stepgraph.runtime.service.latency_model import DECAY, LatencyModel
 from stepgraph.runtime.service.request_handle import RequestHandle
@@ -165,13 +165,16 @@ def test_the_wait_for_a_row_is_that_of_a_queue_with_several_servers(
 ) -> None:
     model = LatencyModel()
     model.observe_request(held, 1)
-    load = EngineLoad(rows, min(running, rows), 0)
-    position = max(ahead + 1 - load.free_rows, 0)
-    wait = model.first_token_seconds(7, requests_ahead=ahead, tokens_ahead=0, load=load)
+    free = rows - min(running, rows)
+    position = max(ahead + 1 - free, 0)
+    first_token = partial(
+        model.first_token_seconds, 7, requests_ahead=ahead, num_rows=rows, free_rows=free
+    )
+    wait = first_token(tokens_ahead=0)
     assert wait == pytest.approx(position * held / rows)
     assert model.row_seconds(-3, rows) == 0
     model.observe_prefill(1.0, 100, 0)
-    wait = model.first_token_seconds(7, requests_ahead=ahead, tokens_ahead=50, load=load)
+    wait = first_token(tokens_ahead=50)
     assert wait == pytest.approx(max(position * held / rows, 0.5) + 0.07)
 
 

@@ -12,7 +12,8 @@ from msgspec import UNSET
 from ...engine.request_output import RequestOutput
 from ...request import TokenLogprobs
 from ..request_handle import Delta
-from .exchange import Exchange
+from .event_template import EventTemplate
+from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, OptionalUsage, Usage
@@ -29,7 +30,10 @@ async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
     request = await exchange.read(CompletionRequest)
     model = service.model_name(request.model)
-    prompts = request.prompts()
+    prompts = request.prompts(
+        max_prompts=service.engine.config.max_queued_requests,
+        max_model_len=service.engine.max_model_len,
+    )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = request.params(max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None:
@@ -37,7 +41,6 @@ async def complete(service: Service, exchange: Exchange) -> None:
     generation = Generation(
         service.engine, prompts, params, request.options(exchange.header(b"traceparent"))
     )
-    generation.check_number()
     answer = _Answer(request, model, TokenTexts(service.engine.tokenizer))
     async with exchange.cancelled_on_disconnect():
         if request.echo:
@@ -54,7 +57,9 @@ async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
         return prompt
     if tokenizer is None:
         return ""
-    return await service.engine.prepare(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+    return await service.engine.run_in_pool(
+        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
+    )
 
 
 class _Answer:
@@ -69,6 +74,7 @@ class _Answer:
         self._model = model
         self._texts = texts
         self._offsets: dict[int, int] = {}  # of each choice that has begun, in characters
+        self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         choices = [
@@ -78,14 +84,27 @@ class _Answer:
         ]
         return Completion(self.id, self._created, self._model, choices, usage)
 
-    def chunks(
+    def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> tuple[Completion]:
+    ) -> bytes:
+        request = self._request
+        index = prompt * (request.n or 1) + delta.index
+        if delta.finish_reason is None and (template := self._templates.get(index)):
+            return template.event(delta.text)
+        begins = index not in self._offsets
         choice = self._choice(prompt, delta, output)
-        return (Completion(self.id, self._created, self._model, [choice], usage),)
+        varies = request.return_token_ids or request.logprobs is not None
+        if begins and not (varies or isinstance(usage, Usage)):
+            self._templates[index] = EventTemplate(
+                lambda text: self._chunk(CompletionChoice(index, text), usage)
+            )
+        return event(self._chunk(choice, usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(self.id, self._created, self._model, [], usage)
+
+    def _chunk(self, choice: CompletionChoice, usage: OptionalUsage) -> Completion:
+        return Completion(self.id, self._created, self._model, [choice], usage)
 
     def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request
