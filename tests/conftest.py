@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import signal
 from collections import Counter
@@ -125,6 +126,15 @@ def steps_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = measurement.StepMemory({"attention_masks": 0})
     monkeypatch.setattr(startup, "measure_steps", lambda *_, **__: unknown)
     monkeypatch.setattr(startup, "add_scoring", lambda memory, _: memory)
+
+
+@pytest.fixture(scope="module")
+def no_tracebacks() -> Iterator[None]:
+    """Nothing is logged by tests that make hundreds of steps fail."""
+    logger = logging.getLogger("stepgraph.runtime")
+    logger.disabled = True
+    yield
+    logger.disabled = False
 
 
 @pytest.fixture

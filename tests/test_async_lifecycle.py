@@ -1,4 +1,4 @@
-"""The life of an `AsyncEngine`, from its start to close, exit and fork."""
+"""An `AsyncEngine` from its start on: drain, sleep, wake and health."""
 
 from __future__ import annotations
 

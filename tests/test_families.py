@@ -110,7 +110,7 @@ def assert_parity(engine: Engine, model: TinyModel) -> None:
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", FAMILIES[1:])
 def test_eager_engine_equals_transformers(
     open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
 ) -> None:
