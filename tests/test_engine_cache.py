@@ -277,7 +277,7 @@ def test_quantised_cache_is_shared_and_swapped_too(
     assert stats["cache"]["hit_tokens"] > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)

@@ -219,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
+    max_examples=50, stateful_step_count=30, deadline=None
 )
 TestSchedulerAndLoop = SchedulerMachine.TestCase
 
