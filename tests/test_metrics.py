@@ -14,7 +14,8 @@ from stepgraph.runtime.service.metric_histograms import Histogram
 from stepgraph.runtime.service.request_record import RequestRecord
 
 from .fake_engine import fake_engine, params
-from .test_request_records import SlowEngine, listening, wait_until
+from .service_rig import wait_until
+from .test_request_records import SlowEngine, listening
 
 prometheus = pytest.importorskip("prometheus_client")
 
