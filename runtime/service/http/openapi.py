@@ -44,13 +44,12 @@ Operations = Mapping[tuple[str, str], Operation]
 """(method, path) → operation."""
 
 
-def openapi_document(operations: Operations, *, needs_key: bool, root_path: str) -> _Json:
+def openapi_document(operations: Operations, *, needs_key: bool) -> _Json:
     """Return the OpenAPI document.
 
     Args:
         operations: the endpoints.
         needs_key: whether requests need an API key, except those for `OPEN_PATHS`.
-        root_path: where the application is mounted; empty at the root.
     """
     kinds = {ErrorBody}
     for operation in operations.values():
@@ -69,7 +68,6 @@ def openapi_document(operations: Operations, *, needs_key: bool, root_path: str)
     return {
         "openapi": OPENAPI_VERSION,
         "info": {"title": "stepgraph", "version": package.__version__},
-        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": components,
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
+from ...bounded_repr import bounded_repr
 from ...engine.intake import MAX_SALT_CHARS
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-def _allows(**limits: float) -> Meta:
+def _allows(**limits: object) -> Meta:
     """Return limits for the OpenAPI document; `SamplingParams` and `RequestOptions` check them."""
     return Meta(extra_json_schema=limits)
 
@@ -53,6 +54,10 @@ _TokenId = Annotated[int, _allows(minimum=0, maximum=MAX_TOKEN_ID)]
 _NumLogprobs = Annotated[int, _allows(minimum=0, maximum=MAX_LOGPROBS)]
 _StopString = Annotated[str, _allows(minLength=1, maxLength=MAX_STOP_STRING_CHARS)]
 _Bias = Annotated[float, _allows(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+_Biases = Annotated[
+    dict[_TokenId, _Bias],
+    _allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
+]
 _Seconds = Annotated[float, _allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
 _Refused = Annotated[Any, Meta(description="Not supported.")]
 _Prompts = str | list[str | _TokenId | list[_TokenId]]
@@ -103,9 +108,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     ) = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: (
-        Annotated[dict[_TokenId, _Bias], _allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES)] | None
-    ) = None
+    logit_bias: _Biases | None = None
     seed: Annotated[int, _allows(minimum=0, maximum=MAX_SEED)] | None = None
     n: Annotated[int, _allows(minimum=1, maximum=MAX_N)] | None = None
     best_of: int | None = None
@@ -161,7 +164,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                     400, f"{name} must be above 0 and up to {MAX_SECONDS:g} seconds", param=name
                 )
         _check_length("user", self.user, MAX_TENANT_CHARS, "characters")
-        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters")
+        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters", least=1)
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
@@ -268,8 +271,18 @@ class ChatRequest(SamplingRequest, kw_only=True):
             )
         return None if choice == "none" else self.tools or None
 
+    def num_tokens(self) -> int:
+        """Return the maximum tokens of an answer; without one the longest sequence ends it."""
+        most = MAX_TOKENS_LIMIT
+        _check_count("max_completion_tokens", self.max_completion_tokens, most)
+        for given in (self.max_completion_tokens, self.max_tokens):
+            if given is not None:
+                return given
+        return most
+
     def num_logprobs(self) -> int | None:
         """Return how many of the most probable tokens to report; None for no report at all."""
+        _check_count("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -322,6 +335,16 @@ def chat_prompt(
     )
 
 
-def _check_length(name: str, value: Sized | None, most: int, unit: str) -> None:
-    if value is not None and len(value) > most:
-        raise HttpError(400, f"{name} has {len(value)} {unit}, more than {most}", param=name)
+def _check_count(name: str, value: int | None, most: int) -> None:
+    if value is not None and not 0 <= value <= most:
+        shown = bounded_repr(value)
+        raise HttpError(
+            400, f"{name} is {shown}; allowed is an integer from 0 to {most}", param=name
+        )
+
+
+def _check_length(name: str, value: Sized | None, most: int, unit: str, *, least: int = 0) -> None:
+    if value is not None and not least <= len(value) <= most:
+        raise HttpError(
+            400, f"{name} has {len(value)} {unit}; allowed are {least} to {most}", param=name
+        )
