@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,7 +224,7 @@ def test_many_bodies(serve: Serve, path: str, hostile: bool, data: st.DataObject
 
 
 @pytest.mark.slow
-def test_schemathesis_finds_nothing() -> None:
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """Found by `PATH`: it needs packages of its own. It sends what no schema allows, too."""
     schemathesis = shutil.which("schemathesis")
     if schemathesis is None:
@@ -241,6 +242,7 @@ def test_schemathesis_finds_nothing() -> None:
             ],
             capture_output=True,
             text=True,
+            cwd=tmp_path,
         )
     finally:
         server.close()

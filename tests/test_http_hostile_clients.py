@@ -128,15 +128,16 @@ class Neighbour:
     def __init__(self, address: str) -> None:
         self._address = address
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._threads = ThreadPoolExecutor(1)
         self.longest_gap = 0.0
         """Seconds between two events."""
         self.num_streams = 0
-        self._thread.start()
+        self._done = self._threads.submit(self._run)
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(SECONDS)
+        self._threads.shutdown()
+        self._done.result()
 
     def _run(self) -> None:
         body = {"prompt": "def f(", "max_tokens": self.TOKENS, "ignore_eos": True, "stream": True}

@@ -216,12 +216,13 @@ def flood(sock: socket.socket, piece: bytes, most: int = 64 << 20) -> None:
     pytest.fail(f"the server took {most} bytes")
 
 
+@pytest.mark.parametrize("pipelined", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool) -> None:
+def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool, pipelined: int) -> None:
     body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": %s}'
     body %= b"true" if stream else b"false"
     with threaded.connect() as sock:
-        sock.sendall(request(body, b"content-length: %d" % len(body)))
+        sock.sendall(request(body, b"content-length: %d" % len(body)) * pipelined)
         while not threaded.running():
             time.sleep(0.001)
     while threaded.running():

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["LimitedConnection"]
 
@@ -35,6 +35,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._reads_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._served: RequestResponseCycle | None = None  # `cycle` is the last one in the pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,6 +44,9 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_write_timer()
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -101,6 +105,13 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_unparsed = 0
         if not self._is_upgrade:
             super().on_headers_complete()
+            if not self.pipeline:
+                self._served = self.cycle
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._served = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0

@@ -21,8 +21,8 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 OPENAPI_VERSION = "3.1.0"
 _SCHEMAS = "#/components/schemas/{name}"
-_TEXT = {"text/plain": {}, "application/openmetrics-text": {}}
 _Json = dict[str, Any]
+_TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ def openapi_document(operations: Operations, *, needs_key: bool) -> _Json:
         operations: the endpoints.
         needs_key: whether requests need an API key, except those for `OPEN_PATHS`.
     """
-    kinds = {ErrorBody}
+    kinds: dict[str, type[msgspec.Struct]] = {"ErrorBody": ErrorBody}
     for operation in operations.values():
-        kinds |= {operation.body, operation.response, operation.event} - {None}
-    _, schemas = msgspec.json.schema_components(
-        sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
-    )
+        for kind in (operation.body, operation.response, operation.event):
+            if kind is not None:
+                kinds[kind.__name__] = kind
+    _, schemas = msgspec.json.schema_components(kinds.values(), ref_template=_SCHEMAS)
     paths: dict[str, _Json] = {}
     for (method, route), operation in operations.items():
         path = route.replace(":path}", "}")  # a converter of Starlette
