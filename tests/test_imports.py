@@ -190,7 +190,7 @@ IMPORTED_LATE = {
 """Files whose import may fail for want of an extra."""
 HTTP = "runtime/service/http/"
 IMPORTED_LATE |= {
-    file: {"msgspec", "starlette", "uvicorn", "uvloop"}
+    file: {"httptools", "msgspec", "starlette", "uvicorn", "uvloop"}
     for file in FILES
     if file.startswith(HTTP) and not file.endswith("__init__.py")
 }
