@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens=skip_special_tokens)
         self._patterns = [_StopPattern(text) for text in stop]
         self._tokens_to_ignore = min_tokens
-        self._parts: list[str] = []
+        self._parts: list[tuple[int, str]] = []  # each with the number of its first character
         self.num_chars = 0
         """Characters of `text`, which only grows."""
         self._held = ""
@@ -95,21 +95,25 @@ class IncrementalDetokenizer:
 
         Another thread may read it while this one pushes.
         """
-        return "".join(self._parts)
+        return "".join([part for _, part in self._parts])
 
     def text_between(self, start: int, stop: int) -> str:
-        """Return characters `start` to `stop` - 1 of `text`, without joining what precedes them.
+        """Return characters `start` to `stop` - 1 of `text`, in a time that depends on the parts
+        after `start` only.
 
         Another thread may push meanwhile.
         """
-        found, end = [], 0
-        for part in tuple(self._parts):
-            begin, end = end, end + len(part)
-            if end > start:
-                found.append(part[max(start - begin, 0) : stop - begin])
-            if end >= stop:
+        if start >= stop:
+            return ""
+        found = ""
+        parts = self._parts  # `_emit` may replace the list, and only appends to it
+        for number in range(len(parts) - 1, -1, -1):
+            begin, part = parts[number]
+            if begin < stop:
+                found = part[max(start - begin, 0) : stop - begin] + found
+            if begin <= start:
                 break
-        return "".join(found)
+        return found
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens and return the text that is final.
@@ -152,8 +156,8 @@ class IncrementalDetokenizer:
 
     def _emit(self, text: str) -> str:
         if text:
-            self._parts.append(text)
+            self._parts.append((self.num_chars, text))
             self.num_chars += len(text)
             if len(self._parts) == _MAX_PARTS:
-                self._parts = ["".join(self._parts)]
+                self._parts = [(0, self.text)]
         return text

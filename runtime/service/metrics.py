@@ -41,7 +41,7 @@ PAUSE_SECONDS = 1e-5
 _Series = Mapping[tuple[str, ...], float | Counted]
 """Values of the labels → value."""
 
-_NO_ENGINE = EngineGauges(0, 0, 0, 0, 0, 0)
+_NO_ENGINE = EngineGauges._make([0] * len(EngineGauges._fields))
 
 
 class EngineMetrics(Collector):

@@ -170,6 +170,9 @@ async def _respond(request: Request, error: Exception) -> Response:
     """Return the response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"there is no {request.url.path}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.url.path} does not accept {request.method}: use {allowed}"
     body = HttpError(error.status_code, message, kind=kind).body
     return Response(encode(body), error.status_code, error.headers, "application/json")

@@ -11,7 +11,8 @@ from msgspec import UNSET, UnsetType
 from ...engine.request_output import RequestOutput
 from ..request_handle import Delta
 from .chat_output import ChatOutput
-from .exchange import Exchange
+from .event_template import EventTemplate
+from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .output_parsers import ends_in_reasoning, make_output_parser
 from .requests import ChatRequest, chat_prompt
@@ -21,6 +22,7 @@ from .responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatLogprobs,
+    ChatMessage,
     OptionalUsage,
     Usage,
 )
@@ -62,6 +64,7 @@ class _Answer:
         self._tokenizer = service.engine.tokenizer
         self._texts = TokenTexts(self._tokenizer)
         self._outputs: dict[int, ChatOutput] = {}  # of each completion that has begun
+        self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Chat:
         (output,) = outputs
@@ -71,9 +74,11 @@ class _Answer:
             body.prompt_token_ids = output.prompt_token_ids
         return body
 
-    def chunks(
+    def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> tuple[ChatChunk, ...]:
+    ) -> bytes:
+        if delta.finish_reason is None and (template := self._templates.get(delta.index)):
+            return template.event(delta.text)
         begins = delta.index not in self._outputs
         parser = self._output(delta.index, output)
         message = parser.message(delta.text, delta.finish_reason)
@@ -84,15 +89,24 @@ class _Answer:
             parser.finish_reason(delta.finish_reason),
             self._token_ids(delta),
         )
-        chunk = ChatChunk(self.id, self._created, self._model, [choice], usage)
+        chunk = self._chunk(choice, usage)
         if begins:
             message.role = "assistant"
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
-        return (chunk,)
+            elif parser.is_plain and not (self._request.logprobs or isinstance(usage, Usage)):
+                self._templates[delta.index] = EventTemplate(
+                    lambda text: self._chunk(
+                        ChatChunkChoice(delta.index, ChatMessage(content=text)), usage
+                    )
+                )
+        return event(chunk)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self.id, self._created, self._model, [], usage)
+
+    def _chunk(self, choice: ChatChunkChoice, usage: OptionalUsage) -> ChatChunk:
+        return ChatChunk(self.id, self._created, self._model, [choice], usage)
 
     def _choice(self, delta: Delta, output: RequestOutput) -> ChatChoice:
         """Return a whole completion."""

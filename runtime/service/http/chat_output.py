@@ -26,6 +26,11 @@ class ChatOutput:
         self._parser = parser
         self._has_calls = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is content."""
+        return self._parser is None
+
     def message(self, text: str, finish_reason: FinishReason | None) -> ChatMessage:
         """Return the next text as a message, whose parts are unset if they gain nothing."""
         if self._parser is None:

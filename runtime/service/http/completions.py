@@ -12,7 +12,8 @@ from msgspec import UNSET
 from ...engine.request_output import RequestOutput
 from ...request import TokenLogprobs
 from ..request_handle import Delta
-from .exchange import Exchange
+from .event_template import EventTemplate
+from .exchange import Exchange, event
 from .generation import Generation, deltas_of
 from .requests import CompletionRequest
 from .responses import Completion, CompletionChoice, OptionalUsage, Usage
@@ -56,7 +57,9 @@ async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
         return prompt
     if tokenizer is None:
         return ""
-    return await service.engine.prepare(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+    return await service.engine.run_in_pool(
+        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
+    )
 
 
 class _Answer:
@@ -71,6 +74,7 @@ class _Answer:
         self._model = model
         self._texts = texts
         self._offsets: dict[int, int] = {}  # of each choice that has begun, in characters
+        self._templates: dict[int, EventTemplate] = {}  # of those whose events are only text
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         choices = [
@@ -80,14 +84,27 @@ class _Answer:
         ]
         return Completion(self.id, self._created, self._model, choices, usage)
 
-    def chunks(
+    def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> tuple[Completion]:
+    ) -> bytes:
+        request = self._request
+        index = prompt * (request.n or 1) + delta.index
+        if delta.finish_reason is None and (template := self._templates.get(index)):
+            return template.event(delta.text)
+        begins = index not in self._offsets
         choice = self._choice(prompt, delta, output)
-        return (Completion(self.id, self._created, self._model, [choice], usage),)
+        varies = request.return_token_ids or request.logprobs is not None
+        if begins and not (varies or isinstance(usage, Usage)):
+            self._templates[index] = EventTemplate(
+                lambda text: self._chunk(CompletionChoice(index, text), usage)
+            )
+        return event(self._chunk(choice, usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(self.id, self._created, self._model, [], usage)
+
+    def _chunk(self, choice: CompletionChoice, usage: OptionalUsage) -> Completion:
+        return Completion(self.id, self._created, self._model, [choice], usage)
 
     def _choice(self, prompt: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
         request = self._request

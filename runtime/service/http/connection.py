@@ -1,4 +1,8 @@
-"""A connection of the HTTP server, with limits that uvicorn's httptools protocol lacks."""
+"""A connection of the HTTP server, with what uvicorn's httptools protocol lacks.
+
+Limits of the head of a request; the end of all pipelined requests with their connection; responses
+without chunks for HTTP/1.0.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 from typing import Any
 
 import httptools
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["LimitedConnection"]
@@ -34,8 +39,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # uvicorn forgets those before the last
         self._write_timer: asyncio.TimerHandle | None = None
-        self._served: RequestResponseCycle | None = None  # `cycle` is the last one in the pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,10 +49,10 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_write_timer()
-        if self._served is not None and not self._served.response_complete:
-            self._served.disconnected = True
-            self._served.message_event.set()
         super().connection_lost(exc)
+        for cycle in self._cycles:
+            cycle.disconnected |= not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._num_unparsed > MAX_HEAD_BYTES:
@@ -104,15 +109,13 @@ class LimitedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._reads_head = False
         self._num_unparsed = 0
-        if not self._is_upgrade:
-            super().on_headers_complete()
-            if not self.pipeline:
-                self._served = self.cycle
-
-    def on_response_complete(self) -> None:
-        if self.pipeline:
-            self._served = self.pipeline[-1][0]
-        super().on_response_complete()
+        if self._is_upgrade:
+            return
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.__class__ = _Exchange  # uvicorn has no hook to make it
+            self._cycles = [c for c in self._cycles if not c.response_complete] + [self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
@@ -145,3 +148,18 @@ class LimitedConnection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+class _Exchange(RequestResponseCycle):
+    """A request and its response."""
+
+    async def send(self, message: Message) -> None:  # type: ignore[override]
+        """Send a message of the response; drop it if the connection is closed."""
+        if self.scope["http_version"] == "1.0":  # no chunks: a body may end with the connection
+            self.chunked_encoding = False
+            self.expected_content_length = len(message.get("body", b""))
+        try:
+            await super().send(message)  # type: ignore[arg-type]
+        except RuntimeError:  # of uvloop, before it reports that the connection is lost
+            if not self.transport.is_closing():
+                raise

@@ -7,7 +7,6 @@ that a step has given to a request.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -16,6 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...errors import OverloadedError
+from .body_errors import invalid_body
 from .http_errors import HttpError, http_error
 
 __all__ = ["BodyLimits", "ClientDisconnected", "Endpoint", "Exchange", "encode", "event"]
@@ -230,14 +230,9 @@ def _decode(body: bytearray, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise HttpError(400, str(error), param=_field(str(error))) from error
+        raise invalid_body(error) from error
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply") from error
     except ValueError as error:  # also UnicodeDecodeError
-        raise HttpError(400, f"the body is not valid JSON: {error}") from error
-
-
-def _field(message: str) -> str | None:
-    """Return the field that msgspec's message names: `max_tokens` of "... - at `$.max_tokens`"."""
-    found = re.search(r"`\$\.([^`]+)`$", message)
-    return None if found is None else found[1]
+        problem = f"not valid JSON: {error}" if body else "empty: send a JSON object"
+        raise HttpError(400, f"the body is {problem}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,10 +34,10 @@ class Answer(Protocol):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
         """Return the body for the last outputs, one for each prompt."""
 
-    def chunks(
+    def event(
         self, prompt: int, delta: Delta, output: RequestOutput, usage: OptionalUsage
-    ) -> Iterable[msgspec.Struct]:
-        """Return the events for what a completion of a prompt gained; `output` is the newest."""
+    ) -> bytes:
+        """Return the event for what a completion of a prompt gained; `output` is the newest."""
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """Return the event that only reports the usage."""
@@ -125,19 +125,16 @@ class _EventStream:
 
     async def run(self) -> None:
         """Send all events, up to the one that ends the stream."""
-        if len(self._streams) == 1:
-            await self._send_deltas(0)
-        else:
-            tasks = [
-                asyncio.ensure_future(self._send_deltas(number))
-                for number in range(len(self._streams))
-            ]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        # In tasks of their own: a wake-up would pass through the coroutines of all middleware.
+        tasks = [
+            asyncio.create_task(self._send_deltas(number)) for number in range(len(self._streams))
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         end = DONE
         if self._reports_usage:
             end = event(self._answer.usage_chunk(self._usage())) + DONE
@@ -155,7 +152,7 @@ class _EventStream:
                 usage: OptionalUsage = None if self._reports_usage else UNSET
                 if self._always_reports_usage:
                     usage = self._usage()
-                events += [event(c) for c in answer.chunks(number, delta, output, usage)]
+                events.append(answer.event(number, delta, output, usage))
             await exchange.send_events(events[0] if len(events) == 1 else b"".join(events))
 
     def _usage(self) -> Usage:

@@ -56,7 +56,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
         return Tokens(len(token_ids), longest, token_ids, strings)
 
-    await exchange.respond(await service.engine.prepare(encode))
+    await exchange.respond(await service.engine.run_in_pool(encode))
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
@@ -74,7 +74,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     def decode() -> Text:
         return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
 
-    await exchange.respond(await service.engine.prepare(decode))
+    await exchange.respond(await service.engine.run_in_pool(decode))
 
 
 def _tokenizer(service: Service) -> TextTokenizer:
