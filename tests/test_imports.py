@@ -150,7 +150,9 @@ ROOMS = {
     "engine": frozenset(
         {"kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"}
     ),
-    "tools": frozenset({"kernels", "models", "loading", "execution", "memory", "engine"}),
+    "tools": frozenset(
+        {"kernels", "models", "loading", "execution", "memory", "engine", "service"}
+    ),
 }
 """The folders of the runtime that each of them may import, besides itself."""
 SHARED = {

@@ -50,12 +50,13 @@ def openapi_document(operations: Operations, *, needs_key: bool) -> _Json:
         operations: the endpoints.
         needs_key: whether requests need an API key, except those for `OPEN_PATHS`.
     """
-    kinds: dict[str, type[msgspec.Struct]] = {"ErrorBody": ErrorBody}
+    kinds: set[type[msgspec.Struct]] = {ErrorBody}
     for operation in operations.values():
-        for kind in (operation.body, operation.response, operation.event):
-            if kind is not None:
-                kinds[kind.__name__] = kind
-    _, schemas = msgspec.json.schema_components(kinds.values(), ref_template=_SCHEMAS)
+        named = (operation.body, operation.response, operation.event)
+        kinds.update(kind for kind in named if kind is not None)
+    _, schemas = msgspec.json.schema_components(
+        sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
+    )
     paths: dict[str, _Json] = {}
     for (method, route), operation in operations.items():
         path = route.replace(":path}", "}")  # a converter of Starlette
