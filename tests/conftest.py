@@ -24,6 +24,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 import hypothesis
 import transformers
 from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.engine import startup
+from stepgraph.runtime.memory import measurement
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -174,6 +176,9 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EOS_TOKEN_IDS = [13, 22]
+MEASURED_SECONDS = {
+    name: getattr(measurement, name) for name in ("_SECONDS_PER_SERIES", "_SECONDS_WITH_MASKS")
+}
 GPU_BLOCKS = 2048
 """More than any test's rows use, and a few MiB of a tiny model."""
 
@@ -308,6 +313,32 @@ def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_known", "_best_config"):
         unused = functools.cache(getattr(tuning, name).__wrapped__)
         monkeypatch.setattr(tuning, name, unused)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_are_measured_briefly() -> Iterator[None]:
+    """An engine that starts measures the smallest step of each series: larger ones take longer
+    than most tests of a tiny model. Tests of measured memory restore the times.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in MEASURED_SECONDS:
+            patch.setattr(measurement, name, 0.0)
+        yield
+
+
+@pytest.fixture
+def steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts measures as many steps as it does outside of the tests."""
+    for name, seconds in MEASURED_SECONDS.items():
+        monkeypatch.setattr(measurement, name, seconds)
+
+
+@pytest.fixture
+def steps_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts runs no step: interpreted kernels take seconds for one."""
+    unknown = measurement.StepMemory({"attention_masks": 0})
+    monkeypatch.setattr(startup, "measure_steps", lambda *_, **__: unknown)
+    monkeypatch.setattr(startup, "add_scoring", lambda memory, _: memory)
 
 
 @pytest.fixture

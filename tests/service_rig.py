@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from stepgraph.runtime import AsyncEngine, Engine, SamplingParams, ServiceConfig
+from stepgraph.runtime.service.request_handle import RequestHandle
 
 from .fake_engine import expected, fake_engine, params
 
@@ -16,6 +18,48 @@ SECONDS = 5.0
 """Limit of every wait of a test; a healthy one ends within milliseconds."""
 
 PROMPT = [1, 2, 3, 4, 5]
+LONG = list(range(10)) * 4
+"""A prompt of several chunks."""
+SECOND = 10**9
+"""Nanoseconds."""
+WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.5}
+"""Of tenants."""
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait until another thread makes a condition true."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def do(awaitable: Awaitable[Any], loop_factory: Any = None) -> Any:
+    """Await in an event loop of its own."""
+
+    async def main() -> Any:
+        return await asyncio.wait_for(awaitable, SECONDS)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+async def joined(stream: Any) -> dict[int, tuple[list[int], str | None]]:
+    """The tokens and the finish reason of each completion of a stream."""
+    found: dict[int, tuple[list[int], str | None]] = {}
+    async for delta in stream:
+        tokens, reason = found.setdefault(delta.index, ([], None))
+        assert reason is None, "a delta after the last one"
+        found[delta.index] = ([*tokens, *delta.token_ids], delta.finish_reason)
+    return found
+
+
+class InjectedError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise InjectedError("injected")
 
 
 class Gate:
@@ -116,9 +160,8 @@ class Rig:
                 assert (stats["running"], stats["waiting"]) == (0, 0)
                 assert stats["blocks"]["free"] == stats["blocks"]["usable"]
 
-        limits, end = self.engine._thread.dispatcher.limits, time.monotonic() + SECONDS
-        while limits.num_requests and time.monotonic() < end:  # prepared, although it has ended
-            time.sleep(0.001)
+        limits = self.engine._thread.dispatcher.limits
+        wait_until(lambda: not limits.num_requests)  # prepared, although they have ended
         self.on_thread(check)
 
     def check_serves(self) -> None:
@@ -143,3 +186,16 @@ def rig(service: ServiceConfig | None = None, **options: Any) -> Iterator[Rig]:
 
 def config(**options: Any) -> ServiceConfig:
     return ServiceConfig(**options)
+
+
+def make_handle(number: int, mailbox: Any, **options: Any) -> RequestHandle:
+    defaults: dict[str, Any] = {
+        "streams": True,
+        "num_completions": 1,
+        "tenant": "a",
+        "priority": 0,
+        "submitted_ns": 0,
+        "deadline_ns": None,
+        "first_token_deadline_ns": None,
+    }
+    return RequestHandle(f"r{number}", mailbox, **(defaults | options))

@@ -13,12 +13,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stepgraph.runtime import AsyncEngine, Engine
+from stepgraph.runtime import AsyncEngine
 from stepgraph.runtime.errors import (
     ConfigError,
     EngineClosedError,
@@ -28,38 +27,22 @@ from stepgraph.runtime.errors import (
     OverloadedError,
     RequestError,
 )
-from stepgraph.runtime.service import async_engine
 from stepgraph.runtime.service.health import Phase
-from stepgraph.runtime.service.restart_policy import RestartPolicy
 
 from .fake_engine import fake_engine, params
-from .service_rig import PROMPT, SECONDS, Rig, config, rig
+from .service_rig import (
+    PROMPT,
+    SECONDS,
+    InjectedError,
+    Rig,
+    config,
+    do,
+    fail,
+    rig,
+    wait_until,
+)
 
 ROOT = Path(__file__).parent.parent
-
-
-def do(awaitable: Awaitable[Any]) -> Any:
-    """Await in an event loop of its own."""
-
-    async def main() -> Any:
-        return await asyncio.wait_for(awaitable, SECONDS)
-
-    return asyncio.run(main())
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-class InjectedError(Exception):
-    pass
-
-
-def fail() -> None:
-    raise InjectedError("injected")
 
 
 def test_the_start_waits_for_the_engine_and_reports_it() -> None:
@@ -187,7 +170,8 @@ def test_sleep_frees_the_engine_and_wake_makes_it_again() -> None:
         r.check_serves()
         do(r.engine.sleep())
         assert r.engine._thread.engine is None
-        assert r.engine.health().phase is Phase.ASLEEP
+        health = r.engine.health()
+        assert (health.phase, health.live, health.ready) == (Phase.ASLEEP, True, False)
         with pytest.raises(EngineUnavailableError, match="asleep"):
             do(r.engine.stats())
         with pytest.raises(EngineUnavailableError, match="asleep"):
@@ -206,30 +190,30 @@ def test_sleep_frees_the_engine_and_wake_makes_it_again() -> None:
         assert len(r.made) == 2
 
 
-def test_reload_serves_another_model_or_the_present_one_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sources: list[object] = []
+@pytest.mark.parametrize("operation", ["sleep", "reload"])
+def test_a_drain_that_wake_ends_loses_no_request(operation: str) -> None:
+    with rig() as r:
+        r.steps.close()
+        own = params(1)
+        request = r.engine.submit(PROMPT, own)
+        assert r.steps.waiting.acquire(timeout=SECONDS)
 
-    def load(source: object, config: object) -> Engine:
-        sources.append(source)
-        if source == "broken":
-            fail()
-        return fake_engine()
+        async def main() -> None:
+            call = r.engine.sleep() if operation == "sleep" else r.engine.reload("other")
+            task = asyncio.ensure_future(call)
+            await asyncio.sleep(0)
+            waking = asyncio.ensure_future(r.engine.wake())
+            await asyncio.sleep(0)
+            r.steps.permit()
+            await waking
+            r.steps.open()
+            with pytest.raises(EngineUnavailableError, match="woken"):
+                await task
 
-    def refuse(engine: Engine, source: object) -> None:
-        raise ConfigError("another model")
-
-    monkeypatch.setattr(Engine, "from_pretrained", load)
-    monkeypatch.setattr(Engine, "reload_weights", refuse)
-    with AsyncEngine.from_pretrained("first") as engine:
-        result = do(engine.reload("second"))
-        assert (result.in_place, result.reason) == (False, "another model")
-        with pytest.raises(InjectedError):
-            do(engine.reload("broken"))
-        assert engine.health().ready
-        assert engine.submit(PROMPT, params(1)).result(SECONDS).finish_reason == "length"
-    assert sources == ["first", "second", "broken", "second"]
+        do(main())
+        assert r.engine.health().phase is Phase.SERVING
+        assert request.result(SECONDS).token_ids == r.expected(PROMPT, own)
+        r.check_serves()
 
 
 def test_health_while_a_step_stalls() -> None:
@@ -249,153 +233,19 @@ def test_health_while_a_step_stalls() -> None:
         assert r.engine.health().ready
 
 
-def test_a_failed_step_ends_the_engine_without_a_restart_policy() -> None:
-    with rig(max_num_seqs=1) as r:
-        r.steps.close()
-        futures = [r.engine.submit(PROMPT, params(i)) for i in range(3)]
-        r.on_step = fail
-        r.steps.open()
-        errors = [future.exception(SECONDS) for future in futures]
-        assert all(isinstance(error, EngineFailedError) for error in errors)
-        assert len({id(error) for error in errors}) == 3, "raising changes an exception"
-        assert isinstance(errors[0].__cause__, InjectedError)
-        assert r.engine.health().phase is Phase.FAILED
-        with pytest.raises(EngineFailedError, match="injected"):
-            r.engine.submit(PROMPT)
-        assert not r.engine.health().live
-        r.check_idle()
-
-
-def test_a_restart_loses_the_running_requests_and_keeps_the_queue() -> None:
-    with rig(config(max_restarts=1), max_num_seqs=1) as r:
-        r.steps.close()
-        futures = [r.engine.submit(PROMPT, params(i)) for i in range(3)]
-        assert r.steps.waiting.acquire(timeout=SECONDS)
-
-        def fail_once() -> None:
-            r.on_step = lambda: None
-            fail()
-
-        r.on_step = fail_once
-        r.steps.open()
-        with pytest.raises(EngineFailedError):
-            futures[0].result(SECONDS)
-        for seed, future in enumerate(futures[1:], 1):
-            assert future.result(SECONDS).token_ids == r.expected(PROMPT, params(seed))
-        assert do(r.engine.stats())["restarts"] == 1
-        r.check_serves()
-
-
-def test_starts_that_fail_are_repeated_within_the_policy() -> None:
-    with rig(config(max_restarts=3)) as r:
-        attempts: list[float] = []
-
-        def fail_twice() -> None:
-            attempts.append(time.monotonic())
-            if len(attempts) < 3:
-                fail()
-
-        r.on_start = fail_twice
-        r.on_step = fail
-        with pytest.raises(EngineFailedError):
-            r.engine.submit(PROMPT).result(SECONDS)
-        r.on_step = lambda: None
-        wait_until(lambda: r.engine.health().ready)
-        assert len(attempts) == 3
-        assert attempts[2] - attempts[1] > 0.1  # a pause, in which it answers
-        r.check_serves()
-        r.on_step = fail  # the fourth failure
-        with pytest.raises(EngineFailedError):
-            r.engine.submit(PROMPT).result(SECONDS)
-        wait_until(lambda: r.engine.health().phase is Phase.FAILED)
-
-
-def test_the_engine_can_be_closed_in_the_pause_before_a_restart() -> None:
-    with rig(config(max_restarts=100)) as r:
-        r.on_start = fail
-        r.on_step = fail
-        with pytest.raises(EngineFailedError):
-            r.engine.submit(PROMPT).result(SECONDS)
-        wait_until(lambda: r.engine.health().phase is Phase.STARTING)
-        with pytest.raises(EngineUnavailableError):
-            do(r.engine.stats())
-        begun = time.monotonic()
-        r.engine.close()
-        assert time.monotonic() - begun < 2.0
-
-
-def test_a_close_is_not_undone_by_a_restart_that_is_due() -> None:
-    with rig(config(max_restarts=100)) as r:
-        pause, starting = threading.Event(), threading.Event()
-
-        def slow_failure() -> None:
-            starting.set()
-            assert pause.wait(SECONDS)
-            fail()
-
-        r.on_start = slow_failure
-        r.on_step = fail
-        with pytest.raises(EngineFailedError):
-            r.engine.submit(PROMPT).result(SECONDS)
-        assert starting.wait(SECONDS)
-        r.on_start = lambda: None  # the next start succeeds, and is due after the pause below
-        pause.set()
-        wait_until(lambda: r.engine._thread._restart_ns is not None)
-        r.engine._thread._restart_ns = 0
-        r.engine.close()
-        assert len(r.made) == 1
-        assert r.engine.health().phase is Phase.CLOSED
-
-
-def test_restarts_are_counted_in_the_window_and_their_pauses_double() -> None:
-    policy = RestartPolicy(4, 60.0)
-    assert [policy.pause(float(now)) for now in range(5)] == [0.0, 0.1, 0.2, 0.4, None]
-    assert policy.pause(60.5) == 0.4  # the first is over a window ago
-    assert policy.pause(60.5) is None
-    assert policy.pause(1000.0) == 0.0
-    assert RestartPolicy(0, 60.0).pause(0.0) is None
-    many = RestartPolicy(1 << 40, 60.0)
-    assert [many.pause(0.0) for _ in range(3000)][-1] == 10.0
-
-
-def test_a_failure_keeps_no_memory_of_the_engine() -> None:
-    with rig(config(max_restarts=1)) as r:
-        memory = r.made[0]._loop
-
-        def fail_with_locals(held: object = memory) -> None:  # as the frames of a failed step
-            fail()
-
-        r.on_step = fail_with_locals
-        future = r.engine.submit(PROMPT)
-        error = future.exception(SECONDS)
-        wait_until(lambda: len(r.made) == 2)
-        assert error is not None
-        cause = error.__cause__
-        assert cause is not None
-        frames = []
-        traceback = cause.__traceback__
-        while traceback is not None:
-            frames.append(traceback.tb_frame)
-            traceback = traceback.tb_next
-        assert not any("held" in frame.f_locals for frame in frames)
-
-
-@pytest.mark.parametrize("phase", ["preparing", "pool", "queued", "decoding"])
+@pytest.mark.parametrize("phase", ["preparing", "decoding"])
 def test_close_answers_every_request(phase: str) -> None:
     before = threading.active_count()
     with rig(max_num_seqs=1) as r:
-        if phase in ("preparing", "pool"):
-            r.preparations.close()
         r.steps.close()
+        held = r.preparations if phase == "preparing" else r.steps
+        held.close()
         futures = [r.engine.submit((1, i), params(1)) for i in range(5)]
-        if phase in ("preparing", "pool"):
-            assert r.preparations.waiting.acquire(timeout=SECONDS)
-        else:
-            assert r.steps.waiting.acquire(timeout=SECONDS)
+        assert held.waiting.acquire(timeout=SECONDS)
         closing = threading.Thread(target=r.engine.close)
         closing.start()
         time.sleep(0.01)
-        if phase in ("preparing", "pool"):  # answered while a prompt is still prepared
+        if phase == "preparing":  # answered while a prompt is still prepared
             assert isinstance(futures[0].exception(SECONDS), EngineClosedError)
         r.preparations.open()
         r.steps.open()
@@ -462,13 +312,6 @@ def test_an_engine_that_is_dropped_closes() -> None:
     wait_until(lambda: dropped() is None or gc.collect() is None)
     thread.join()
     assert thread.health().phase is Phase.CLOSED
-
-
-def test_engines_are_closed_at_exit() -> None:
-    engine = AsyncEngine(fake_engine)
-    engine.start()
-    async_engine._close_all()
-    assert engine.health().phase is Phase.CLOSED
 
 
 SCRIPT = """
@@ -548,6 +391,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
                 lambda: do(engine.drain()),
                 lambda: do(engine.sleep()),
                 lambda: do(engine.wake()),
+                lambda: do(engine.run_in_pool(int)),
                 engine.start,
             ):
                 try:
@@ -563,7 +407,7 @@ def test_a_forked_child_is_refused_and_the_parent_serves() -> None:
         process.start()
         process.join(30)
         assert process.exitcode == 0
-        assert os.read(read, 1000).decode().split() == ["refused"] * 7 + ["False"]
+        assert os.read(read, 1000).decode().split() == ["refused"] * 8 + ["False"]
         os.close(read)
         os.close(write)
         r.check_serves()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepgraph.runtime import EngineConfig, SamplingParams, StepgraphError
+from stepgraph.runtime import EngineConfig, SamplingParams, ServiceConfig, StepgraphError
 from stepgraph.runtime.tools.configuration_reference import described_fields, reference
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -23,7 +23,7 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text() == reference(), f"run {command}"
 
 
-@pytest.mark.parametrize("configured", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("configured", [EngineConfig, SamplingParams, ServiceConfig])
 def test_help_describes_every_field(configured: type) -> None:
     text = " ".join(pydoc.render_doc(configured).replace("|", " ").split())
     for name, description in described_fields(configured).items():
@@ -32,7 +32,7 @@ def test_help_describes_every_field(configured: type) -> None:
 
 def documented_ranges() -> Iterator[Any]:
     """Class, field, and the lowest and highest values inside and nearest values outside."""
-    for configured in (EngineConfig, SamplingParams):
+    for configured in (EngineConfig, SamplingParams, ServiceConfig):
         texts = described_fields(configured)
         for field in dataclasses.fields(configured):
             number = str(field.type).split(" | ")[0]

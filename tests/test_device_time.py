@@ -52,7 +52,7 @@ class Rig:
 
 @pytest.fixture
 def untimed(open_engine: Callable[..., Engine], fake_graphs: FakeGraphs) -> Rig:
-    return Rig(open_engine("base", **CAPTURED), fake_graphs)
+    return Rig(open_engine("micro", **CAPTURED), fake_graphs)
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_stats_count(open_engine: Callable[..., Engine], base: TinyModel) -> Non
     assert engine.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
 
 
-def test_addresses_and_books_hold_for_thousands_of_steps(
+def test_addresses_and_books_hold_for_a_thousand_steps(
     open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel]
 ) -> None:
     """Random traffic on a small cache. `check_integrity` compares every address with the first."""
@@ -226,7 +226,7 @@ def test_addresses_and_books_hold_for_thousands_of_steps(
     addresses = engine._open_parts().runner.addresses()
     open_requests: set[str] = set()
     started = finished = 0
-    while engine._loop.num_steps < 2500:
+    while engine._loop.num_steps < 1000:
         if len(open_requests) < 7 and rng.random() < 0.3:
             (prompt,) = model.prompts(rng.randint(1, 50), seed=started)
             params = SamplingParams(

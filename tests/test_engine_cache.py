@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 BLOCK_SIZES = [1, 4, 16, 32, 256]
-GREEDY = greedy(40)
+NEW_TOKENS = 24
+GREEDY = greedy(NEW_TOKENS)
 MODES = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
 
 
@@ -50,7 +51,7 @@ def test_prefix_cache_changes_no_token(
     open_engine: Callable[..., Engine], base: TinyModel, block_size: int, mode: str
 ) -> None:
     prompts = shared_prompts(base)
-    expected = base.greedy(prompts, 40)
+    expected = base.greedy(prompts, NEW_TOKENS)
     settings: dict[str, Any] = {"mode": mode, "block_size": block_size, "prefill_chunk": 48}
     off = open_engine("base", prefix_cache=False, **settings)
     poison(off)
@@ -84,7 +85,7 @@ def test_what_is_generated_can_be_shared(
     (again,) = engine.generate([longer], GREEDY)
     # The newest token was sampled and never computed.
     assert again.cached_tokens == (len(longer) - 1) // 4 * 4
-    assert [again.token_ids] == base.greedy([longer], 40)
+    assert [again.token_ids] == base.greedy([longer], NEW_TOKENS)
 
 
 def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: TinyModel) -> None:
@@ -95,7 +96,7 @@ def test_salts_keep_tenants_apart(open_engine: Callable[..., Engine], base: Tiny
         engine.add_request(prompt, GREEDY, "it", cache_salt=salt)
         output = run(engine)["it"]
         cached.append(output.cached_tokens)
-        assert [output.token_ids] == base.greedy([prompt], 40)
+        assert [output.token_ids] == base.greedy([prompt], NEW_TOKENS)
     assert cached == [0, 0, 0, 28, 28, 28]
 
 
@@ -193,7 +194,7 @@ def test_preemption_changes_no_token(
         host_cache_bytes=1 << 20,
     )
     prompts = base.prompts(*lengths, seed=36)
-    plain = base.greedy(prompts, 40)
+    plain = base.greedy(prompts, NEW_TOKENS)
     poison(engine)
     for _ in range(2):
         outputs = engine.generate(prompts, GREEDY)
@@ -237,11 +238,11 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     monkeypatch.setattr(owner, where, failing)
     addresses = runner.addresses()
     prompts = base.prompts(20, 31, 30, 7, seed=38)
-    params = greedy(40, n=2)
+    params = greedy(NEW_TOKENS, n=2)
     requests = {engine.add_request(p, params): p for p in prompts}
     done = run(engine, checked=True)
     for request_id, prompt in requests.items():
-        assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
+        assert texts([done[request_id]]) == [base.greedy([prompt], NEW_TOKENS) * 2]
         assert done[request_id].finish_reason == "length"
     assert len(calls) > in_call, "the copy that should have failed was never made"
     assert engine.stats()["failed_copies"] == 1
@@ -290,8 +291,8 @@ def test_every_family_shares_forks_and_swaps(
     """Windows, hybrids and latents through the same cache, which is too small for all rows."""
     model = tiny(variant)
     prompts = shared_prompts(model)
-    params = greedy(30, n=2)
-    expected = [[tokens] * 2 for tokens in model.greedy(prompts, 30)]
+    params = greedy(NEW_TOKENS, n=2)
+    expected = [[tokens] * 2 for tokens in model.greedy(prompts, NEW_TOKENS)]
     roomy = open_engine(variant, mode=mode, block_size=4, prefill_chunk=24, num_blocks=2000)
     poison(roomy)
     for warm in (False, True):
@@ -302,7 +303,9 @@ def test_every_family_shares_forks_and_swaps(
     assert roomy.stats()["cache"]["forks"] > 0
     # Room for the longest sequence: windows leave some of it to others that are decoding.
     cache = roomy._loop.scheduler.cache
-    blocks = sum(a.spec.most_blocks(max(map(len, prompts)) + 30, 4, 5) for a in cache._allocators)
+    blocks = sum(
+        a.spec.most_blocks(max(map(len, prompts)) + NEW_TOKENS, 4, 5) for a in cache._allocators
+    )
     tight = open_engine(
         variant,
         mode=mode,
@@ -338,7 +341,7 @@ def test_who_did_not_fit_is_tried_again_when_there_is_more_to_share(
         both_run |= engine.stats()["running"] == 2
     assert both_run
     assert done[second].cached_tokens == 72
-    expected = base.greedy([stem + one, stem + other], 40)
+    expected = base.greedy([stem + one, stem + other], NEW_TOKENS)
     assert [done[first].token_ids, done[second].token_ids] == expected
 
 

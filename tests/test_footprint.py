@@ -241,6 +241,7 @@ def test_weights_that_are_unpacked_to_be_multiplied(open_engine: Callable[..., E
         assert grown == {"activations": 4 * 160 * 48, "logits": 4 * 97 * 48}
 
 
+@pytest.mark.usefixtures("steps_are_measured")
 @pytest.mark.parametrize("name", ["base", "odd", "gemma2"])
 def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
     open_engine: Callable[..., Engine], name: str
@@ -255,6 +256,7 @@ def test_the_plan_has_room_for_what_the_stack_of_layers_keeps(
     assert activations["measured"] is None or workspace <= activations["measured"]
 
 
+@pytest.mark.usefixtures("steps_are_measured")
 def test_steps_are_measured(open_engine: Callable[..., Engine]) -> None:
     memory = open_engine("base").stats()["memory"]
     if memory["activations"]["measured"] is None:

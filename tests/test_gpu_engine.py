@@ -31,9 +31,13 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
-)
+pytestmark = [
+    pytest.mark.usefixtures("steps_are_not_measured"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()),
+        reason="needs a CUDA device or the interpreter",
+    ),
+]
 VARIANTS = [  # each takes seconds of interpretation
     *("odd", "deepseek_v2"),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("base", "gemma2", "gemma3", "mistral")),

@@ -26,9 +26,13 @@ from .operation_tape import Tape
 if TYPE_CHECKING:
     from conftest import TinyModel
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or the interpreter"
-)
+pytestmark = [
+    pytest.mark.usefixtures("steps_are_not_measured"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()),
+        reason="needs a CUDA device or the interpreter",
+    ),
+]
 NAMES = [field.name for field in dataclasses.fields(Operations)]
 
 

@@ -185,7 +185,7 @@ def test_the_residual_may_be_what_is_written(count: int, way: int) -> None:
 @pytest.mark.parametrize("operation", SIZES)
 @pytest.mark.parametrize(("count", "way"), [(3, 1), (6, 3)])
 def test_a_row_is_its_own(operation: str, count: int, way: int) -> None:
-    """NaN in one row, recycled memory behind it, and other rows change nothing in a row."""
+    """The result of a row depends on no other row: not on NaN, nor on memory past the last row."""
     product, config = Product(operation, count), SIZES[operation][way]
     memory = torch.cat([product.x_TK, poisoned(64, product.x_TK.shape[1], dtype=HALF)])
     product.x_TK = memory[:count]

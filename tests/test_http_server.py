@@ -195,6 +195,9 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         (["demo", "--drain-timeout", "-1"], 2),
         (["demo", "--max-body-bytes", "lots"], 2),
         (["demo", "--tenant-weights", "a"], 2),
+        (["demo", "--host", ""], 2),
+        (["demo", "--api-key", ""], 2),
+        ([""], 2),
         (["demo", "--unknown"], 2),
         ([], 2),
     ],
@@ -300,12 +303,13 @@ def flood(sock: socket.socket, piece: bytes, most: int = 64 << 20) -> None:
     pytest.fail(f"the server took {most} bytes")
 
 
+@pytest.mark.parametrize("pipelined", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool) -> None:
+def test_a_closed_socket_frees_its_row(threaded: Threaded, stream: bool, pipelined: int) -> None:
     body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": %s}'
     body %= b"true" if stream else b"false"
     with threaded.connect() as sock:
-        sock.sendall(request(body, b"content-length: %d" % len(body)))
+        sock.sendall(request(body, b"content-length: %d" % len(body)) * pipelined)
         while not threaded.running():
             time.sleep(0.001)
     while threaded.running():
@@ -355,3 +359,27 @@ def test_requests_in_one_packet_are_answered_in_order(threaded: Threaded) -> Non
     places = [text.index(f'"completion_tokens":{n}') for n in (3, 1, 2)]
     assert places == sorted(places)
     assert text.count("HTTP/1.1 200 OK") == 4
+
+
+def test_a_stream_of_http_1_0_has_no_chunks(threaded: Threaded) -> None:
+    body = b'{"prompt": [1], "max_tokens": 3, "ignore_eos": true, "stream": true}'
+    packet = request(body, b"content-length: %d" % len(body))
+    with threaded.connect() as sock:
+        sock.sendall(packet.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, text = read_all(sock).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert len(events_of(text.decode())) == 4
+
+
+def test_a_connection_that_is_reset_is_no_error(
+    threaded: Threaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = b'{"prompt": [1], "max_tokens": 40, "ignore_eos": true, "stream": true}'
+    for _ in range(20):
+        with threaded.connect() as sock:
+            sock.sendall(request(body, b"content-length: %d" % len(body)) * 2)
+            sock.recv(1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    while threaded.running():
+        time.sleep(0.001)
+    assert not caplog.records

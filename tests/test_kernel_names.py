@@ -308,7 +308,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
 def test_a_source_that_fails_ends_the_attribution_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each reason is told once, and that there are no ids does not hide that there are no nodes."""
+    """Each reason is given once; missing ids do not hide missing nodes."""
     with attribution.recording() as names:
         for fails_in in ("", "take", "", "take"):
             run_capture(Nodes("no ids", fails_in), nested)

@@ -171,6 +171,7 @@ def test_a_cpu_runs_the_rest_natively(
     assert [entry["name"] for entry in engine.stats()["kernel_fallbacks"]] == ["decoder layers"]
 
 
+@pytest.mark.usefixtures("steps_are_not_measured")
 @pytest.mark.parametrize("traits", [{"sinks": False}, {"clamped": False}])
 def test_triton_runs_the_rest_of_the_layer(
     open_model: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, traits: dict[str, bool]

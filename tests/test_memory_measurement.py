@@ -21,6 +21,7 @@ from stepgraph.runtime.memory.measurement import CapturePeaks, measure_steps
 from .fake_cuda_memory import GRAPH_NODES, FakeDevice, make_fake_device  # noqa: F401
 
 ROWS, TOKENS, WIDE, NARROW = 16, 512, 64, 8
+pytestmark = pytest.mark.usefixtures("steps_are_measured")
 PER_TOKEN, MASK, GATHER, PER_ROW = 9000, 300, 5000, 700_000
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,68 +20,30 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from safetensors.torch import load_file, save_file
 from stepgraph.runtime import Engine, EngineConfig, RequestOutput, SamplingParams
 from stepgraph.runtime.errors import (
     CheckpointError,
     ConfigError,
     EngineBusyError,
-    EngineFailedError,
     RequestError,
 )
-from stepgraph.runtime.loading.checkpoint import CheckpointReader
 from stepgraph.runtime.loading.opened_source import OpenedSource
 from stepgraph.runtime.models.layout import fused_layout
 
 from .conftest import byte_level_tokenizer
 from .engine_rig import greedy, run
+from .reload_rig import (  # noqa: F401
+    TOKENS,
+    Write,
+    make_write,
+    opened,
+    results,
+    storage,
+    unchanged,
+)
 
 if TYPE_CHECKING:
     from .conftest import TinyModel
-
-Write = Callable[..., Path]
-TOKENS = [5, 1, 19, 7, 30, 2, 11, 23, 3, 8]
-
-
-@pytest.fixture
-def write(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Write:
-    """Write a checkpoint like that of a variant: other weights, and changes of its config."""
-
-    def make(variant: str = "base", seed: int = 1, **config: Any) -> Path:
-        directory = tmp_path / f"{variant}-{seed}-{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(tiny(variant).directory, directory)
-        generator = torch.Generator().manual_seed(seed)
-        for path in directory.glob("*.safetensors"):
-            tensors = load_file(path)
-            for tensor in tensors.values():
-                tensor *= 1.0 + 0.5 * torch.randn(tensor.shape, generator=generator)
-            save_file(tensors, path)
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return directory
-
-    return make
-
-
-@contextmanager
-def opened(directory: Path, **config: Any) -> Iterator[Engine]:
-    fields: dict[str, Any] = {"device": "cpu", "mode": "eager", "max_num_seqs": 4} | config
-    with Engine.from_pretrained(directory, EngineConfig(**fields)) as engine:
-        yield engine
-
-
-def results(engine: Engine) -> torch.Tensor:
-    """Logits of prefill and decode steps."""
-    return engine.score(TOKENS, 4)
-
-
-def storage(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Address and contents of every parameter, in a form that can be compared."""
-    return {
-        name: (p.data_ptr(), hash(p.detach().contiguous().view(torch.uint8).numpy().tobytes()))
-        for name, p in engine.decoder.named_parameters()
-    }
-
 
 STEPS = [
     ("base", {}),
@@ -189,59 +149,6 @@ def test_encoder_outputs_are_forgotten(base: TinyModel, write: Write) -> None:
     assert len(runs) == 2
 
 
-ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-DIFFERENT = [
-    ("base", {"rms_norm_eps": 1e-3}, r"rms_norm_eps is 0\.001, .* prepared for 1e-06"),
-    ("base", {"rope_parameters": ROPE}, "rope_theta is 5000"),
-    ("base", {"rope_parameters": LINEAR}, r"rope_scaling\.type is 'linear', .* for 'default'"),
-    ("base", {"num_hidden_layers": 2}, "num_hidden_layers is 2, .* prepared for 3"),
-    ("base", {"tie_word_embeddings": False}, "tie_word_embeddings is False, .* for True"),
-    ("base", {"max_position_embeddings": 300}, "max_position_embeddings is 300, .* for 256"),
-    ("base", {"dtype": "bfloat16"}, "torch_dtype is 'bfloat16', .* for 'float32'"),
-    ("base", {"hidden_size": 64, "vocab_size": 98}, "vocab_size is 98, .* prepared for 97"),
-    ("gemma2", {"sliding_window": 10}, "sliding_window is 10, .* prepared for 9"),
-    ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is None, .* for 7"),
-    (
-        "mistral_full",
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-        "model_type is 'llama', .* for 'mistral'",
-    ),
-]
-
-
-@contextmanager
-def unchanged(engine: Engine) -> Iterator[None]:
-    """Assert that the block changes neither weights nor what is cached, and that it serves."""
-    before, logits, tokenizer = storage(engine), results(engine), engine.tokenizer
-    engine.generate([TOKENS * 4], greedy())
-    yield
-    output = engine.generate([TOKENS * 4], greedy())[0]
-    assert output.cached_tokens
-    assert storage(engine) == before
-    assert torch.equal(results(engine), logits)
-    assert engine.tokenizer is tokenizer
-    assert engine.stats()["healthy"]
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize(("variant", "changes", "message"), DIFFERENT)
-def test_another_model_is_refused(
-    tiny: Callable[[str], TinyModel],
-    write: Write,
-    variant: str,
-    changes: dict[str, Any],
-    message: str,
-) -> None:
-    second = write(variant, **changes)
-    with (
-        opened(tiny(variant).directory, block_size=4) as engine,
-        unchanged(engine),
-        pytest.raises(ConfigError, match=message),
-    ):
-        engine.reload_weights(second)
-
-
 def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Write) -> None:
     second = write(dtype="bfloat16", max_position_embeddings=300)
     config = {"dtype": "float32", "max_model_len": 100, "tie_word_embeddings": True}
@@ -251,82 +158,6 @@ def test_what_the_configuration_overrides_may_differ(base: TinyModel, write: Wri
         short = write(max_position_embeddings=99)
         with pytest.raises(ConfigError, match="max_position_embeddings is 99"):
             engine.reload_weights(short)
-
-
-def cut(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def drop(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path)
-
-
-def reshape(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.norm.weight"] = torch.ones(47)
-    save_file(tensors, path)
-
-
-def spoil_tokenizer(directory: Path) -> None:
-    (directory / "tokenizer.json").write_text("{}")
-
-
-@pytest.mark.parametrize("damage", [cut, drop, reshape, spoil_tokenizer, shutil.rmtree])
-def test_a_damaged_checkpoint_is_refused(
-    base: TinyModel, write: Write, damage: Callable[[Path], None]
-) -> None:
-    second = write()
-    damage(second)
-    with (
-        opened(base.directory, block_size=4) as engine,
-        unchanged(engine),
-        pytest.raises(CheckpointError),
-    ):
-        engine.reload_weights(second)
-
-
-@pytest.mark.parametrize("error", [CheckpointError("no such sector"), KeyboardInterrupt()])
-def test_a_failure_halfway_ends_the_engine(
-    base: TinyModel, write: Write, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    second, read = write(), CheckpointReader.tensor
-    left = 10
-
-    def tensor(self: CheckpointReader, name: str) -> torch.Tensor:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise error
-        return read(self, name)
-
-    with opened(base.directory) as engine:
-        monkeypatch.setattr(CheckpointReader, "tensor", tensor)
-        is_error = isinstance(error, Exception)
-        with pytest.raises(EngineFailedError if is_error else KeyboardInterrupt):
-            engine.reload_weights(second)
-        monkeypatch.undo()
-        assert not engine.stats()["healthy"]
-        with pytest.raises(EngineFailedError):
-            engine.generate([TOKENS])
-        with pytest.raises(EngineFailedError):
-            engine.reload_weights(second)
-
-
-def test_weights_that_cannot_be_quantised_end_the_engine(base: TinyModel, write: Write) -> None:
-    second = write()
-    path = second / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = torch.nan
-    save_file(tensors, path)
-    with opened(base.directory, weight_dtype="int8") as engine:
-        with pytest.raises(EngineFailedError, match=r"reload_weights failed.*down_proj"):
-            engine.reload_weights(second)
-        assert not engine.stats()["healthy"]
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])

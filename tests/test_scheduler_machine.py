@@ -295,7 +295,7 @@ def crowded_rig(seed: int, windows: Windows, **options: Any) -> Rig:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("verify", [(1, 1, 1, 1), (2, 3, 5, 3)])

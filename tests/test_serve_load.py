@@ -18,7 +18,8 @@ from stepgraph.runtime.bench.load import servers
 from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
 from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
 from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
-from stepgraph.runtime.bench.results.columns import TABLES, table_rows
+from stepgraph.runtime.bench.results.columns import TABLES
+from stepgraph.runtime.bench.results.table_cells import table_rows
 from stepgraph.runtime.bench.runtimes.peers import PeerError
 from stepgraph.runtime.bench.scenarios import sse_path
 from stepgraph.runtime.bench.scenarios.async_cost import gaps_of_all
@@ -210,6 +211,7 @@ def chunked(text: str, size: int) -> str:
     ],
 )
 def test_what_a_server_answers(response, status, tokens):
+    pytest.importorskip("httptools")
     received: list[dict[str, Any]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -238,6 +240,7 @@ def test_what_a_server_answers(response, status, tokens):
 
 
 def test_a_server_that_is_not_there():
+    pytest.importorskip("httptools")
     client = HttpClient("127.0.0.1", 1, [{}])
     (sent,) = asyncio.run(open_loop(client.send, [0.0], drain_seconds=5))
     assert sent.status == "failed"
@@ -248,9 +251,9 @@ def test_a_server_ends_with_its_owner(monkeypatch):
     monkeypatch.setitem(servers.READY_PATHS, "fake", "/")
     serving = [sys.executable, "-m", "http.server", "--bind", servers.HOST]
     server = servers.Server("fake", lambda port: [*serving, str(port)], dict(os.environ))
-    assert server._process.stdin is not None
-    server._process.stdin.close()  # as if this process had been killed
-    assert server._process.wait(10) < 0
+    assert server.process.stdin is not None
+    server.process.stdin.close()  # as if this process had been killed
+    assert server.process.wait(10) < 0
     with pytest.raises(ConnectionError):  # noqa: PT012
         for _ in range(1000):  # the child may end a moment later
             socket.create_connection((server.host, server.port)).close()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, EngineUnavailableError
+from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
 from stepgraph.runtime.errors import CheckpointError, StepgraphError
 
 from .engine_rig import greedy
@@ -125,22 +125,6 @@ def test_unknown_preset_leaves_the_present_model(base: TinyModel) -> None:
         with pytest.raises(StepgraphError, match="preset"):
             await engine.reload("preset:none-of-these")
         assert await generate(engine) == tokens_of(base.directory)
-
-    run(base.directory, test)
-
-
-def test_asleep_it_refuses_and_awake_it_gives_the_same_tokens(base: TinyModel) -> None:
-    async def test(engine: AsyncEngine) -> None:
-        before = await generate(engine)
-        for _ in range(2):
-            await engine.sleep()
-            assert not engine.health().ready
-            assert engine.health().live
-            with pytest.raises(EngineUnavailableError, match="asleep"):
-                await generate(engine)
-            await engine.wake()
-            assert engine.health().ready
-            assert await generate(engine) == before
 
     run(base.directory, test)
 

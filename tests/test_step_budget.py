@@ -258,7 +258,7 @@ def test_the_sampler_of_other_rows_is_looked_at_anew() -> None:
 @pytest.mark.parametrize(
     ("steps", "spans", "took"),
     [
-        # Of a device that works beside the host, the launch comes before the other's tokens.
+        # On an asynchronous device a step is launched before the last one is read.
         (1, [(1000, 3000), (1500, 4200), (9000, 9900)], [2000, 1200, 900]),
         (4, [(1000, 9000), (1500, 17000)], [2000, 2000]),  # launched together, each counts
     ],

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from stepgraph.profiling.markdown import aligned
-from stepgraph.runtime.bench.results.columns import TABLES, Table
+from stepgraph.runtime.bench.results.columns import TABLES
+from stepgraph.runtime.bench.results.table_cells import Table
 from stepgraph.runtime.bench.results.terminal_tables import NAMES, for_terminal
 
 from .bench_rig import ROOT

@@ -1,24 +1,22 @@
-"""The flags of `stepgraph bench` and `stepgraph explain`, and the types of their values."""
+"""The flags of `stepgraph bench` and `stepgraph explain`."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
 from ...profiling.plot import PlotError
 from ..config import MAX_SEED, EngineConfig
-from ..tools.memory_report import parse_bytes
 from .console import program_name
+from .flag_types import file_path, integer, memory_size, number, step_range
 from .load.arrivals import ARRIVALS
 from .results.result_comparison import COMPARED
 from .runtimes.peer_runner import MODULES
 from .runtimes.peers import SERVER_MODULES, peer_spec
-from .validate_args import SCENARIO_FLAGS, StepRange, validate_args
+from .validate_args import SCENARIO_FLAGS, validate_args
 
 __all__ = ["MODES", "add_flags", "parse_arguments"]
 
@@ -61,69 +59,6 @@ measured, has wrong tokens, or is above --fail-above; 2 for a wrong command line
 130 after an interrupt, which keeps the results measured so far. docs/benchmarking.md explains all
 columns.
 """
-_MOST = 1_000_000_000
-"""Largest count; larger values are typing errors."""
-
-
-def integer(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """Return a flag type: an integer from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is more than {most:,}")
-        return value
-
-    return read
-
-
-def number(what: str, *, at_least: float = 0.0) -> Callable[[str], float]:
-    """Return a flag type: a finite number that is positive and at least `at_least`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (0 < value < math.inf and value >= at_least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return read
-
-
-def memory_size(text: str) -> int:
-    """Read an amount of memory such as 80GB; return bytes."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def file_path(text: str) -> Path:
-    """Read a file name. The file need not exist."""
-    if not text or text.endswith(("/", "\0")):
-        raise argparse.ArgumentTypeError(f"{text!r} names no file")
-    return Path(text)
-
-
-def step_range(text: str) -> StepRange:
-    """Read steps `A:B`, half open."""
-    first, colon, end = text.partition(":")
-    if not (colon and first.isdecimal() and end.isdecimal() and text.isascii()):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not of the form A:B, two numbers of steps such as 8:24"
-        )
-    if int(first) >= int(end):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no steps: B must be larger than A, as in 8:24"
-        )
-    return StepRange(int(first), int(end))
 
 
 def _flag(text: str, **settings: Any) -> dict[str, Any]:

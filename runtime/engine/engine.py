@@ -6,8 +6,6 @@ makes it safe for several threads. `StartedEngine` has the methods that concern 
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,19 +17,14 @@ import torch
 from ..config import EngineConfig
 from ..errors import RequestError
 from ..loading.chat_template import ChatPrompt, Message, chat_prompts
-from ..loading.opened_source import OpenedSource
 from ..prompt_embeds import EncodedContent, PromptEmbeds
 from ..prompt_ids import plain_batch, type_name
 from ..request import AbortReason, RequestGroup
 from ..sampling_params import SamplingParams
-from .engine_load import EngineLoad
-from .engine_parts import EngineParts
-from .intake import Intake, Prompt
-from .loop import StepLoop
+from .intake import Prompt
 from .request_output import RequestOutput
 from .started_engine import StartedEngine
 from .startup import start
-from .weight_reload import open_replacement
 
 __all__ = ["Engine"]
 
@@ -51,22 +44,6 @@ class Engine(StartedEngine):
     Ctrl-C takes effect at the end of the current step and leaves the engine usable. See
     docs/embedding.md.
     """
-
-    def __init__(self, parts: EngineParts) -> None:
-        """Take the parts that `startup.start` made."""
-        super().__init__(parts)
-        config = parts.config
-        self._intake = Intake(
-            parts.model.config,
-            parts.tokenizer,
-            longest_sequence=self.max_model_len,
-            seed=config.seed,
-            prefix_block_size=config.block_size if config.prefix_cache else None,
-            embeds_dtype=config.dtype if config.prompt_embeds else None,
-        )
-        if config.freeze_gc:
-            gc.collect()  # garbage that is frozen is never freed
-            gc.freeze()
 
     @classmethod
     def from_pretrained(
@@ -112,17 +89,14 @@ class Engine(StartedEngine):
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
-        _check_priority(priority)
-        return self._shared.submit(
-            partial(
-                self._intake.accept,
-                prompt=prompt,
-                params=SamplingParams() if params is None else params,
-                priority=priority,
-                cache_salt=cache_salt,
-            ),
-            request_id,
+        accept = partial(
+            self._intake.accept,
+            prompt=prompt,
+            params=params,
+            priority=priority,
+            cache_salt=cache_salt,
         )
+        return self._shared.submit(accept, request_id)
 
     def prepare(
         self,
@@ -140,9 +114,7 @@ class Engine(StartedEngine):
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.check_usable()
-        _check_priority(priority)
-        own = SamplingParams() if params is None else params
-        return self._intake.accept(request_id, prompt, own, priority, cache_salt)
+        return self._intake.accept(request_id, prompt, params, priority, cache_salt)
 
     def queue(self, group: RequestGroup) -> None:
         """Queue a prepared request, once.
@@ -152,17 +124,6 @@ class Engine(StartedEngine):
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.submit(lambda _: group, group.id)
-
-    @property
-    def load(self) -> EngineLoad:
-        """How many rows are taken. Read it in the thread that runs the steps."""
-        loop = self._loop
-        scheduler = loop.scheduler
-        return EngineLoad(
-            scheduler.max_num_seqs,
-            scheduler.num_running,
-            scheduler.num_waiting + loop.num_posted,
-        )
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> bool:
         """End a request; the next `step` returns its final output, with the reason given.
@@ -224,7 +185,7 @@ class Engine(StartedEngine):
         accept = self._intake.accept
         outputs = self._shared.generate(
             [
-                partial(accept, prompt=prompt, params=own, priority=0)
+                partial(accept, prompt=prompt, params=own)
                 for prompt, own in zip(batch, _one_each(params, len(batch)), strict=True)
             ],
             self.step,
@@ -332,60 +293,8 @@ class Engine(StartedEngine):
             )
         forced = token_ids[prompt_len:]
         params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
-        accept = partial(
-            self._intake.accept, prompt=token_ids[:prompt_len], params=params, priority=0
-        )
+        accept = partial(self._intake.accept, prompt=token_ids[:prompt_len], params=params)
         return self._shared.score(accept, forced)
-
-    def reload_weights(self, source: str | Path) -> None:
-        """Replace the weights by those of another checkpoint, without preparing steps again.
-
-        The weights are copied into the present tensors one by one; captured graphs and compiled
-        code stay valid. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
-        prefix cache and the cache of `encode` are cleared. Prompts that another thread adds during
-        the call may be tokenised by the previous tokenizer.
-
-        Args:
-            source: see `from_pretrained`. Its config must be that of the engine's model, except for
-                `bos_token_id`, `eos_token_id`, a dtype that `EngineConfig.dtype` overrides, and
-                `max_position_embeddings` where `max_model_len` is given.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
-                Nothing has changed.
-            ConfigError: a field of its config differs; the message has both values. Nothing has
-                changed.
-            RequestError: requests are unfinished. Nothing has changed.
-            EngineBusyError: called by a signal handler or a callback within a step.
-            EngineClosedError: the engine is closed.
-            EngineFailedError: a step failed, or reading the weights did: some of them are replaced,
-                and the engine cannot be used any more.
-        """
-        self._shared.check_usable()
-        parts = self._open_parts()
-        with open_replacement(source, parts.model.config, parts.config.user) as new:
-            self._shared.run_idle("reload_weights", partial(self._take_model, new))
-
-    def _take_model(self, new: OpenedSource, loop: StepLoop) -> None:
-        """Replace the weights, and all that reads the tokenizer or the config."""
-        parts = self._open_parts()
-        model, config = parts.model, parts.config
-
-        def change() -> None:
-            model.overwrite(new.weights(config.dtype, seed=config.seed))
-            if config.device.type == "cuda":
-                torch.cuda.synchronize(config.device)  # steps may run in another stream
-            model.config = self.model_config = new.config
-            self._parts = dataclasses.replace(parts, tokenizer=new.tokenizer)
-            self._intake = self._intake.for_model(new.config, new.tokenizer)
-            self._encoded.clear()
-
-        loop.change_weights(change)
-
-
-def _check_priority(priority: int) -> None:
-    if not isinstance(priority, int):
-        raise RequestError(f"priority must be an integer, not {priority!r}")
 
 
 def _one_each(

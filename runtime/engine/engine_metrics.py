@@ -14,6 +14,8 @@ __all__ = ["EngineCounters", "EngineGauges"]
 class EngineGauges(NamedTuple):
     """The present state of an engine."""
 
+    rows: int
+    """`EngineConfig.max_num_seqs`."""
     running: int
     """Completions that have a row."""
     waiting: int
@@ -27,11 +29,17 @@ class EngineGauges(NamedTuple):
     kernel_fallbacks: int
     """Operations that run on slower kernels than the configured ones."""
 
+    @property
+    def free_rows(self) -> int:
+        """Rows that no completion has or waits for; negative if more wait than are free."""
+        return self.rows - self.running - self.waiting
+
     @classmethod
     def of(cls, parts: EngineParts, loop: StepLoop) -> EngineGauges:
         """Read the state of a loop, which may run steps meanwhile."""
         scheduler, cache = loop.scheduler, loop.scheduler.cache
         return cls(
+            rows=scheduler.max_num_seqs,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + loop.num_posted,
             usable_blocks=cache.usable_blocks,

@@ -68,8 +68,8 @@ class Intake:
         self,
         group_id: str,
         prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
+        params: SamplingParams | None = None,
+        priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestGroup:
         """Return the requests of a prompt, one for each of `params.n` completions.
@@ -77,8 +77,12 @@ class Intake:
         Raises:
             RequestError: the prompt has a wrong type, is empty or too long; there is no tokenizer
                 for text, or it fails; a token of the prompt or of the parameters is outside the
-                vocabulary; or the salt is invalid.
+                vocabulary; or the priority or the salt is invalid.
         """
+        if not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, not {priority!r}")
+        if params is None:
+            params = SamplingParams()
         if not issubclass(type(params), SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type_name(params)}")
         prompt_ids, embeds = self._prompt(prompt)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +15,7 @@ import torch
 
 from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
+from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder import Decoder
 from .calibration import calibrated_step_budget
@@ -18,9 +23,11 @@ from .encoded_contents import EncodedContents
 from .engine_metrics import EngineCounters, EngineGauges
 from .engine_parts import EngineParts
 from .engine_stats import engine_stats
+from .intake import Intake
 from .loop import StepLoop
 from .shared_loop import SharedLoop
 from .startup import make_loop
+from .weight_reload import open_replacement
 
 __all__ = ["StartedEngine"]
 
@@ -29,7 +36,7 @@ class StartedEngine:
     """Owns the parts and the loop over them, until `close`."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """Take the parts, and make the loop."""
+        """Take the parts that `startup.start` made, and make the loop."""
         config = parts.config
         self.config = config
         self.model_config = parts.model.config
@@ -41,6 +48,17 @@ class StartedEngine:
         self._encoded = EncodedContents(
             config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
         )
+        self._intake = Intake(
+            parts.model.config,
+            parts.tokenizer,
+            longest_sequence=self.max_model_len,
+            seed=config.seed,
+            prefix_block_size=config.block_size if config.prefix_cache else None,
+            embeds_dtype=config.dtype if config.prompt_embeds else None,
+        )
+        if config.freeze_gc:
+            gc.collect()  # garbage that is frozen is never freed
+            gc.freeze()
 
     def __enter__(self) -> Self:
         self._open_parts()
@@ -93,6 +111,51 @@ class StartedEngine:
             EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
         """
         self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
+
+    def reload_weights(self, source: str | Path) -> None:
+        """Replace the weights by those of another checkpoint, without preparing steps again.
+
+        The weights are copied into the present tensors one by one; captured graphs and compiled
+        code stay valid. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
+        prefix cache and the cache of `encode` are cleared. Prompts that another thread adds during
+        the call may be tokenised by the previous tokenizer.
+
+        Args:
+            source: see `from_pretrained`. Its config must be that of the engine's model, except for
+                `bos_token_id`, `eos_token_id`, a dtype that `EngineConfig.dtype` overrides, and
+                `max_position_embeddings` where `max_model_len` is given.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
+                Nothing has changed.
+            ConfigError: a field of its config differs; the message has both values. Nothing has
+                changed.
+            RequestError: requests are unfinished. Nothing has changed.
+            EngineBusyError: called by a signal handler or a callback within a step.
+            EngineClosedError: the engine is closed.
+            EngineFailedError: a step failed, or reading the weights did: some of them are replaced,
+                and the engine cannot be used any more.
+        """
+        self._shared.check_usable()
+        parts = self._open_parts()
+        with open_replacement(source, parts.model.config, parts.config.user) as new:
+            self._shared.run_idle("reload_weights", partial(self._take_model, new))
+
+    def _take_model(self, new: OpenedSource, loop: StepLoop) -> None:
+        """Replace the weights, and all that reads the tokenizer or the config."""
+        parts = self._open_parts()
+        model, config = parts.model, parts.config
+
+        def change() -> None:
+            model.overwrite(new.weights(config.dtype, seed=config.seed))
+            if config.device.type == "cuda":
+                torch.cuda.synchronize(config.device)  # steps may run in another stream
+            model.config = self.model_config = new.config
+            self._parts = dataclasses.replace(parts, tokenizer=new.tokenizer)
+            self._intake = self._intake.for_model(new.config, new.tokenizer)
+            self._encoded.clear()
+
+        loop.change_weights(change)
 
     def timeline(self) -> Timeline:
         """Return a live view of the times of the last steps.

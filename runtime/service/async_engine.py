@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import secrets
-import sys
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Unpack
 
-from ..config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.forks import call_in_children
 from ..engine.intake import Prompt
 from ..engine.request_output import RequestOutput
 from ..errors import (
     EngineClosedError,
     EngineFailedError,
-    EngineForkedError,
     EngineUnavailableError,
-    OverloadedError,
+    RequestError,
     StepgraphError,
 )
 from ..loading.chat_template import ChatPrompt, Message
-from ..loading.tokenizer import TextTokenizer
 from ..request import RequestGroup
 from ..sampling_params import SamplingParams
-from .callbacks import CallbackMailbox, FutureConsumer
-from .health import Health
+from .callbacks import FutureConsumer
 from .loop_mailbox import LoopMailbox
-from .reload_result import ReloadResult
+from .managed_engine import ManagedEngine
 from .request_handle import Delta, Mailbox, RequestHandle
-from .request_options import RequestOptions, make_handle, nanoseconds
-from .request_record import Listener
+from .request_options import RequestOptions, make_handle
 from .service_config import ServiceConfig
-from .service_snapshot import ServiceSnapshot
-from .step_thread import StepThread
 from .streams import AsyncStream
 
 __all__ = ["AsyncEngine", "RequestOptions"]
@@ -50,12 +38,8 @@ __all__ = ["AsyncEngine", "RequestOptions"]
 INLINE_TOKENS = 1024
 """Prompts of at most this many token ids are checked by the caller: it takes microseconds."""
 
-T = TypeVar("T")
 
-_open: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()  # those to close at exit
-
-
-class AsyncEngine:
+class AsyncEngine(ManagedEngine):
     """Serves requests of any thread and any event loop, in this process, from one step thread.
 
     Use it as a context manager, with `with` or `async with`: entering waits until the model is
@@ -79,81 +63,9 @@ class AsyncEngine:
                 for restarts.
             config: limits and policies; None for the defaults.
         """
-        self.config = ServiceConfig() if config is None else config
-        self._thread = StepThread(start_engine, self.config)
-        self._id_prefix = f"req-{secrets.token_hex(4)}"
-        self._pool = ThreadPoolExecutor(self.config.preparation_threads, "stepgraph-prepare")
+        super().__init__(start_engine, config)
+        self._ids = map(f"req-{secrets.token_hex(4)}-{{}}".format, count(1))
         self._loops: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
-        self._callbacks = CallbackMailbox()
-        self._thread.dispatcher.on_ended = self._callbacks.report
-        self._ids = count(1)
-        self._engine_config: EngineConfig | None = None
-        self._forked = False
-        call_in_children(self)
-        _open.add(self)
-        self._finalizer = weakref.finalize(self, _drop, self._thread, self._callbacks)
-        self._finalizer.atexit = False  # see `_close_all`
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        config: EngineConfig | None = None,
-        service_config: ServiceConfig | None = None,
-    ) -> AsyncEngine:
-        """Return an engine that loads a model when it is entered.
-
-        Args:
-            source: see `Engine.from_pretrained`.
-            config: the configuration of the engine; None for the defaults.
-            service_config: limits and policies; None for the defaults.
-        """
-        engine = cls(partial(Engine.from_pretrained, source, config), service_config)
-        engine._engine_config = config
-        return engine
-
-    def start(self) -> None:
-        """Load the model, and wait until it is ready.
-
-        Raises:
-            CheckpointError, ConfigError, MemoryBudgetError, StepPreparationError: as
-                `Engine.from_pretrained`.
-        """
-        self._start()
-        self._thread.started.result()
-
-    def __enter__(self) -> AsyncEngine:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> AsyncEngine:
-        try:
-            self._start()
-            await asyncio.wrap_future(self._thread.started)
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def stream(
         self,
@@ -239,164 +151,6 @@ class AsyncEngine:
         self._thread.abort(handle)
         return True
 
-    def health(self) -> Health:
-        """Return whether it lives and is ready to serve. Takes microseconds."""
-        return self._thread.health()
-
-    def snapshot(self) -> ServiceSnapshot:
-        """Return its state and counters. Takes microseconds; any thread may call it."""
-        engine, past = self._thread.counted
-        gauges = timeline = None
-        counters = past
-        if engine is not None:
-            try:
-                gauges, timeline = engine.gauges(), engine.timeline()
-                counters = past.plus(engine.counters())
-            except EngineClosedError:  # meanwhile, and counted
-                gauges = timeline = None
-                _, counters = self._thread.counted
-        limits = self._thread.dispatcher.limits
-        return ServiceSnapshot(
-            self.health(),
-            gauges,
-            counters,
-            timeline,
-            limits.num_requests,
-            limits.num_tokens,
-            self._thread.num_restarts,
-        )
-
-    def add_listener(self, listener: Listener) -> None:
-        """Call a function with the `RequestRecord` of each request that ends from now on.
-
-        Refused requests are among them, except those whose options are invalid. One thread of this
-        engine calls all listeners and callbacks, one after the other. What a listener raises is
-        logged.
-        """
-        self._callbacks.add_listener(listener)
-
-    async def stats(self) -> dict[str, Any]:
-        """Return `Engine.stats` with the counters of the service, between two steps.
-
-        `queued` counts requests that wait for a row, `queued_tokens` their prompt tokens,
-        `preparing` requests that are tokenised, `restarts` the restarts after failures.
-
-        Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
-        """
-        self._check_process()
-        return await asyncio.wrap_future(self._thread.run(self._stats))
-
-    @property
-    def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer of the model; None for presets and without a `tokenizer.json`.
-
-        Raises:
-            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
-        """
-        return self._thread.check_started().tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum tokens of a sequence, prompt and output. Raises as `tokenizer`."""
-        return self._thread.check_started().max_model_len
-
-    async def prepare(self, function: Callable[[], T]) -> T:
-        """Call a function in a preparation thread, where prompts are tokenised.
-
-        Raises:
-            EngineClosedError: the engine is closed.
-        """
-        try:
-            future = self._pool.submit(function)
-        except RuntimeError as error:
-            raise EngineClosedError("the engine is closed: make a new one") from error
-        return await asyncio.wrap_future(future)
-
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait until the present ones have ended.
-
-        Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
-        none was aborted for it, or lost with a failed engine. `wake` ends it.
-
-        Raises:
-            RequestError: `timeout` is not a number of seconds from 0 to 10^9.
-        """
-        self._check_process()
-        if timeout is not None:
-            nanoseconds("timeout", timeout, zero=True)
-        return await asyncio.wrap_future(self._thread.drain(timeout))
-
-    async def sleep(self, timeout: float | None = None) -> None:
-        """Drain, then free the memory of the engine, on the device and of the weights.
-
-        Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
-        """
-        await self.drain(timeout)
-        await asyncio.wrap_future(self._thread.sleep())
-
-    async def wake(self) -> None:
-        """Serve again after `drain` or `sleep`. After `sleep` it loads the model again.
-
-        Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
-            EngineUnavailableError: it failed and is about to be restarted.
-            StepgraphError: as `start`; it sleeps on.
-        """
-        self._check_process()
-        await asyncio.wrap_future(self._thread.wake())
-
-    async def reload(self, source: str | Path, timeout: float | None = None) -> ReloadResult:
-        """Drain, then serve another model with the same configuration.
-
-        If its config allows it, only the weights are replaced (`Engine.reload_weights`); otherwise,
-        and if that fails, a new engine is started. If the model cannot be loaded, the present one
-        is served again and the error raised.
-
-        Raises:
-            EngineFailedError, EngineClosedError: there is no engine.
-            StepgraphError: as `start`.
-        """
-        await self.drain(timeout)
-        start = partial(Engine.from_pretrained, source, self._engine_config)
-        return await asyncio.wrap_future(self._thread.reload(source, start))
-
-    async def aclose(self) -> None:
-        """Close without blocking the event loop; see `close`."""
-        await asyncio.to_thread(self.close)
-
-    def close(self) -> None:
-        """End all requests with `EngineClosedError`, and free all memory and threads. Idempotent.
-
-        Waits for the current step. Call `drain` first to let requests end.
-        """
-        if self._forked:
-            return
-        self._thread.close()
-        self._thread.join()
-        self._pool.shutdown()
-        self._callbacks.end()
-        self._callbacks.join()
-        self._finalizer.detach()
-
-    def after_fork(self) -> None:
-        """Refuse every use in a forked child, which has no step thread."""
-        self._forked = True
-        self._finalizer.detach()
-
-    def _check_process(self) -> None:
-        if self._forked:
-            raise EngineForkedError(
-                "the engine belongs to the parent of this process: make a new one here"
-            )
-
-    def _start(self) -> None:
-        self._check_process()
-        if self.config.switch_interval is not None:
-            sys.setswitchinterval(self.config.switch_interval)
-        self._thread.start()
-
     def _stream(
         self,
         prompt: Prompt,
@@ -421,15 +175,22 @@ class AsyncEngine:
     ) -> RequestHandle:
         self._check_process()
         now = time.perf_counter_ns()
-        request_id = f"{self._id_prefix}-{next(self._ids)}"
-        handle = make_handle(request_id, mailbox, params, options, streams=streams, now_ns=now)
+        handle = make_handle(next(self._ids), mailbox, params, options, streams=streams, now_ns=now)
+        with self._reports_refusal(handle):
+            self._supervisor.check_serving()
+        return handle
+
+    @contextmanager
+    def _reports_refusal(self, handle: RequestHandle) -> Iterator[None]:
+        """Pass a request that is refused within this context to the listeners."""
         try:
-            self._thread.check_serving()
+            yield
+        except RequestError:  # its id is that of another request
+            raise
         except StepgraphError as error:
             handle.error = error
             self._callbacks.report(handle)
             raise
-        return handle
 
     def _submit(
         self,
@@ -442,12 +203,8 @@ class AsyncEngine:
         requests = self._thread.dispatcher
         try:
             handle.is_chat = isinstance(prompt, ChatPrompt)
-            try:
+            with self._reports_refusal(handle):
                 requests.register(handle)
-            except OverloadedError as error:
-                handle.error = error
-                self._callbacks.report(handle)
-                raise
             if handle.deadline_ns is not None or handle.first_token_deadline_ns is not None:
                 self._thread.watch(handle)
             prepare = partial(self._prepare, handle, prompt, params, options.get("cache_salt"))
@@ -477,13 +234,13 @@ class AsyncEngine:
             self._thread.admit(handle)
             return
         try:
-            group = self._thread.check_started().prepare(
+            group = self._supervisor.check_started().prepare(
                 prompt, params, handle.id, priority=handle.priority, cache_salt=cache_salt
             )
             self._thread.dispatcher.limits.add_tokens(handle, len(group.prompt_ids))
             self._prepared(handle, group)
         except (EngineClosedError, EngineFailedError):  # of an engine that has just been replaced
-            self._prepared(handle, self._thread.refusal())
+            self._prepared(handle, self._supervisor.refusal())
         except BaseException as error:
             self._prepared(handle, error)
             if not isinstance(error, Exception):
@@ -505,26 +262,3 @@ class AsyncEngine:
                     self._loops.pop(other, None)
             mailbox = self._loops.setdefault(loop, LoopMailbox(loop))
         return mailbox
-
-    def _stats(self) -> dict[str, Any]:
-        requests = self._thread.dispatcher
-        return {
-            **self._thread.check_started().stats(),
-            "queued": requests.num_queued,
-            "queued_tokens": requests.limits.num_tokens,
-            "preparing": requests.limits.num_requests - requests.num_queued,
-            "restarts": self._thread.num_restarts,
-        }
-
-
-def _drop(thread: StepThread, callbacks: CallbackMailbox) -> None:
-    """Close an engine that is garbage-collected, without waiting."""
-    thread.close()
-    thread.run(callbacks.end)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close all engines at the exit of the interpreter."""
-    for engine in tuple(_open):
-        engine.close()

@@ -88,14 +88,18 @@ class Dispatcher:
         self.deadlines.watch(handle)
 
     def admit(
-        self, handle: RequestHandle, engine: Engine | None, refusal: Exception, now_ns: int
+        self,
+        handle: RequestHandle,
+        engine: Engine | None,
+        refusal: Callable[[], Exception],
+        now_ns: int,
     ) -> None:
         """Queue a prepared request, or end it with the reason why it is refused.
 
         Args:
             handle: was prepared, unless it has ended.
             engine: runs it; None if there is none.
-            refusal: why there is no engine.
+            refusal: returns why there is no engine.
             now_ns: the time.
         """
         group = handle.prepared
@@ -111,7 +115,7 @@ class Dispatcher:
         handle.num_prompt_tokens = len(group.prompt_ids)
         due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
         if engine is None:
-            self._refuse(handle, refusal)
+            self._refuse(handle, refusal())
         elif due and min(due) <= now_ns:
             self.limits.leave(handle)
             self.abort(handle, engine, "deadline")
@@ -132,8 +136,10 @@ class Dispatcher:
 
     def fill_rows(self, engine: Engine, now_ns: int) -> None:
         """Move queued requests into the engine, as many as it has rows for."""
-        load = engine.load
-        self._num_rows, free = load.rows, load.free_rows
+        if not self._queue:
+            return
+        gauges = engine.gauges()
+        self._num_rows, free = gauges.rows, gauges.free_rows
         while free > 0 and (handle := self._queue.head()) is not None:
             if self._misses_deadline(handle, now_ns):
                 self.abort(handle, engine, "deadline")
@@ -297,11 +303,13 @@ class Dispatcher:
         predicted = 0.0
         if self.has_work or not self._measures_anew(now_ns):
             requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
+            gauges = engine.gauges()
             predicted = self.latency.first_token_seconds(
                 handle.num_prompt_tokens,
                 requests_ahead=requests,
                 tokens_ahead=tokens + self._unstarted_tokens,
-                load=engine.load,
+                num_rows=gauges.rows,
+                free_rows=gauges.free_rows,
             )
         return predicted - (due_ns - now_ns) / 1e9
 

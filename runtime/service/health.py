@@ -1,4 +1,4 @@
-"""`Health`: what an `AsyncEngine` tells a load balancer. Does not import torch."""
+"""`Health`: whether an `AsyncEngine` is live and ready. Does not import torch."""
 
 from __future__ import annotations
 

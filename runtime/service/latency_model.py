@@ -10,8 +10,6 @@ otherwise one slow step could make it refuse all requests for ever.
 
 from __future__ import annotations
 
-from ..engine.engine_load import EngineLoad
-
 __all__ = ["LatencyModel"]
 
 DECAY = 0.95
@@ -74,12 +72,18 @@ class LatencyModel:
         return max(position, 0) * self._request.seconds / num_rows
 
     def first_token_seconds(
-        self, num_tokens: int, *, requests_ahead: int, tokens_ahead: int, load: EngineLoad
+        self,
+        num_tokens: int,
+        *,
+        requests_ahead: int,
+        tokens_ahead: int,
+        num_rows: int,
+        free_rows: int,
     ) -> float:
         """Predict the time to the first token of a new request of `num_tokens` prompt tokens.
 
         Prompts ahead are prefilled while it waits for a row, so the longer of both counts.
         """
-        position = requests_ahead + 1 - load.free_rows
-        wait = max(self.row_seconds(position, load.rows), self.prefill_seconds(tokens_ahead))
+        position = requests_ahead + 1 - free_rows
+        wait = max(self.row_seconds(position, num_rows), self.prefill_seconds(tokens_ahead))
         return wait + self.prefill_seconds(num_tokens)

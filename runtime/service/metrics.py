@@ -41,7 +41,7 @@ PAUSE_SECONDS = 1e-5
 _Series = Mapping[tuple[str, ...], float | Counted]
 """Values of the labels → value."""
 
-_NO_ENGINE = EngineGauges(0, 0, 0, 0, 0, 0)
+_NO_ENGINE = EngineGauges._make([0] * len(EngineGauges._fields))
 
 
 class EngineMetrics(Collector):
@@ -78,7 +78,10 @@ class EngineMetrics(Collector):
 
         It takes milliseconds, with pauses: call it outside of an event loop's thread.
         """
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
 
     def describe(self) -> Iterator[Family]:

@@ -75,7 +75,6 @@ class RequestHandle:
 
     __slots__ = (
         "abort_reason",
-        "cache_salt",
         "deadline_ns",
         "error",
         "first_token_deadline_ns",

@@ -21,18 +21,19 @@ class ServiceConfig:
 
     Attributes:
         max_queued_requests: maximum requests that wait for a row, those being tokenised included,
-            1 to 2^40. More are refused with `OverloadedError`.
+            1 to 2^40. More are refused (`OverloadedError`; 503 over HTTP).
         max_queued_tokens: maximum prompt tokens of the waiting requests, 1 to 2^40.
-        tenant_weights: tenant → its share of the engine relative to others, above 0 to 10^6.
+        tenant_weights: the share of a tenant in the engine, relative to others, above 0 to 10^6.
             Tenants without an entry have weight 1.
         preparation_threads: threads that tokenise prompts and render chat templates, 1 to 64.
-        stall_seconds: a step that takes longer makes `health().ready` False, above 0.
+        stall_seconds: while a step takes longer, the engine is not ready (`Health.ready`); above 0
+            to 10^9.
         max_restarts: how often a failed engine is restarted within `restart_window` seconds, 0 to
             2^40; 0 never restarts.
-        restart_window: seconds, above 0.
-        switch_interval: seconds after which Python passes the interpreter lock to a waiting thread,
-            above 0. It is a setting of the whole process (`sys.setswitchinterval`); None leaves
-            it. Python's default of 5 ms lets an event loop delay a step by that much.
+        restart_window: seconds over which restarts are counted, above 0 to 10^9.
+        switch_interval: seconds after which Python passes the interpreter lock to a waiting thread
+            (`sys.setswitchinterval`), in the whole process, above 0 to 10^9. With Python's default,
+            5 ms, an event loop can delay a step by that much. None: unchanged.
 
     Raises:
         ConfigError: a value has a wrong type or is out of range.

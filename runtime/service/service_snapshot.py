@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...profiling.timeline import Timeline
 from ..engine.engine_metrics import EngineCounters, EngineGauges
+from ..errors import EngineClosedError
 from .health import Health
+
+if TYPE_CHECKING:  # it needs torch
+    from .step_thread import StepThread
 
 __all__ = ["ServiceSnapshot"]
 
@@ -27,3 +31,27 @@ class ServiceSnapshot(NamedTuple):
     """Their prompt tokens."""
     restarts: int
     """Restarts after failures."""
+
+    @classmethod
+    def of(cls, thread: StepThread) -> ServiceSnapshot:
+        """Read the state of a step thread, which may run steps meanwhile."""
+        supervisor, limits = thread.supervisor, thread.dispatcher.limits
+        engine, past = supervisor.counted
+        gauges = timeline = None
+        counters = past
+        if engine is not None:
+            try:
+                gauges, timeline = engine.gauges(), engine.timeline()
+                counters = past.plus(engine.counters())
+            except EngineClosedError:  # meanwhile, and counted
+                gauges = timeline = None
+                _, counters = supervisor.counted
+        return cls(
+            thread.health(),
+            gauges,
+            counters,
+            timeline,
+            limits.num_requests,
+            limits.num_tokens,
+            supervisor.num_restarts,
+        )

@@ -6,6 +6,7 @@ from collections import deque
 from types import TracebackType
 
 from ..engine.request_output import RequestOutput
+from ..errors import EngineBusyError
 from .loop_mailbox import LoopMailbox
 from .request_handle import Delta, DeltaReader, HandleState, RequestHandle
 from .step_thread import StepThread
@@ -15,6 +16,8 @@ __all__ = ["AsyncStream"]
 
 class AsyncStream:
     """An asynchronous iterator of deltas. Read it in the event loop that it was made in.
+
+    One task at a time may wait in it; another one gets `EngineBusyError`.
 
     The request is aborted, and its row and blocks are free within one step, when the iterator is
     closed (`aclose`, the end of `async with`) or garbage-collected, or when the task that waits in
@@ -27,6 +30,7 @@ class AsyncStream:
         self._thread = thread
         self._reader = DeltaReader(handle)
         self._deltas: deque[Delta] = deque()
+        self._waits = False
 
     @property
     def request_id(self) -> str:
@@ -121,11 +125,18 @@ class AsyncStream:
         self._abandon()
 
     async def _news(self) -> None:
+        if self._waits:
+            raise EngineBusyError(
+                f"another task waits in the stream of request {self._handle.id}: read it in one"
+            )
+        self._waits = True
         try:
             await self._mailbox.news(self._handle)
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self._waits = False
 
     def _abandon(self) -> None:
         if not self._handle.ended:

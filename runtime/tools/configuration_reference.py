@@ -16,20 +16,20 @@ from pathlib import Path
 from ...profiling.atomic_write import WriteError, write_file
 from ..config import EngineConfig
 from ..sampling_params import SamplingParams
+from ..service.service_config import ServiceConfig
 
 __all__ = ["described_fields", "reference"]
 
-CONFIGURED: tuple[type, ...] = (EngineConfig, SamplingParams)
+CONFIGURED: tuple[type, ...] = (EngineConfig, SamplingParams, ServiceConfig)
 _WIDTH = 110
 _PREAMBLE = """\
 <!-- python -m stepgraph.runtime.tools.configuration_reference docs/configuration.md -->
 
 # Configuration
 
-The fields of `EngineConfig`, which `Engine.from_pretrained` takes, and of `SamplingParams`, which a
-request takes. Both are frozen dataclasses with keyword arguments; `help(EngineConfig)` and
-`help(SamplingParams)` print the same text. The constructor raises an error for a value of the wrong
-type or outside its range.
+The fields of `EngineConfig` (an engine), `SamplingParams` (a request) and `ServiceConfig` (an
+`AsyncEngine`). All are frozen dataclasses with keyword arguments; `help(EngineConfig)` prints the
+same text. The constructor raises an error for a value of the wrong type or outside its range.
 """
 
 
@@ -62,9 +62,10 @@ def _section(configured: type) -> str:
     texts = described_fields(configured)
     entries = [f"## {configured.__name__}\n"]
     for field in dataclasses.fields(configured):
-        entry = (
-            f"- `{field.name}` (`{field.type}`, default `{field.default!r}`): {texts[field.name]}"
-        )
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        entry = f"- `{field.name}` (`{field.type}`, default `{default!r}`): {texts[field.name]}"
         entries.append(textwrap.fill(entry, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(entries) + "\n"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from ...errors import DeadlineUnreachableError, OverloadedError, StepgraphError
 from ...service.async_engine import AsyncEngine
+from ..runtimes.peers import PeerError
 from ..workload import greedy
 from .generator import Outcome
 
@@ -63,14 +65,24 @@ class EngineClient:
 class HttpClient:
     """Streams completions from a server with the API of OpenAI, over one connection a request.
 
-    Reads HTTP/1.1 and server-sent events from the socket: a client library would cost more than
-    what it measures.
+    httptools parses the responses: a client library would cost more than what it measures.
     """
 
     def __init__(self, host: str, port: int, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """Post `bodies` to /v1/completions in a cycle."""
+        """Post `bodies` to /v1/completions in a cycle.
+
+        Raises:
+            PeerError: httptools is not installed.
+        """
+        try:
+            import httptools
+        except ModuleNotFoundError as error:
+            raise PeerError(
+                'measuring servers needs httptools: pip install "stepgraph[server]"'
+            ) from error
         self.slo_ttft_ms: float | None = None
         """If given, sent as `first_token_timeout`, which only stepgraph's service reads."""
+        self._httptools = httptools
         self._address = (host, port)
         self._bodies = bodies
 
@@ -79,87 +91,64 @@ class HttpClient:
         body = dict(self._bodies[number % len(self._bodies)], stream=True)
         if self.slo_ttft_ms is not None:
             body["first_token_timeout"] = _first_token_seconds(outcome, self.slo_ttft_ms)
-        writer = None
+        content = json.dumps(body).encode()
+        host, port = self._address
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
         try:
             reader, writer = await asyncio.open_connection(*self._address)
-            writer.write(post_request(self._address, "/v1/completions", body))
-            status, headers = await read_head(reader)
-            parts = body_parts(reader, headers)
-            if status == 200:
-                await _read_stream(parts, outcome)
-            else:
-                text = b"".join([part async for part in parts]).decode(errors="replace")
-                outcome.status = "shed" if status in SHED else "failed"
-                outcome.error = f"{status}: {text:.{MAX_ERROR_CHARS}}"
-        except (OSError, EOFError, asyncio.LimitOverrunError, ValueError, LookupError) as error:
+            with closing(writer):
+                writer.write(head.encode() + content)
+                await self._read(reader, outcome)
+        except (
+            *(OSError, EOFError, ValueError, LookupError),
+            self._httptools.HttpParserError,
+        ) as error:
             outcome.status, outcome.error = "failed", f"{error!r:.{MAX_ERROR_CHARS}}"
-        finally:
-            if writer is not None:
-                writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, outcome: Outcome) -> None:
+        """Note when tokens arrive and how the response ends."""
+        body = _Body()
+        parser = self._httptools.HttpResponseParser(body)
+        status, reason = 0, None
+        while not body.complete and (data := await reader.read(1 << 16)):
+            now = time.perf_counter_ns()
+            parser.feed_data(data)
+            status = parser.get_status_code()
+            for event in body.take_events() if status == 200 else ():
+                if "error" in event:
+                    raise ValueError(str(event["error"]))
+                for choice in event["choices"]:
+                    ids = choice.get("token_ids")
+                    outcome.token_ns += [now] * (bool(choice["text"]) if ids is None else len(ids))
+                    reason = choice.get("finish_reason") or reason
+        if status not in (0, 200):
+            outcome.status = "shed" if status in SHED else "failed"
+            outcome.error = f"{status}: {body.rest.decode(errors='replace'):.{MAX_ERROR_CHARS}}"
+        elif reason is None:
+            raise EOFError("the stream ended without a finish_reason")
+        else:
+            outcome.status = "missed" if reason == "deadline" else "completed"
 
 
-async def _read_stream(parts: AsyncIterator[bytes], outcome: Outcome) -> None:
-    """Note when tokens arrive and how the stream ends."""
-    reason = None
-    async for event in events(parts):
-        now = time.perf_counter_ns()
-        if event == "[DONE]":
-            break
-        data = json.loads(event)
-        if "error" in data:
-            raise ValueError(str(data["error"]))
-        for choice in data["choices"]:
-            tokens = choice.get("token_ids")
-            outcome.token_ns += [now] * (bool(choice["text"]) if tokens is None else len(tokens))
-            reason = choice.get("finish_reason") or reason
-    if reason is None:
-        raise EOFError("the stream ended without a finish_reason")
-    outcome.status = "missed" if reason == "deadline" else "completed"
+class _Body:
+    """The body of a response, which httptools adds to as it arrives."""
 
+    def __init__(self) -> None:
+        self.rest = b""
+        """What was not taken as an event."""
+        self.complete = False
 
-def post_request(address: tuple[str, int], path: str, body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a request that closes its connection."""
-    content = json.dumps(body).encode()
-    host, port = address
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
+    def on_body(self, part: bytes) -> None:
+        self.rest += part
 
+    def on_message_complete(self) -> None:
+        self.complete = True
 
-async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Read the head of a response; return its status and its headers in lower case.
-
-    Raises:
-        EOFError: the connection ended.
-        ValueError, LookupError: it is no HTTP response.
-    """
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().splitlines()
-    pairs = (line.partition(":") for line in lines if line)
-    return int(first.split()[1]), {name: value.strip() for name, _, value in pairs}
-
-
-async def body_parts(
-    reader: asyncio.StreamReader, headers: Mapping[str, str]
-) -> AsyncIterator[bytes]:
-    """Yield the body of a response as it arrives: chunked, of known length, or until the end."""
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-        return
-    if "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
-        return
-    while part := await reader.read(1 << 16):
-        yield part
-
-
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Yield the data of server-sent events; comments and other fields are skipped."""
-    rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode()
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return the server-sent events since the last call, without the `[DONE]`."""
+        *lines, self.rest = self.rest.split(b"\n")
+        data = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+        return [json.loads(text) for text in data if text != b"[DONE]"]

@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Literal
+from itertools import count, pairwise
+from typing import Any, Literal, get_args
 
 from ....profiling.stats import Summary
 
@@ -48,8 +48,7 @@ class Outcome:
     @property
     def itl_ms(self) -> list[float]:
         """The gaps between tokens; those of tokens that arrive together are 0."""
-        times = self.token_ns
-        return [(times[i] - times[i - 1]) / 1e6 for i in range(1, len(times))]
+        return [(after - before) / 1e6 for before, after in pairwise(self.token_ns)]
 
     @property
     def lag_ms(self) -> float:
@@ -86,10 +85,7 @@ async def open_loop(
         await asyncio.sleep(max(scheduled_ns - time.perf_counter_ns(), 0) / 1e9)
         outcomes.append(Outcome(scheduled_ns))
         tasks.append(asyncio.create_task(_send(send, number, outcomes[-1])))
-    _, unanswered = await asyncio.wait(tasks, timeout=drain_seconds)
-    for task in unanswered:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await _finish(tasks, drain_seconds)
     return outcomes
 
 
@@ -111,11 +107,7 @@ async def closed_loop(
             outcomes.append(Outcome(time.perf_counter_ns()))
             await _send(send, next(numbers), outcomes[-1])
 
-    tasks = [asyncio.create_task(work()) for _ in range(concurrency)]
-    _, working = await asyncio.wait(tasks, timeout=seconds)
-    for task in working:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await _finish([asyncio.create_task(work()) for _ in range(concurrency)], seconds)
     first_ns = start_ns + int(WARM_FRACTION * seconds * 1e9)
     tokens = sum(first_ns <= at < end_ns for outcome in outcomes for at in outcome.token_ns)
     return tokens / ((end_ns - first_ns) / 1e9), outcomes
@@ -124,6 +116,14 @@ async def closed_loop(
 async def _send(send: Send, number: int, outcome: Outcome) -> None:
     outcome.sent_ns = time.perf_counter_ns()
     await send(number, outcome)
+
+
+async def _finish(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
+    """Cancel the tasks that do not end in time."""
+    _, running = await asyncio.wait(tasks, timeout=seconds)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def summarize(
@@ -143,8 +143,7 @@ def summarize(
     errors = (outcome.error for outcome in outcomes if outcome.error is not None)
     return {
         "requests": len(outcomes),
-        **{name: statuses[name] for name in ("completed", "shed", "missed", "failed")},
-        "unfinished": statuses["unfinished"],
+        **{name: statuses[name] for name in get_args(Status)},
         "good": good,
         "goodput": good / seconds,
         "ttft_ms": _summary([o.ttft_ms for o in outcomes if o.ttft_ms is not None]),

@@ -1,57 +1,13 @@
-"""The columns of the benchmark's tables: a format of the fields of an entry for each head."""
+"""The tables of the benchmark: for each scenario the heads of its columns and their cells."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 from ....cache.memory.memory_plan import format_bytes
+from .table_cells import Cell, Entry, Table, format_cell
 
-__all__ = ["CHECK_COLUMN", "TABLES", "Cell", "Entry", "Table", "baseline_columns", "table_rows"]
-
-Entry = Mapping[str, Any]
-Cell = str | Callable[[Entry], str]
-"""A format string over the fields of an entry (see `CellFormatter`), or a function."""
-
-
-class CellFormatter(string.Formatter):
-    """Formats fields such as `{step_ms[p50]:.2f}`; a field that is null or absent is a dash.
-
-    Additional formats: `dist` is p50 / p90 / p99, `MB` bytes in 10^6, `size` bytes with a unit.
-    """
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        name, *keys = field_name.replace("]", "").split("[")
-        value = kwargs.get(name)
-        for key in keys:
-            value = None if value is None else value.get(key)
-        return value, name
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if value is None:
-            return "-"
-        if format_spec == "dist":
-            return " / ".join(self.format_field(value[p], ".2f") for p in ("p50", "p90", "p99"))
-        if format_spec == "MB":
-            return f"{value / 1e6:.1f}"
-        if format_spec == "size":
-            return format_bytes(value)
-        return format(value, format_spec)
-
-
-_format = CellFormatter().vformat
-
-
-class Table(NamedTuple):
-    """A table of a scenario."""
-
-    columns: Mapping[str, Cell]
-    rows: Callable[[Entry], Sequence[Entry]] = lambda entry: [entry]
-    """Splits an entry of the document into the rows of this table."""
-    title: str | None = None
-    text_columns: int = 5
-    """The first columns, which are aligned to the left."""
+__all__ = ["CHECK_COLUMN", "TABLES", "baseline_columns"]
 
 
 def _mode(entry: Entry) -> str:
@@ -102,7 +58,7 @@ def baseline_columns(method: str) -> dict[str, Cell]:
         def show(entry: Entry) -> str:
             for found in entry["baselines"]:
                 if found["method"] == method and found["error"] is None:
-                    return _format(cell, (), found)
+                    return format_cell(cell, found)
             return "-"
 
         return show
@@ -219,7 +175,7 @@ _NEIGHBOURS = Table(
         "busy": "{neighbours}",
         "runtime": "{name}",
         "step ms p50 / p90 / p99": lambda e: (
-            "failed" if e["step_ms"] is None else _format("{step_ms:dist}", (), e)
+            "failed" if e["step_ms"] is None else format_cell("{step_ms:dist}", e)
         ),
         "p50 to peer": "{ratio_p50:.2f}",
         "p90 to peer": "{ratio_p90:.2f}",
@@ -417,15 +373,3 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "cases": (_STEADY,),
 }
 """By the name of the list in the document; `cases` is that of steady."""
-
-
-def table_rows(table: Table, entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """Return the cells of each row, by the head of their column."""
-    return [
-        {
-            head: _format(cell, (), row) if isinstance(cell, str) else cell(row)
-            for head, cell in table.columns.items()
-        }
-        for entry in entries
-        for row in table.rows(entry)
-    ]

@@ -11,12 +11,11 @@ import argparse
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from ...config import DTYPES, EngineConfig
 from ...errors import StepgraphError
 from ...loading.loader import resolve_source
 from ..results.result_document import num_threads
+from .child_process import ChildProcess
 from .peer_runner import MODULES
 from .transformers_model import load_model
 
@@ -37,6 +37,7 @@ __all__ = [
     "choose_peers",
     "environment_of",
     "peer_spec",
+    "save_preset",
     "start_peers",
 ]
 
@@ -62,29 +63,31 @@ class PeerSpec(NamedTuple):
     name: str
     python: str
 
-    def missing(self, modules: Sequence[str]) -> list[str]:
-        """Return those of some modules that its Python cannot import.
+    def run(self, *arguments: str) -> str:
+        """Run its Python; return what it prints.
 
         Raises:
-            PeerError: the Python cannot be run.
+            PeerError: it cannot be run, or fails.
         """
+        command, env = [self.python, "-P", *arguments], environment_of(self.python)
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+        except OSError as error:
+            raise PeerError(f"--peer {self.name}: cannot run {self.python}: {error!s}") from error
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["without a message"])[-1]
+            raise PeerError(
+                f"--peer {self.name}: {self.python} (Python 3.11 or newer) failed:"
+                f" {reason:.{MAX_REASON}}"
+            )
+        return done.stdout
+
+    def missing(self, modules: Sequence[str]) -> list[str]:
+        """Return those of some modules that its Python cannot import; see `run`."""
         find = "import importlib.util as u, sys\nfor m in sys.argv[1:]:\n"
         find += " try: found = u.find_spec(m)\n except ImportError: found = None\n"
         find += " if found is None: print(m)"
-        try:
-            done = subprocess.run(
-                [self.python, "-P", "-c", find, *modules],
-                env=environment_of(self.python),
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise PeerError(
-                f"--peer {self.name}: cannot run {self.python} (Python 3.11 or newer):"
-                f" {error!s:.{MAX_REASON}}"
-            ) from error
-        return done.stdout.split()
+        return self.run("-c", find, *modules).split()
 
 
 def peer_spec(text: str) -> PeerSpec:
@@ -160,15 +163,7 @@ def start_peers(
         try:
             say(f"loading {model} in {spec.name}")
             if checkpoint is None:
-                scratch = tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-")
-                checkpoint = Path(stack.enter_context(scratch))
-                load_model(
-                    source.config,
-                    None,
-                    dtype=DTYPES[dtype],
-                    device=torch.device("cpu"),
-                    seed=config.seed,
-                ).save_pretrained(checkpoint)
+                checkpoint = save_preset(stack, model, config)
             peer = Peer(
                 spec,
                 checkpoint,
@@ -187,7 +182,21 @@ def start_peers(
     return peers
 
 
-class Peer:
+def save_preset(stack: ExitStack, model: str, config: EngineConfig) -> Path:
+    """Save the random weights of a preset as a checkpoint in a directory that the stack removes.
+
+    Raises:
+        BaselineError: transformers, which saves weights, is missing.
+    """
+    source = resolve_source(model).config
+    dtype = DTYPES[source.torch_dtype if config.dtype == "auto" else config.dtype]
+    checkpoint = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-"))
+    cpu = torch.device("cpu")
+    load_model(source, None, dtype=dtype, device=cpu, seed=config.seed).save_pretrained(checkpoint)
+    return Path(checkpoint)
+
+
+class Peer(ChildProcess):
     """A model in another runtime; `close` it at the end."""
 
     def __init__(self, spec: PeerSpec, checkpoint: Path, *, dtype: str, **limits: int) -> None:
@@ -203,25 +212,14 @@ class Peer:
         Raises:
             PeerError: the runtime fails or does not answer.
         """
-        self.name, self.dtype = spec.name, dtype
-        self._scratch = tempfile.TemporaryDirectory(prefix="stepgraph-peer-")
-        self._log = Path(self._scratch.name, "stderr")
-        with self._log.open("wb") as log:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                [spec.python, "-P", str(RUNNER)],
-                env=environment_of(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                # Ctrl-C is handled here, and `close` kills the whole group. The session stays
-                # ours, as the kernel may schedule processors by session.
-                process_group=0,
-            )
+        env = environment_of(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])}
+        super().__init__(spec.name, [spec.python, "-P", str(RUNNER)], env, replies=True)
+        self.dtype = dtype
         try:
             loaded = self._request(
                 runtime=spec.name,
                 checkpoint=str(checkpoint),
-                scratch=self._scratch.name,
+                scratch=self.scratch.name,
                 dtype=dtype,
                 **limits,
             )
@@ -243,16 +241,8 @@ class Peer:
         """Drop the requests."""
         self._request(do="end")
 
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        with suppress(ProcessLookupError):  # it has ended and was waited for
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(BrokenPipeError), self._process:  # a request that was not read
-            self._process.wait()
-        self._scratch.cleanup()
-
     def _request(self, **request: Any) -> dict[str, Any]:
-        requests, replies = self._process.stdin, self._process.stdout
+        requests, replies = self.process.stdin, self.process.stdout
         assert requests is not None
         assert replies is not None
         try:
@@ -263,16 +253,12 @@ class Peer:
             line = b""
         if line is None:
             raise PeerError(f"{self.name}: no reply within {REPLY_SECONDS} s")
-        reply = json.loads(line) if line else {"error": f"it ended: {self._last_words()}"}
+        reply = json.loads(line) if line else {"error": f"it ended: {self.last_words()}"}
         if "error" in reply:
             reason = " ".join(reply["error"].split())
             raise PeerError(f"{self.name}: {reason:.{MAX_REASON}}")
         found: dict[str, Any] = reply
         return found
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "without a message")
 
 
 def environment_of(python: str = sys.executable) -> dict[str, str]:

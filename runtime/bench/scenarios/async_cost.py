@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from ....profiling.stats import RequestTiming, Summary
 from ...engine.engine import Engine
 from ...service.async_engine import AsyncEngine
-from ..workload import greedy
+from ..workload import greedy, interleave
 
 __all__ = ["gaps_of_all", "measure_async_cost"]
 
@@ -63,52 +63,43 @@ def measure_async_cost(
     engine: AsyncEngine,
     bare: Engine,
     prompts: Sequence[list[int]],
-    streams: Sequence[int],
     *,
     num_steps: int,
     num_iters: int,
-) -> Iterator[dict[str, Any]]:
-    """Yield the fields of an entry of `serve` in the JSON for each number of streams.
+) -> dict[str, Any]:
+    """Return the fields of an entry of `serve` in the JSON.
 
     Args:
         runner: runs the event loop of the consumers.
         engine: idle.
         bare: the engine that it runs, stepped by this thread in its turns.
-        prompts: token ids; a number of streams takes as many of them.
-        streams: numbers of requests that decode together.
+        prompts: token ids, one prompt a stream.
         num_steps: tokens of a request, in each round.
         num_iters: rounds; each reverses the order of the last.
     """
-    for number in streams:
-        bare_ms: list[float] = []
-        async_ms: list[float] = []
-        delivery_ms: list[float] = []
+    bare_ms: list[float] = []
+    async_ms: list[float] = []
+    delivery_ms: list[float] = []
 
-        def step_bare(rows: int = number, found: list[float] = bare_ms) -> None:
-            found += gaps_of_all(_bare(bare, prompts[:rows], num_steps))[2]
+    def step_bare() -> None:
+        bare_ms.extend(gaps_of_all(_bare(bare, prompts, num_steps))[2])
 
-        def step_async(
-            rows: int = number,
-            found: list[float] = async_ms,
-            delivered: list[float] = delivery_ms,
-        ) -> None:
-            times, read = runner.run(_streamed(engine, prompts[:rows], num_steps))
-            first, last, gaps = gaps_of_all(times)
-            found += gaps
-            delivered += [(now - at) / 1e6 for at, now in read if first <= at <= last]
+    def step_async() -> None:
+        times, read = runner.run(_streamed(engine, prompts, num_steps))
+        first, last, gaps = gaps_of_all(times)
+        async_ms.extend(gaps)
+        delivery_ms.extend((now - at) / 1e6 for at, now in read if first <= at <= last)
 
-        for turn in range(num_iters + 1):  # the first one warms up
-            if turn == 1:
-                for samples in (bare_ms, async_ms, delivery_ms):
-                    samples.clear()
-            for side in (step_bare, step_async)[:: 1 if turn % 2 else -1]:
-                side()
-        plain, wrapped = Summary.of(bare_ms), Summary.of(async_ms)
-        yield {
-            "streams": number,
-            "bare_step_ms": plain.to_json(),
-            "async_step_ms": wrapped.to_json(),
-            "ratio_p50": wrapped.p50 / plain.p50,
-            "ratio_p99": wrapped.p99 / plain.p99 if wrapped.p99 and plain.p99 else None,
-            "delivery_ms": Summary.of(delivery_ms).to_json(),
-        }
+    interleave((step_bare, step_async), 1)  # warms up
+    for samples in (bare_ms, async_ms, delivery_ms):
+        samples.clear()
+    interleave((step_bare, step_async), num_iters)
+    plain, wrapped = Summary.of(bare_ms), Summary.of(async_ms)
+    return {
+        "streams": len(prompts),
+        "bare_step_ms": plain.to_json(),
+        "async_step_ms": wrapped.to_json(),
+        "ratio_p50": wrapped.p50 / plain.p50,
+        "ratio_p99": wrapped.p99 / plain.p99 if wrapped.p99 and plain.p99 else None,
+        "delivery_ms": Summary.of(delivery_ms).to_json(),
+    }

@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....profiling.device_state import watch
@@ -38,10 +37,17 @@ from ..load.servers import (
     engine_command,
     peer_command,
     peer_version,
-    save_text_checkpoint,
+    save_text_tokenizer,
 )
 from ..results.result_document import describe_engine, num_cpus
-from ..runtimes.peers import SERVER_MODULES, PeerError, PeerSpec, choose_peers, environment_of
+from ..runtimes.peers import (
+    SERVER_MODULES,
+    PeerError,
+    PeerSpec,
+    choose_peers,
+    environment_of,
+    save_preset,
+)
 from ..workload import random_prompts
 from .async_cost import measure_async_cost
 from .sse_path import measure_sse
@@ -91,24 +97,21 @@ class Side:
     closed: list[Outcome] = field(default_factory=list)
     """Requests of the closed loop."""
 
+    def __str__(self) -> str:
+        return f"{self.runtime}, {self.transport}"
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """The objective of a request, for its first token and for every gap, in ms."""
 
-    slo_ttft_ms: float
-    slo_itl_ms: float
-
-    @classmethod
-    def choose(cls, side: Side, ttft_ms: float | None, itl_ms: float | None) -> Slo:
-        """Return what was given; else multiples of what a side reached in its closed loop."""
-        first = Summary.of(o.ttft_ms for o in side.closed if o.ttft_ms is not None)
-        gaps = Summary.of(gap for outcome in side.closed for gap in outcome.itl_ms)
-        if ttft_ms is None:
-            ttft_ms = SLO_FACTOR * (first.max if first.p90 is None else first.p90)
-        if itl_ms is None:
-            itl_ms = SLO_FACTOR * (gaps.max if gaps.p99 is None else gaps.p99)
-        return cls(ttft_ms, itl_ms)
+def choose_slo(
+    closed: Sequence[Outcome], ttft_ms: float | None, itl_ms: float | None
+) -> dict[str, float]:
+    """Return the objective in ms: what was given, else multiples of what a closed loop reached."""
+    if ttft_ms is None:
+        first = Summary.of(o.ttft_ms for o in closed if o.ttft_ms is not None)
+        ttft_ms = SLO_FACTOR * (first.max if first.p90 is None else first.p90)
+    if itl_ms is None:
+        gaps = Summary.of(gap for outcome in closed for gap in outcome.itl_ms)
+        itl_ms = SLO_FACTOR * (gaps.max if gaps.p99 is None else gaps.p99)
+    return {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms}
 
 
 def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
@@ -117,31 +120,27 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
     """
     options = run.options
     specs = choose_peers(options.peer, run.device, SERVER_MODULES)
-    cases = itertools.starmap(
-        ServeCase, itertools.product(options.batch_size, options.input_len, options.output_len)
-    )
     configure = partial(run.config, kind, mode, threads=options.threads, freeze_gc=True)
-    for case in cases:
+    for sizes in itertools.product(options.batch_size, options.input_len, options.output_len):
+        case = ServeCase(*sizes)
         config = configure(max_num_seqs=case.batch_size, max_model_len=case.tokens)
         resolve_engine(kind.model, config)  # refuses before weights are read
         yield from _measure_load(run, kind, config, case, specs)
-    longest = COST_INPUT + options.num_steps
     buckets = tuple(sorted(options.streams))
-    config = configure(max_num_seqs=buckets[-1], buckets=buckets, max_model_len=longest)
+    config = configure(
+        max_num_seqs=buckets[-1], buckets=buckets, max_model_len=COST_INPUT + options.num_steps
+    )
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         service, engine = _start_engine(stack, run, kind, config, "cost of the AsyncEngine")
         prompts = random_prompts(engine.model_config, buckets[-1], COST_INPUT, options.seed)
-        for measured in measure_async_cost(
-            runner,
-            service,
-            engine,
-            prompts,
-            options.streams,
-            num_steps=options.num_steps,
-            num_iters=options.num_iters,
-        ):
-            yield {**describe_engine(engine, kind.model), **_cores(engine), **measured}
+        loops = {"num_steps": options.num_steps, "num_iters": options.num_iters}
+        for streams in options.streams:
+            yield {
+                **describe_engine(engine, kind.model),
+                **_cores(engine),
+                **measure_async_cost(runner, service, engine, prompts[:streams], **loops),
+            }
     if options.http and (kind, mode) == (run.kinds[0], run.modes[0]):  # depends on neither
         yield from measure_sse(
             options.streams,
@@ -163,55 +162,48 @@ def _measure_load(
     options = run.options
     seconds = options.duration
     with ExitStack() as stack:
-        checkpoint = resolve_source(kind.model).directory
+        source = resolve_source(kind.model)
+        checkpoint = source.directory
         if specs and checkpoint is None:
-            scratch = TemporaryDirectory(prefix="stepgraph-checkpoint-")
-            checkpoint = Path(stack.enter_context(scratch))
             run.say(f"saving {kind.model} as a checkpoint")
-            save_text_checkpoint(kind.model, config, checkpoint)
+            checkpoint = save_preset(stack, kind.model, config)
+            save_text_tokenizer(source.config.vocab_size, checkpoint)
         served = kind if checkpoint is None else kind._replace(model=str(checkpoint))
         runner = stack.enter_context(asyncio.Runner())
         service, engine = _start_engine(stack, run, served, config, "requests arrive at random")
         prompts = random_prompts(engine.model_config, NUM_PROMPTS, case.input_len, options.seed)
-        if specs and resolve_source(kind.model).directory is None:
+        if specs and source.directory is None:
             prompts = [[token % TEXT_TOKENS for token in prompt] for prompt in prompts]
         sides = [Side("stepgraph", "engine", None, EngineClient(service, prompts, case.output_len))]
         if options.http:
             sides.append(_http_side(stack, run, served, config, prompts, case))
         if specs:
-            assert checkpoint is not None
-            sides += _peer_sides(stack, run, specs, checkpoint, engine, prompts, case)
+            sides += _peer_sides(stack, run, specs, Path(served.model), engine, prompts, case)
         for side in tuple(sides):
-            run.say(f"capacity of {side.runtime}, {side.transport}")
+            run.say(f"capacity of {side}")
             tokens, side.closed = runner.run(
                 closed_loop(side.client.send, concurrency=case.batch_size, seconds=seconds)
             )
             side.capacity = tokens / case.output_len
             if not tokens:
-                errors = [o.error for o in side.closed if o.error is not None] or ["no token"]
+                error = next((o.error for o in side.closed if o.error is not None), "no token")
                 if options.peer or side.runtime == "stepgraph":
-                    raise PeerError(f"{side.runtime}, {side.transport}: {errors[0]}")
-                run.say(f"left out: {side.runtime}: {errors[0]}")
+                    raise PeerError(f"{side}: {error}")
+                run.say(f"left out: {side.runtime}: {error}")
                 sides.remove(side)
-        slo = Slo.choose(sides[0], options.slo_ttft, options.slo_itl)
+        slo = choose_slo(sides[0].closed, options.slo_ttft, options.slo_itl)
         for side in sides:
             if side.runtime == "stepgraph":
-                side.client.slo_ttft_ms = slo.slo_ttft_ms
+                side.client.slo_ttft_ms = slo["slo_ttft_ms"]
         turns = enumerate(itertools.product(options.arrivals, options.rates))
         for number, (arrivals, fraction) in turns:
             for side in sides[:: 1 if number % 2 == 0 else -1]:
                 rate = fraction * side.capacity
-                run.say(
-                    f"{side.runtime}, {side.transport}: {arrivals}, {rate:.2f} requests/s"
-                    f" ({fraction:g} of capacity)"
-                )
+                run.say(f"{side}: {arrivals}, {rate:.2f} requests/s ({fraction:g} of capacity)")
+                times = arrival_times(arrivals, rate, seconds, options.seed)
                 read_again = watch(run.monitor)
                 outcomes = runner.run(
-                    open_loop(
-                        side.client.send,
-                        arrival_times(arrivals, rate, seconds, options.seed),
-                        drain_seconds=DRAIN_SECONDS,
-                    )
+                    open_loop(side.client.send, times, drain_seconds=DRAIN_SECONDS)
                 )
                 yield {
                     **describe_engine(engine, kind.model),
@@ -225,8 +217,8 @@ def _measure_load(
                     "fraction": fraction,
                     "rate": rate,
                     "seconds": seconds,
-                    **asdict(slo),
-                    **summarize(outcomes, seconds=seconds, **asdict(slo)),
+                    **slo,
+                    **summarize(outcomes, seconds=seconds, **slo),
                     "device_state": read_again(),
                 }
 
@@ -297,12 +289,7 @@ def _peer_sides(
 
 
 def _body(model: str, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": case.output_len,
-        "temperature": 0.0,
-    }
+    return {"model": model, "prompt": prompt, "max_tokens": case.output_len, "temperature": 0.0}
 
 
 def _cores(engine: Engine) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,31 +20,38 @@ from ..async_engine import AsyncEngine
 from . import status_endpoints, text_endpoints
 from .chat import chat
 from .completions import complete
-from .exchange import Endpoint, Exchange, encode
+from .exchange import BodyLimits, Endpoint, Exchange, encode
 from .http_errors import HttpError
+from .openapi import OPEN_PATHS, Operation, openapi_document
 from .output_parsers import make_output_parser
+from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .responses import Chat, ChatChunk, Completion
 from .service import Metrics, Service
 
 __all__ = ["app"]
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
-
-_GET: dict[str, Handler] = {
-    "/v1/models": status_endpoints.models,
-    "/v1/models/{name:path}": status_endpoints.model,
-    "/health": status_endpoints.health,
-    "/ready": status_endpoints.ready,
-    "/metrics": status_endpoints.metrics,
-    "/version": status_endpoints.version,
+_OPERATIONS = {
+    ("GET", "/v1/models"): Operation(status_endpoints.models, status_endpoints.Models),
+    ("GET", "/v1/models/{name:path}"): Operation(status_endpoints.model, status_endpoints.Model),
+    ("GET", "/health"): Operation(
+        status_endpoints.health, status_endpoints.Health, statuses=(200, 503)
+    ),
+    ("GET", "/ready"): Operation(
+        status_endpoints.ready, status_endpoints.Health, statuses=(200, 503)
+    ),
+    ("GET", "/metrics"): Operation(status_endpoints.metrics, None),
+    ("GET", "/version"): Operation(status_endpoints.version, status_endpoints.Version),
+    ("POST", "/v1/completions"): Operation(
+        complete, Completion, body=CompletionRequest, event=Completion
+    ),
+    ("POST", "/v1/chat/completions"): Operation(chat, Chat, body=ChatRequest, event=ChatChunk),
+    ("POST", "/tokenize"): Operation(
+        text_endpoints.tokenize, text_endpoints.Tokens, body=TokenizeRequest
+    ),
+    ("POST", "/detokenize"): Operation(
+        text_endpoints.detokenize, text_endpoints.Text, body=DetokenizeRequest
+    ),
 }
-_POST: dict[str, Handler] = {
-    "/v1/completions": complete,
-    "/v1/chat/completions": chat,
-    "/tokenize": text_endpoints.tokenize,
-    "/detokenize": text_endpoints.detokenize,
-}
-_OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no API key: load balancers have none."""
 
 
 def app(
@@ -90,11 +97,19 @@ def app(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
+
+    async def describe(exchange: Exchange) -> None:
+        root_path = exchange.scope.get("root_path", "")
+        await exchange.respond(
+            openapi_document(_OPERATIONS, needs_key=bool(api_keys), root_path=root_path)
+        )
+
+    limits = BodyLimits(max_body_bytes)
     routes = [
-        Route(path, _endpoint(service, handler, max_body_bytes), methods=[method])
-        for method, table in (("GET", _GET), ("POST", _POST))
-        for path, handler in table.items()
+        Route(path, _endpoint(service, operation, limits), methods=[method])
+        for (method, path), operation in _OPERATIONS.items()
     ]
+    routes.append(Route("/openapi.json", Endpoint(describe, limits), methods=["GET"]))
     middleware = []
     if allow_origins:
         middleware.append(
@@ -112,8 +127,8 @@ def app(
     )
 
 
-def _endpoint(service: Service, handler: Handler, max_body_bytes: int) -> Endpoint:
-    return Endpoint(lambda exchange: handler(service, exchange), max_body_bytes)
+def _endpoint(service: Service, operation: Operation, limits: BodyLimits) -> Endpoint:
+    return Endpoint(lambda exchange: operation.handler(service, exchange), limits)
 
 
 class _ApiKeys:
@@ -124,7 +139,7 @@ class _ApiKeys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _path(scope) not in _OPEN_PATHS:
+        if scope["type"] == "http" and _path(scope) not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not self._is_valid(given):
                 error = HttpError(
@@ -134,7 +149,7 @@ class _ApiKeys:
                     code="invalid_api_key",
                     headers=((b"www-authenticate", b"Bearer"),),
                 )
-                await Exchange(scope, receive, send, 0).respond_error(error)
+                await Exchange(scope, receive, send, BodyLimits(0)).respond_error(error)
                 return
         await self._app(scope, receive, send)
 
@@ -155,6 +170,9 @@ async def _respond(request: Request, error: Exception) -> Response:
     """Return the response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"there is no {request.url.path}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.url.path} does not accept {request.method}: use {allowed}"
     body = HttpError(error.status_code, message, kind=kind).body
     return Response(encode(body), error.status_code, error.headers, "application/json")

@@ -30,7 +30,10 @@ async def complete(service: Service, exchange: Exchange) -> None:
     """Respond to a request for completions of texts or token ids."""
     request = await exchange.read(CompletionRequest)
     model = service.model_name(request.model)
-    prompts = request.prompts()
+    prompts = request.prompts(
+        max_prompts=service.engine.config.max_queued_requests,
+        max_model_len=service.engine.max_model_len,
+    )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = request.params(max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None:
@@ -38,7 +41,6 @@ async def complete(service: Service, exchange: Exchange) -> None:
     generation = Generation(
         service.engine, prompts, params, request.options(exchange.header(b"traceparent"))
     )
-    generation.check_number()
     answer = _Answer(request, model, TokenTexts(service.engine.tokenizer))
     async with exchange.cancelled_on_disconnect():
         if request.echo:
@@ -55,7 +57,9 @@ async def _prompt_text(service: Service, prompt: str | list[int]) -> str:
         return prompt
     if tokenizer is None:
         return ""
-    return await service.engine.prepare(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+    return await service.engine.run_in_pool(
+        lambda: tokenizer.decode(prompt, skip_special_tokens=False)
+    )
 
 
 class _Answer:

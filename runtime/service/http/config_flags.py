@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -19,21 +20,27 @@ Config = TypeVar("Config")
 
 
 def add_config_flags(
-    parser: argparse._ActionsContainer, kind: type, *, without: Collection[str] = ()
+    parser: argparse._ActionsContainer,
+    kind: type,
+    *,
+    defaults: Mapping[str, Any],
+    without: Collection[str] = (),
 ) -> None:
     """Add a flag for each field of a dataclass except those `without`.
 
-    Flags that are not given leave no attribute in the result of the parser; see `config_of`.
+    Flags that are not given leave no attribute in the result of the parser; see `config_of`, which
+    has the same `defaults`.
     """
     hints = typing.get_type_hints(kind)
     texts = described_fields(kind)
     for field in dataclasses.fields(kind):
         if field.name not in without:
+            text = _help(texts[field.name], defaults.get(field.name, field.default))
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 dest=_attribute(kind, field.name),
                 default=argparse.SUPPRESS,
-                help=texts[field.name].replace("%", "%%"),
+                help=text.replace("%", "%%"),
                 **_settings(field.name, hints[field.name]),
             )
 
@@ -48,7 +55,10 @@ def config_of(kind: type[Config], options: argparse.Namespace, **defaults: Any) 
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         name = _attribute(kind, field.name)
         if hasattr(options, name):
-            values[field.name] = getattr(options, name)
+            value = getattr(options, name)
+            if isinstance(value, list):  # of a tuple, or the pairs of a mapping
+                value = dict(value) if isinstance(value[0], tuple) else tuple(value)
+            values[field.name] = value
     return kind(**values)
 
 
@@ -62,6 +72,19 @@ def flag_type(read: Callable[[str], Any], what: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r:.80} is not {what}") from error
 
     return convert
+
+
+def _help(text: str, default: Any) -> str:
+    """Return the description of a field with its default; `None` is no word of a shell."""
+    if default is None:
+        return text.replace(". None:", ". Default:").replace("; None:", "; default:")
+    if default is dataclasses.MISSING:
+        return text
+    text = re.sub(r" None: [^.]*\.$", "", text).removesuffix(".")
+    shown = "yes" if default is True else "no" if default is False else default
+    if isinstance(default, float):
+        shown = f"{default:g}"
+    return f"{text} (default: {shown})"
 
 
 def _attribute(kind: type, field: str) -> str:
@@ -79,9 +102,10 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if origin is tuple:
-        return {"action": _StoreTuple, "nargs": "+", "type": flag_type(int, "an integer")}
+        return {"nargs": "+", "type": flag_type(int, "an integer"), "metavar": "N"}
     if origin is Mapping:
-        return {"action": _StoreMapping, "nargs": "+", "metavar": "NAME=NUMBER"}
+        pair = "NAME=NUMBER"
+        return {"nargs": "+", "type": flag_type(_name_and_number, pair), "metavar": pair}
     if name.endswith("_bytes"):
         return {"type": flag_type(parse_bytes, "a size such as 512MB"), "metavar": "SIZE"}
     if hint is int:
@@ -92,34 +116,6 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     return {"metavar": "NAME"}
 
 
-class _StoreTuple(argparse.Action):
-    """Stores the values of a flag as a tuple."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
-class _StoreMapping(argparse.Action):
-    """Stores values `NAME=NUMBER` as a mapping."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        mapping = {}
-        for value in values:
-            name, _, number = value.rpartition("=")
-            try:
-                mapping[name] = float(number)
-            except ValueError:
-                parser.error(f"argument {option_string}: {value!r:.80} is not NAME=NUMBER")
-        setattr(namespace, self.dest, mapping)
+def _name_and_number(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    return name, float(number)

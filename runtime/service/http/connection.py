@@ -1,11 +1,17 @@
-"""A connection of the HTTP server, with limits that uvicorn's httptools protocol lacks."""
+"""A connection of the HTTP server, with what uvicorn's httptools protocol lacks.
+
+Limits of the head of a request; the end of all pipelined requests with their connection; responses
+without chunks for HTTP/1.0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["LimitedConnection"]
 
@@ -13,17 +19,28 @@ MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers of a request, and of the trailers of its body."""
 
 HEAD_SECONDS = 30.0
-"""Time that a client has to send them."""
+"""Time that a client has to send them, also for the rest of a body that was not read."""
+
+WRITE_SECONDS = 60.0
+"""Time that a full write buffer may stay full: the client does not read."""
+
+_UPGRADE = b"upgrade"
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """Bounds the size of the head of a request and the time in which it must arrive."""
+    """Bounds the size of the head of a request, and the times to send it and to read the response.
+
+    Requests to upgrade to another protocol are served with HTTP/1.1, as RFC 9110 (7.8) allows:
+    HTTP/2 clients send them with their first request.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._num_unparsed = 0  # bytes since the last end of a head, or piece of a body
         self._reads_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # uvicorn forgets those before the last
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,14 +48,52 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+        for cycle in self._cycles:
+            cycle.disconnected |= not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._num_unparsed > MAX_HEAD_BYTES:
             self.send_400_response("The headers of the request are too large.")
             return
         self._num_unparsed += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_timer()  # the rest of a body, or empty lines before a head
+
+    def _parse(self, data: memoryview) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                (num_parsed,) = upgrade.args
+                data = data[num_parsed:]
+                self._parse_head_again()
+
+    def _parse_head_again(self) -> None:
+        """Parse the head without its request to upgrade, after which a parser omits the body."""
+        version = self.parser.get_http_version().encode()
+        head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [token for token in value.split(b",") if token.strip().lower() != _UPGRADE]
+                value = b",".join(kept)
+            if name != _UPGRADE:
+                head.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
+
+    @property
+    def _is_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -53,7 +108,13 @@ class LimitedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._reads_head = False
         self._num_unparsed = 0
+        if self._is_upgrade:
+            return
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.__class__ = _Exchange  # uvicorn has no hook to make it
+            self._cycles = [c for c in self._cycles if not c.response_complete] + [self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
@@ -61,7 +122,17 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_unparsed = 0
-        super().on_message_complete()
+        if not self._is_upgrade:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def _start_timer(self) -> None:
         self._stop_timer()
@@ -71,3 +142,23 @@ class LimitedConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+class _Exchange(RequestResponseCycle):
+    """A request and its response."""
+
+    async def send(self, message: Message) -> None:  # type: ignore[override]
+        """Send a message of the response; drop it if the connection is closed."""
+        if self.scope["http_version"] == "1.0":  # no chunks: a body may end with the connection
+            self.chunked_encoding = False
+            self.expected_content_length = len(message.get("body", b""))
+        try:
+            await super().send(message)  # type: ignore[arg-type]
+        except RuntimeError:  # of uvloop, before it reports that the connection is lost
+            if not self.transport.is_closing():
+                raise

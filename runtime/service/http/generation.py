@@ -17,7 +17,6 @@ from ..async_engine import AsyncEngine, RequestOptions
 from ..request_handle import Delta
 from ..streams import AsyncStream
 from .exchange import Exchange, event
-from .http_errors import HttpError
 from .responses import OptionalUsage, Usage
 
 __all__ = ["Answer", "Generation", "deltas_of"]
@@ -52,14 +51,6 @@ class Generation:
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: RequestOptions
-
-    def check_number(self) -> None:
-        """Raise `HttpError` if the queue could never hold the prompts together."""
-        most = self.engine.config.max_queued_requests
-        if len(self.prompts) > most:
-            raise HttpError(
-                400, f"prompt has {len(self.prompts)} prompts, more than {most}", param="prompt"
-            )
 
     async def respond(self, exchange: Exchange, answer: Answer) -> None:
         """Decode all prompts to their ends, and send the response.

@@ -26,7 +26,9 @@ MAX_RETRY_SECONDS = 3600
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
-class _Error(msgspec.Struct):
+class ErrorDetails(msgspec.Struct):
+    """What is wrong; `param` is a field of the request, `code` a name to compare with."""
+
     message: str
     type: str
     param: str | None
@@ -36,7 +38,7 @@ class _Error(msgspec.Struct):
 class ErrorBody(msgspec.Struct):
     """The body of an error response, and of an error event within a stream."""
 
-    error: _Error
+    error: ErrorDetails
 
 
 class HttpError(Exception):
@@ -67,7 +69,7 @@ class HttpError(Exception):
         self.headers = headers
         message = bounded_text(message, MAX_MESSAGE_CHARS)
         message = message.encode(errors="backslashreplace").decode()  # it may quote a surrogate
-        self.body = ErrorBody(_Error(message, kind, param, code))
+        self.body = ErrorBody(ErrorDetails(message, kind, param, code))
 
 
 def http_error(error: Exception) -> HttpError:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .call_reader import CallReader
-from .output_events import ContentDelta, OutputEvent, ToolCallArguments, ToolCallBegin
-from .tag_search import find_tag, skip_space
+from .incremental_parser import IncrementalParser
+from .output_events import ContentDelta, ToolCallArguments, ToolCallBegin
+from .tag_search import begins_with_tag, skip_space
 
 __all__ = ["JsonToolParser", "hermes_parser", "llama_parser"]
 
 
-class JsonToolParser:
+class JsonToolParser(IncrementalParser):
     """Finds calls between other text.
 
     A call is reported when its name is known and its arguments begin as a JSON object; what does
@@ -39,45 +40,22 @@ class JsonToolParser:
                 `;` separates calls.
             accepts: whether there is a function of this name, for calls without a tag.
         """
+        super().__init__(self._content)
         self._open_tag = open_tag
         self._close_tag = close_tag
         self._bare_calls = bare_calls
         self._accepts = accepts
-        self._read: Callable[[str, int], int] = self._content
         self._call = CallReader(is_bare=False, accepts=bool)
         self._opened = ""
         """The tag of the present call."""
         self._num_calls = 0
-        self._pending = ""
-        """The end of the text, which may begin a tag."""
-        self._events: list[OutputEvent] = []
         if bare_calls:
             self._begin_call("")
 
-    def push(self, text: str) -> list[OutputEvent]:
-        """Take the next text; return the events that are certain."""
-        text, self._pending = self._pending + text, ""
-        at = 0
-        while at < len(text):
-            at = self._read(text, at)
-        events, self._events = self._events, []
-        return events
-
-    def finish(self) -> list[OutputEvent]:
-        """Return the events of the text that was held back; there is no more text."""
+    def _end(self, held: str) -> None:
         if self._read == self._in_call and not self._call.begun:
-            self._emit(self._opened + self._call.held())
-        self._emit(self._pending)
-        events, self._events = self._events, []
-        return events
-
-    def _emit(self, content: str) -> None:
-        if content:
-            self._events.append(ContentDelta(content))
-
-    def _hold(self, text: str, at: int) -> int:
-        self._pending = text[at:]
-        return len(text)
+            self._add(ContentDelta, self._opened + self._call.held())
+        self._add(ContentDelta, held)
 
     def _begin_call(self, tag: str) -> None:
         self._opened = tag
@@ -86,12 +64,10 @@ class JsonToolParser:
         self._read = self._in_call
 
     def _content(self, text: str, at: int) -> int:
-        index, found = find_tag(text, at, self._open_tag)
-        self._emit(text[at:index])
-        if not found:
-            return self._hold(text, index)
-        self._begin_call(self._open_tag)
-        return index + len(self._open_tag)
+        at, found = self._add_until(self._open_tag, ContentDelta, text, at)
+        if found:
+            self._begin_call(self._open_tag)
+        return at
 
     def _in_call(self, text: str, at: int) -> int:
         call, begun = self._call, self._call.begun
@@ -110,22 +86,18 @@ class JsonToolParser:
                 closes = call.done or self._close_tag is not None
                 self._read = self._after_call if closes else self._content
         elif call.failed:
-            self._emit(self._opened + call.held())
+            self._add(ContentDelta, self._opened + call.held())
             self._read = self._content
         return end
 
     def _after_call(self, text: str, at: int) -> int:
         at = skip_space(text, at)
-        if self._close_tag is None:
-            self._read = self._between_calls
-        elif text.startswith(self._close_tag, at):
-            self._read = self._between_calls
-            return at + len(self._close_tag)
-        elif self._close_tag.startswith(text[at : at + len(self._close_tag)]):
+        tag = self._close_tag or ""
+        closes = begins_with_tag(text, at, tag)
+        if closes is None:
             return self._hold(text, at)
-        else:
-            self._read = self._content
-        return at
+        self._read = self._between_calls if closes else self._content
+        return at + len(tag) if closes else at
 
     def _between_calls(self, text: str, at: int) -> int:
         at = skip_space(text, at)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sized
+from typing import Annotated, Any, cast
 
 import msgspec
+from msgspec import Meta
 
+from ...engine.intake import MAX_SALT_CHARS
 from ...loading.chat_template import ChatPrompt
-from ...sampling_params import SamplingParams
-from ..async_engine import RequestOptions
+from ...prompt_ids import too_long
+from ...sampling_params import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOKEN_ID,
+    MAX_TOKENS_LIMIT,
+    SamplingParams,
+)
+from ..request_options import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_messages import template_messages
 from .http_errors import HttpError
 
@@ -22,7 +41,24 @@ __all__ = [
     "chat_prompt",
 ]
 
-Prompts = str | list[str | int | list[int]]
+
+def _allows(**limits: float) -> Meta:
+    """Return limits for the OpenAPI document; `SamplingParams` and `RequestOptions` check them."""
+    return Meta(extra_json_schema=limits)
+
+
+_NumTokens = Annotated[int, _allows(minimum=0, maximum=MAX_TOKENS_LIMIT)]
+_Penalty = Annotated[float, _allows(minimum=-MAX_ADDITIVE_PENALTY, maximum=MAX_ADDITIVE_PENALTY)]
+_TokenId = Annotated[int, _allows(minimum=0, maximum=MAX_TOKEN_ID)]
+_NumLogprobs = Annotated[int, _allows(minimum=0, maximum=MAX_LOGPROBS)]
+_StopString = Annotated[str, _allows(minLength=1, maxLength=MAX_STOP_STRING_CHARS)]
+_Bias = Annotated[float, _allows(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+_Seconds = Annotated[float, _allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
+_Refused = Annotated[Any, Meta(description="Not supported.")]
+_Prompts = str | list[str | _TokenId | list[_TokenId]]
+
+MAX_MESSAGES = 1 << 14
+"""Also of tools and of documents."""
 
 _SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -44,7 +80,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class _ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct):
+    """`response_format` of the OpenAI API; only `text` is supported."""
+
     type: str
 
 
@@ -54,47 +92,53 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    n: int | None = None
+    max_tokens: _NumTokens | None = None
+    min_tokens: _NumTokens | None = None
+    temperature: Annotated[float, _allows(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, _allows(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, _allows(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, _allows(minimum=0, maximum=1)] | None = None
+    repetition_penalty: (
+        Annotated[float, _allows(exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY)] | None
+    ) = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: (
+        Annotated[dict[_TokenId, _Bias], _allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES)] | None
+    ) = None
+    seed: Annotated[int, _allows(minimum=0, maximum=MAX_SEED)] | None = None
+    n: Annotated[int, _allows(minimum=1, maximum=MAX_N)] | None = None
     best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: _StopString | Annotated[list[_StopString], _allows(maxItems=MAX_STOP_STRINGS)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[_TokenId], _allows(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None
-    timeout: float | None = None
+    timeout: _Seconds | None = None
     """Seconds until the last token."""
-    first_token_timeout: float | None = None
+    first_token_timeout: _Seconds | None = None
     """Seconds until the first token."""
-    user: str | None = None
+    user: Annotated[str, _allows(maxLength=MAX_TENANT_CHARS)] | None = None
     """The tenant, for fairness."""
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, _allows(minLength=1, maxLength=MAX_SALT_CHARS)] | None = None
     return_token_ids: bool | None = None
-    response_format: _ResponseFormat | None = None
-    suffix: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    prompt_embeds: Any = None
-    logits_processors: Any = None
-    use_beam_search: Any = None
+    response_format: ResponseFormat | None = None
+    suffix: _Refused = None
+    functions: _Refused = None
+    function_call: _Refused = None
+    audio: _Refused = None
+    prediction: _Refused = None
+    web_search_options: _Refused = None
+    structured_outputs: _Refused = None
+    guided_json: _Refused = None
+    guided_regex: _Refused = None
+    guided_choice: _Refused = None
+    guided_grammar: _Refused = None
+    prompt_embeds: _Refused = None
+    logits_processors: _Refused = None
+    use_beam_search: _Refused = None
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return how tokens are chosen.
@@ -112,8 +156,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         """Return the options for an `AsyncEngine`; `traceparent` is a header of the request."""
         for name in ("timeout", "first_token_timeout"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise HttpError(400, f"{name} must be above 0 seconds", param=name)
+            if value is not None and not 0 < value <= MAX_SECONDS:
+                raise HttpError(
+                    400, f"{name} must be above 0 and up to {MAX_SECONDS:g} seconds", param=name
+                )
+        _check_length("user", self.user, MAX_TENANT_CHARS, "characters")
+        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters")
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
@@ -148,19 +196,28 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/completions`."""
 
-    prompt: Prompts
-    logprobs: int | None = None
+    prompt: _Prompts
+    logprobs: _NumLogprobs | None = None
     echo: bool | None = None
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
         """Return the prompts, all of them texts or all of them token ids.
 
         Raises:
-            HttpError: there is none, or the list mixes texts, tokens and lists.
+            HttpError: there is none, there are too many, one has too many tokens, or the list mixes
+                texts, tokens and lists.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        is_one = bool(prompt) and isinstance(prompt[0], int)
+        if len(prompt) > max_prompts and not is_one:
+            raise HttpError(
+                400, f"prompt has {len(prompt)} prompts, more than {max_prompts}", param="prompt"
+            )
+        for item in [prompt] if is_one else prompt:
+            if isinstance(item, list) and len(item) > max_model_len:
+                raise HttpError(400, too_long(f"{len(item)} tokens", max_model_len), param="prompt")
         kinds = {type(item) for item in prompt}
         if kinds == {int}:
             return [cast(list[int], prompt)]
@@ -178,9 +235,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: _NumTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _NumLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -240,7 +297,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[_TokenId]
 
 
 def chat_prompt(
@@ -249,8 +306,10 @@ def chat_prompt(
     """Return the prompt of a conversation.
 
     Raises:
-        HttpError: as `template_messages`.
+        HttpError: there are too many messages, tools or documents; and as `template_messages`.
     """
+    for name in ("messages", "tools", "documents"):
+        _check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
     begins = request.add_generation_prompt
     return ChatPrompt(
         template_messages(request.messages or ()),
@@ -261,3 +320,8 @@ def chat_prompt(
         chat_template=request.chat_template,
         template_kwargs=request.chat_template_kwargs or {},
     )
+
+
+def _check_length(name: str, value: Sized | None, most: int, unit: str) -> None:
+    if value is not None and len(value) > most:
+        raise HttpError(400, f"{name} has {len(value)} {unit}, more than {most}", param=name)

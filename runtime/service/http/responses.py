@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 
-class _PromptDetails(msgspec.Struct):
+class PromptDetails(msgspec.Struct):
+    """Tokens of the prompts that were in the prefix cache."""
+
     cached_tokens: int
 
 
@@ -34,12 +36,12 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _PromptDetails
+    prompt_tokens_details: PromptDetails
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:
         """Return the usage of so many tokens; `cached` of the prompt were in the cache."""
-        return cls(prompt, completion, prompt + completion, _PromptDetails(cached))
+        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
 
 
 OptionalUsage = Usage | None | UnsetType

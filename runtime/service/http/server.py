@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -28,13 +27,14 @@ from ..tracing import trace_requests
 from .app import app
 from .config_flags import add_config_flags, config_of, flag_type
 from .connection import LimitedConnection
+from .listeners import listen_tcp, listen_unix, remove_socket
 
 __all__ = ["main"]
 
+MakeEngine = Callable[[str, EngineConfig, ServiceConfig], AsyncEngine]
 API_KEY_VARIABLE = "STEPGRAPH_API_KEY"
 PROGRAM = "stepgraph serve"
 MAX_SECONDS = 1e9
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Time that an idle connection stays open: longer than clients keep theirs in a pool."""
 CLOSE_SECONDS = 5
@@ -69,16 +69,14 @@ be used or the engine fails; 2 for a wrong command line or configuration. See do
 
 def main(
     arguments: Sequence[str] | None = None,
-    make_engine: Callable[
-        [str, EngineConfig, ServiceConfig], AsyncEngine
-    ] = AsyncEngine.from_pretrained,
+    make_engine: MakeEngine = AsyncEngine.from_pretrained,
 ) -> int:
     """Run the command line; return the exit status. `make_engine` returns what is served."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         if bool(options.ssl_certfile) != bool(options.ssl_keyfile):
-            parser.error("--ssl-certfile and --ssl-keyfile belong together")
+            parser.error("--ssl-certfile needs --ssl-keyfile, and the reverse: give both")
         engine = make_engine(
             options.model,
             config_of(EngineConfig, options, **ENGINE_DEFAULTS),
@@ -140,7 +138,8 @@ class _Command:
     def __init__(self, options: argparse.Namespace, engine: AsyncEngine) -> None:
         self._options = options
         self._engine = engine
-        self._address = options.uds
+        self._address = ""
+        self._socket_file: os.stat_result | None = None
 
     async def run(self) -> int:
         """Return the exit status.
@@ -150,7 +149,7 @@ class _Command:
             OSError: the address or a file of the certificate cannot be used.
         """
         server = _Server(self._uvicorn_config(), self._engine)
-        serving = asyncio.create_task(server.serve(self._listen()))
+        serving = asyncio.create_task(server.serve([self._listen()]))
         try:
             await self._load(server, serving)
             _say(f"ready: {self._address}", sys.stdout)
@@ -183,7 +182,6 @@ class _Command:
                 tool_parser=options.tool_parser,
                 reasoning_parser=options.reasoning_parser,
             ),
-            uds=options.uds,
             http=LimitedConnection,
             ws="none",
             lifespan="off",
@@ -196,22 +194,28 @@ class _Command:
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
         )
-        config.load()  # reads the certificate
+        try:
+            config.load()  # reads the certificate
+        except OSError as error:  # also SSLError
+            raise OSError(
+                f"--ssl-certfile {options.ssl_certfile} and --ssl-keyfile {options.ssl_keyfile}"
+                f" cannot be used ({error.strerror or error}): both must be PEM files"
+            ) from error
         return config
 
-    def _listen(self) -> list[socket.socket] | None:
-        """Return the bound socket; None for a unix socket, which uvicorn binds."""
+    def _listen(self) -> socket.socket:
+        """Return the listening socket, and note its address."""
         options = self._options
         if options.uds:
-            return None
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server(
-            (options.host, options.port), family=family, backlog=BACKLOG
-        )
+            self._address = options.uds
+            listener = listen_unix(options.uds)
+            self._socket_file = os.lstat(options.uds)
+            return listener
+        listener = listen_tcp(options.host, options.port)
         scheme = "https" if options.ssl_certfile else "http"
-        host = f"[{options.host}]" if family == socket.AF_INET6 else options.host
+        host = f"[{options.host}]" if ":" in options.host else options.host
         self._address = f"{scheme}://{host}:{listener.getsockname()[1]}"
-        return [listener]
+        return listener
 
     async def _load(self, server: _Server, serving: asyncio.Task[None]) -> None:
         """Load the model while the socket answers. Exits with 0 if a signal arrives first."""
@@ -245,8 +249,8 @@ class _Command:
         """End the HTTP server."""
         server.stop()
         await asyncio.wait({serving})
-        if self._options.uds:
-            Path(self._options.uds).unlink(missing_ok=True)
+        if self._socket_file is not None:
+            remove_socket(self._options.uds, self._socket_file)
 
 
 async def _first(serving: asyncio.Task[None], *events: Coroutine[Any, Any, object]) -> None:
@@ -283,27 +287,38 @@ def _parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", help="checkpoint directory, hub id, preset:NAME (random weights) or demo"
+        "model",
+        type=_non_empty,
+        help="checkpoint directory, hub id, preset:NAME (random weights) or demo",
     )
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    http.add_argument(
+        "--host",
+        type=_non_empty,
+        default="127.0.0.1",
+        help="address to listen on, 0.0.0.0 for all (default: %(default)s)",
+    )
     http.add_argument(
         "--port",
-        type=flag_type(_port, "a port"),
+        type=flag_type(_port, "a port, 0 to 65535"),
         default=8000,
         metavar="N",
         help="TCP port, 0 for a free one (default: %(default)s)",
     )
-    http.add_argument("--uds", metavar="PATH", help="listen on a unix socket instead")
+    http.add_argument(
+        "--uds", type=_non_empty, metavar="PATH", help="listen on a unix socket instead"
+    )
     http.add_argument(
         "--api-key",
         nargs="+",
+        type=_non_empty,
         metavar="KEY",
         help=f"keys that requests must present (default: {API_KEY_VARIABLE}; without it, none)",
     )
     http.add_argument(
         "--served-model-name",
         nargs="+",
+        type=_non_empty,
         metavar="NAME",
         help="names that requests may give as model (default: MODEL as given here)",
     )
@@ -345,25 +360,30 @@ def _parser() -> CommandParser:
     http.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
     http.add_argument(
         "--drain-timeout",
-        type=flag_type(_seconds, "a number of seconds"),
+        type=flag_type(_seconds, "a number of seconds, 0 to 10^9"),
         default=30.0,
         metavar="SECONDS",
         help="time for requests in progress after SIGTERM (default: %(default)g)",
     )
     add_config_flags(
-        parser.add_argument_group(
-            "service", "Fields of ServiceConfig. Default of --switch-interval here: 0.0001."
-        ),
+        parser.add_argument_group("service", "Fields of ServiceConfig."),
         ServiceConfig,
+        defaults=SERVICE_DEFAULTS,
     )
     add_config_flags(
-        parser.add_argument_group(
-            "engine", "Fields of EngineConfig. Default of --freeze-gc here: true."
-        ),
+        parser.add_argument_group("engine", "Fields of EngineConfig."),
         EngineConfig,
+        defaults=ENGINE_DEFAULTS,
         without=WITHOUT_FLAG,
     )
     return parser
+
+
+def _non_empty(text: str) -> str:
+    """Refuse what an unset variable of a shell gives: an empty host would be every address."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def _port(text: str) -> int:

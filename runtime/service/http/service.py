@@ -42,10 +42,10 @@ class Service:
         if given is None:
             return self.model_names[0]
         if given not in self.model_names:
-            names = ", ".join(self.model_names)
+            names = " or ".join(self.model_names)
             raise HttpError(
                 404,
-                f"there is no model {bounded_repr(given)}; served are {names}",
+                f"the model {bounded_repr(given)} is not served: give {names}, or leave model out",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",

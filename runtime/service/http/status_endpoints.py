@@ -11,10 +11,23 @@ from .exchange import Exchange
 from .http_errors import HttpError
 from .service import Service
 
-__all__ = ["health", "metrics", "model", "models", "ready", "version"]
+__all__ = [
+    "Health",
+    "Model",
+    "Models",
+    "Version",
+    "health",
+    "metrics",
+    "model",
+    "models",
+    "ready",
+    "version",
+]
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """A name that requests may give as `model`, and the longest sequence in tokens."""
+
     id: str
     created: int
     max_model_len: int
@@ -22,12 +35,16 @@ class _Model(msgspec.Struct):
     owned_by: str = "stepgraph"
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class Models(msgspec.Struct):
+    """The response of `/v1/models`."""
+
+    data: list[Model]
     object: str = "list"
 
 
-class _Health(msgspec.Struct):
+class Health(msgspec.Struct):
+    """The response of `/health` and `/ready`; `step_age` is in seconds."""
+
     phase: str
     live: bool
     ready: bool
@@ -35,21 +52,23 @@ class _Health(msgspec.Struct):
     reason: str | None
 
 
-class _Version(msgspec.Struct):
+class Version(msgspec.Struct):
+    """The response of `/version`."""
+
     version: str
 
 
 async def models(service: Service, exchange: Exchange) -> None:
     """Respond with the names that requests may give as their model."""
     longest = service.engine.max_model_len
-    names = [_Model(name, service.created, longest) for name in service.model_names]
-    await exchange.respond(_Models(names))
+    names = [Model(name, service.created, longest) for name in service.model_names]
+    await exchange.respond(Models(names))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
     """Respond with one model."""
     name = service.model_name(exchange.scope["path_params"]["name"])
-    await exchange.respond(_Model(name, service.created, service.engine.max_model_len))
+    await exchange.respond(Model(name, service.created, service.engine.max_model_len))
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -65,7 +84,7 @@ async def ready(service: Service, exchange: Exchange) -> None:
 async def version(service: Service, exchange: Exchange) -> None:
     """Respond with the version of stepgraph."""
     package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
-    await exchange.respond(_Version(package.__version__))
+    await exchange.respond(Version(package.__version__))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
@@ -80,5 +99,5 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 async def _respond_health(service: Service, exchange: Exchange, *, live: bool) -> None:
     state = service.engine.health()
     good = state.live if live else state.ready
-    body = _Health(state.phase.value, state.live, state.ready, state.step_age, state.reason)
+    body = Health(state.phase.value, state.live, state.ready, state.step_age, state.reason)
     await exchange.respond(body, status=200 if good else 503)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["find_tag", "skip_space"]
+__all__ = ["begins_with_tag", "find_tag", "skip_space"]
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -23,6 +23,13 @@ def find_tag(text: str, start: int, tag: str) -> tuple[int, bool]:
         if tag.startswith(text[begin:]):
             return begin, False
     return len(text), False
+
+
+def begins_with_tag(text: str, start: int, tag: str) -> bool | None:
+    """Return whether `text` from `start` begins with a tag; None if more text must tell."""
+    if text.startswith(tag, start):
+        return True
+    return None if tag.startswith(text[start : start + len(tag)]) else False
 
 
 def skip_space(text: str, start: int) -> int:

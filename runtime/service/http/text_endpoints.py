@@ -15,17 +15,21 @@ from .requests import DetokenizeRequest, TokenizeRequest, chat_prompt
 from .service import Service
 from .token_text import TokenTexts
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["Text", "Tokens", "detokenize", "tokenize"]
 
 
-class _Tokens(msgspec.Struct):
+class Tokens(msgspec.Struct):
+    """The response of `/tokenize`."""
+
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class _Text(msgspec.Struct):
+class Text(msgspec.Struct):
+    """The response of `/detokenize`."""
+
     prompt: str
 
 
@@ -37,7 +41,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         raise HttpError(400, "give one of prompt and messages", param="prompt")
     tokenizer = _tokenizer(service)
 
-    def encode() -> _Tokens:
+    def encode() -> Tokens:
         if request.messages is None:
             text, special = cast(str, request.prompt), request.add_special_tokens is not False
         else:
@@ -50,24 +54,27 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         token_ids = tokenizer.encode(text, special=special)
         texts = TokenTexts(tokenizer)
         strings = [texts.text(i) for i in token_ids] if request.return_token_strs else None
-        return _Tokens(len(token_ids), longest, token_ids, strings)
+        return Tokens(len(token_ids), longest, token_ids, strings)
 
-    await exchange.respond(await service.engine.prepare(encode))
+    await exchange.respond(await service.engine.run_in_pool(encode))
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     """Respond with the text of token ids."""
     request = await exchange.read(DetokenizeRequest)
     service.model_name(request.model)
+    longest = service.engine.max_model_len
+    if len(request.tokens) > longest:
+        raise HttpError(400, too_long(f"{len(request.tokens)} tokens", longest), param="tokens")
     for token_id in request.tokens:
         if not 0 <= token_id < 1 << 31:
             raise HttpError(400, f"token {token_id} is no token id", param="tokens")
     tokenizer = _tokenizer(service)
 
-    def decode() -> _Text:
-        return _Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
+    def decode() -> Text:
+        return Text(tokenizer.decode(request.tokens, skip_special_tokens=False))
 
-    await exchange.respond(await service.engine.prepare(decode))
+    await exchange.respond(await service.engine.run_in_pool(decode))
 
 
 def _tokenizer(service: Service) -> TextTokenizer:

@@ -1,0 +1,57 @@
+"""The sockets of `stepgraph serve`: what a unix socket replaces and removes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from stepgraph.runtime.service.http.listeners import listen_tcp, listen_unix, remove_socket
+
+
+def test_a_unix_socket_replaces_the_one_of_a_process_that_has_ended(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    listen_unix(path).close()
+    with listen_unix(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+
+
+def test_a_unix_socket_that_is_used_and_other_files_stay(tmp_path: Path) -> None:
+    used, file = tmp_path / "socket", tmp_path / "file"
+    file.write_text("content")
+    with listen_unix(str(used)):
+        for path in (used, file, tmp_path):
+            with pytest.raises(OSError, match=f"cannot listen on --uds {path} "):
+                listen_unix(str(path))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(used))
+    assert file.read_text() == "content"
+
+
+def test_only_the_own_socket_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_unix(str(path)):
+        made = os.lstat(path)
+        path.rename(tmp_path / "moved")
+        with listen_unix(str(path)):
+            remove_socket(str(path), made)
+            assert path.exists()
+            remove_socket(str(path), os.lstat(path))
+            assert not path.exists()
+            remove_socket(str(path), made)
+
+
+@pytest.mark.parametrize("name", ["no/such/directory/socket", "x" * 200])
+def test_a_path_that_cannot_be_used_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"--uds {tmp_path / name} "):
+        listen_unix(str(tmp_path / name))
+
+
+def test_a_port_in_use_and_an_unknown_host_are_named() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1 port {port} \(Address already in use\)"):
+            listen_tcp("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"no\.such\.host\.invalid port 0 \("):
+        listen_tcp("no.such.host.invalid", 0)
