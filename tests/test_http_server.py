@@ -24,6 +24,8 @@ import uvicorn
 from stepgraph.runtime import AsyncEngine, EngineConfig, ServiceConfig
 from stepgraph.runtime.service import app
 from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http.config_flags import config_of
+from stepgraph.runtime.service.http.server_flags import make_parser
 
 from .http_rig import COMPLETIONS, events_of, slow_engine
 
@@ -216,14 +218,14 @@ def test_what_cannot_be_served(
 
 
 def test_flags_are_the_fields_of_the_configurations() -> None:
-    options = server._parser().parse_args(
+    options = make_parser().parse_args(
         [
             *("demo", "--dtype", "bfloat16", "--threads", "-1", "--no-prefix-cache"),
             *("--memory-bytes", "1GiB", "--buckets", "1", "4", "--max-itl-ms", "25"),
             *("--tenant-weights", "a=2", "b=0.5", "--max-queued-requests", "7", "--seed", "3"),
         ]
     )
-    assert server.config_of(EngineConfig, options) == EngineConfig(
+    assert config_of(EngineConfig, options) == EngineConfig(
         dtype="bfloat16",
         threads=-1,
         prefix_cache=False,
@@ -233,9 +235,9 @@ def test_flags_are_the_fields_of_the_configurations() -> None:
         seed=3,
     )
     expected = ServiceConfig(tenant_weights={"a": 2.0, "b": 0.5}, max_queued_requests=7)
-    assert server.config_of(ServiceConfig, options) == expected
-    options = server._parser().parse_args(["demo", "--no-freeze-gc"])
-    assert server.config_of(EngineConfig, options, freeze_gc=True) == EngineConfig()
+    assert config_of(ServiceConfig, options) == expected
+    options = make_parser().parse_args(["demo", "--no-freeze-gc"])
+    assert config_of(EngineConfig, options, freeze_gc=True) == EngineConfig()
 
 
 class Threaded:

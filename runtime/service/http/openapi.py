@@ -22,8 +22,8 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 OPENAPI_VERSION = "3.1.0"
 _SCHEMAS = "#/components/schemas/{name}"
-_TEXT = {"text/plain": {}, "application/openmetrics-text": {}}
 _Json = dict[str, Any]
+_TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,10 @@ def openapi_document(operations: Operations, *, needs_key: bool, root_path: str)
         needs_key: whether requests need an API key, except those for `OPEN_PATHS`.
         root_path: where the application is mounted; empty at the root.
     """
-    kinds = {ErrorBody}
+    kinds: set[type[msgspec.Struct]] = {ErrorBody}
     for operation in operations.values():
-        kinds |= {operation.body, operation.response, operation.event} - {None}
+        named = (operation.body, operation.response, operation.event)
+        kinds.update(kind for kind in named if kind is not None)
     _, schemas = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
     )
