@@ -170,18 +170,18 @@ class Request:
         """The output tokens known on the host. A copy."""
         return self._output_ids[: self.num_output].tolist()
 
-    def output_slice(self, start: int, stop: int) -> list[int]:
-        """Return output tokens `start` to `stop` - 1, which are known. A copy."""
-        return self._output_ids[start:stop].tolist()
+    def output_slice(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return output tokens `start` to `stop` - 1, which are known."""
+        return tuple(self._output_ids[start:stop])
 
     @property
     def token_ns(self) -> list[int]:
         """When each output token reached the host. A copy."""
         return self._token_ns[: self.num_output].tolist()
 
-    def token_ns_slice(self, start: int, stop: int) -> list[int]:
-        """Return when output tokens `start` to `stop` - 1 reached the host. A copy."""
-        return self._token_ns[start:stop].tolist()
+    def token_ns_slice(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return when output tokens `start` to `stop` - 1 reached the host."""
+        return tuple(self._token_ns[start:stop])
 
     def append_token(self, token_id: int, at_ns: int) -> None:
         """Append an output token, which reached the host at `at_ns`."""

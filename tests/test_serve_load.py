@@ -18,11 +18,15 @@ from stepgraph.runtime.bench.load import servers
 from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
 from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
 from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
+from stepgraph.runtime.bench.results.columns import TABLES, table_rows
 from stepgraph.runtime.bench.runtimes.peers import PeerError
+from stepgraph.runtime.bench.scenarios import sse_path
 from stepgraph.runtime.bench.scenarios.async_cost import gaps_of_all
+from stepgraph.runtime.bench.scenarios.sse_path import measure_sse
 from stepgraph.runtime.service.async_engine import AsyncEngine
 from stepgraph.runtime.service.service_config import ServiceConfig
 
+from .bench_rig import schema_errors
 from .fake_engine import fake_engine
 
 MS = 1_000_000
@@ -256,3 +260,17 @@ def test_a_server_ends_with_its_owner(monkeypatch):
     server.close()
     with pytest.raises(PeerError, match="fake: it ended: last words"):
         servers.Server("fake", lambda _: ["sh", "-c", "echo last words; exit 3"], {})
+
+
+def test_the_path_of_a_token_is_measured(monkeypatch):
+    """Of a real server: each token is counted once; the table shows every point."""
+    monkeypatch.setattr(sse_path, "IDLE_SECONDS", 0.1)
+    entries = list(measure_sse([1, 2], [0, 30], num_tokens=40, num_iters=2, say=lambda text: None))
+    assert [schema_errors(entry, "serve_sse") for entry in entries] == [[]] * 8
+    for entry in entries:
+        assert entry["tokens_per_second"]["n"] == 2
+        assert 1 / 40 < entry["events_per_token"] <= 41 / 40
+        assert 1 < entry["cpu_us_per_token"] < 1e5
+        assert entry["idle_cpu"] < 0.5
+    rows = table_rows(TABLES["serve"][2], entries)
+    assert [row["idle connections"] for row in rows] == ["0", "30"] * 4

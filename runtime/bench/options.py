@@ -198,7 +198,7 @@ _FLAGS = {
         metavar="MS",
     ),
     "http": _flag(
-        "whether serve also measures `stepgraph serve`, in a child process (default: yes)",
+        "whether serve also measures `stepgraph serve`, in child processes (default: yes)",
         action=argparse.BooleanOptionalAction,
     ),
     "threads": _flag(
@@ -207,8 +207,8 @@ _FLAGS = {
         type=integer(-1024, 1024),
     ),
     "streams": _flag(
-        "numbers of streams for which serve compares the AsyncEngine with the bare loop (default:"
-        " 1 8 64)",
+        "numbers of streams for which serve compares the AsyncEngine with the bare loop, and"
+        " measures the path of a token to a socket (default: 1 8 64)",
         nargs="+",
         type=integer(1, 4096),
     ),

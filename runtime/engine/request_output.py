@@ -67,13 +67,13 @@ class CompletionOutput:
         """
         detokenizer = self._request.detokenizer
         text = "" if detokenizer is None else detokenizer.text_between(char, self._num_chars)
-        new = slice(token, self._num_tokens)
-        token_ids = self._request.output_slice(new.start, new.stop)
-        return OutputDelta(text, tuple(token_ids), tuple(self._request.logprobs[new]))
+        token_ids = self._request.output_slice(token, self._num_tokens)
+        logprobs = tuple(self._request.logprobs[token : self._num_tokens])
+        return OutputDelta(text, token_ids, logprobs)
 
     def token_ns_since(self, token: int) -> tuple[int, ...]:
         """Return when the host received the tokens from number `token`; see `RequestTiming`."""
-        return tuple(self._request.token_ns_slice(token, self._num_tokens))
+        return self._request.token_ns_slice(token, self._num_tokens)
 
     @property
     def token_ids(self) -> list[int]:
@@ -206,7 +206,7 @@ class RequestOutput:
     def of(cls, group: RequestGroup) -> RequestOutput:
         """Return the present state of a group of requests; the next deltas begin after it."""
         requests = group.requests
-        completions = tuple([CompletionOutput(request) for request in requests])
+        completions = tuple(map(CompletionOutput, requests))
         for request in requests:
             request.num_reported_tokens = request.num_output
             if request.detokenizer is not None:

@@ -90,6 +90,7 @@ class Pieces:
         self.replaced = _replaced_after_bytes(decoder)
         """Replacements by later stages of characters that byte tokens formed."""
         self._pieces: dict[int, bytes] = {}
+        self._exists: dict[int, bool] = {}  # of the token ids that were asked for
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
 
@@ -103,7 +104,10 @@ class Pieces:
         """Return whether `decode` passes the token to the decoder."""
         if skip_special_tokens and token_id in self._special_ids:
             return False
-        return self._tokenizer.id_to_token(token_id) is not None
+        exists = self._exists.get(token_id)
+        if exists is None:
+            exists = self._exists[token_id] = self._tokenizer.id_to_token(token_id) is not None
+        return exists
 
     def of(self, token_id: int) -> bytes:
         """Return the bytes of a token, special or not, in the middle of a text."""

@@ -38,7 +38,7 @@ from ...sampling_params import MAX_LOGPROBS, SamplingParams
 from ...scheduling.scheduler import Scheduler
 from ..workload import interleave
 
-__all__ = ["HostCost", "HostRig", "measure_host"]
+__all__ = ["HostCost", "HostRig", "idle_library", "measure_host"]
 
 MODEL = ModelConfig(
     vocab_size=1024,
@@ -132,8 +132,7 @@ class HostRig:
         model = Decoder(MODEL, kernels, config.dtype, config.device, groups)
         arena = Arena(groups, 2, block_size, config.dtype, config.device)
         self.runner = Runner(model, config, arena, groups)
-        self.runner.library = _idle_library(self.runner.sizes.keys(), self.rng)
-        self.runner.library.prepare()
+        self.runner.library = idle_library(self.runner.sizes.keys(), MODEL.vocab_size, self.rng)
         self.cache = KVCache(groups, num_blocks, block_size, chunk=user.prefill_chunk)
         scheduler = Scheduler(
             self.cache,
@@ -225,12 +224,16 @@ def _turn(rig: HostRig, times: list[int], num_steps: int) -> None:
     times += rig.run(min(TURN, num_steps - len(times)))
 
 
-def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[StepKey, StepOutput]:
-    """Return a library whose steps return the same outputs every time."""
+def idle_library(
+    keys: Sequence[StepKey], vocab_size: int, rng: random.Random
+) -> StepLibrary[StepKey, StepOutput]:
+    """Return a prepared library whose steps compute nothing: each returns the same random tokens
+    every time.
+    """
 
     def make_step(key: StepKey) -> Step[StepOutput]:
         rows = key.size
-        tokens = torch.tensor(rng.choices(range(1, MODEL.vocab_size), k=rows))
+        tokens = torch.tensor(rng.choices(range(1, vocab_size), k=rows))
         details = None
         if key.full_sampler:
             details = SampleOutput(
@@ -242,4 +245,6 @@ def _idle_library(keys: Sequence[StepKey], rng: random.Random) -> StepLibrary[St
         output = StepOutput(tokens, torch.empty(0), details)
         return EagerStep(lambda: output, str(key))
 
-    return StepLibrary(make_step, keys, lambda key: key.size, make_step)
+    library = StepLibrary(make_step, keys, lambda key: key.size, make_step)
+    library.prepare()
+    return library

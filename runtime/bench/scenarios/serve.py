@@ -2,8 +2,9 @@
 
 Sides are the engine in this process, `stepgraph serve`, and servers of other runtimes. First the
 capacity of each is measured, by a closed loop that keeps every row busy. Then requests arrive at
-multiples of it, at each rate in all sides in turn, in reversed order at every second rate. Last,
-the cost of the `AsyncEngine` is measured against the bare loop.
+multiples of it, at each rate in all sides in turn, in reversed order at every second rate. Then
+the cost of the `AsyncEngine` is measured against the bare loop, and that of `stepgraph serve` for a
+token with a model that computes nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from ..runtimes.peers import (
 )
 from ..workload import random_prompts
 from .async_cost import measure_async_cost
+from .sse_path import measure_sse
 
 __all__ = ["run_serve"]
 
@@ -56,6 +58,9 @@ NUM_PROMPTS = 256
 """Different prompts; they repeat after so many requests."""
 COST_INPUT = 16
 """Prompt tokens of the requests that measure the cost of an `AsyncEngine`."""
+IDLE_CONNECTIONS = (0, 1000)
+STREAM_TOKENS = 1024
+"""Tokens of the requests that measure the path to a socket."""
 SWITCH_INTERVAL = 1e-4
 """Of the interpreter lock, in seconds: what `stepgraph serve` sets."""
 SLO_FACTOR = 4.0
@@ -110,7 +115,9 @@ def choose_slo(
 
 
 def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each rate and side of each case, then one for each number of streams."""
+    """Yield an entry for each rate and side of each case, then for each number of streams, then
+    for each point of `measure_sse`.
+    """
     options = run.options
     specs = choose_peers(options.peer, run.device, SERVER_MODULES)
     configure = partial(run.config, kind, mode, threads=options.threads, freeze_gc=True)
@@ -134,6 +141,14 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
                 **_cores(engine),
                 **measure_async_cost(runner, service, engine, prompts[:streams], **loops),
             }
+    if options.http and (kind, mode) == (run.kinds[0], run.modes[0]):  # depends on neither
+        yield from measure_sse(
+            options.streams,
+            IDLE_CONNECTIONS,
+            num_tokens=STREAM_TOKENS,
+            num_iters=options.num_iters,
+            say=run.say,
+        )
 
 
 def _measure_load(
