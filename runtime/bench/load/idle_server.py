@@ -31,9 +31,13 @@ def _make_engine(source: str, config: EngineConfig, service: ServiceConfig) -> A
     return AsyncEngine(partial(_start, source, config), service)
 
 
-if __name__ == "__main__":
+def _main() -> int:
     from ...service.http.server import main  # needs the extra `server`
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    sys.exit(main(make_engine=_make_engine))
+    return main(make_engine=_make_engine)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
