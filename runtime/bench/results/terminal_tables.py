@@ -17,6 +17,7 @@ NAMES = (
     *("model", "dtype", "weights", "KV", "mode", "kernels", "kernel", "device", "term"),
     *("batch", "rows", "input", "prompt", "output", "context", "max ITL ms", "busy", "runtime"),
     *("prefill_chunk", "steps_per_launch", "steps", "operation", "ms"),
+    *("endpoint", "streams", "idle connections"),
 )
 """Columns that identify a row. Where a table is split, each part repeats them."""
 EDGES = 3
