@@ -50,7 +50,7 @@ def test_every_cell_is_whole_and_no_line_is_too_long(rows, width):
 @pytest.mark.parametrize("width", [80, 120, 600])
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_table_of_the_benchmark_fits(table: Table, width: int, count: int):
-    """With large numbers, and long names in the first column; each part repeats the names of its rows."""
+    """With large numbers and long names of rows, which each part repeats."""
     heads = list(table.columns)
     rows = [[f"{LONG}-{i}" if h == heads[0] else LARGE for h in heads] for i in range(count)]
     lines = shown("\n".join(aligned(heads, rows, table.text_columns)), width)
