@@ -18,7 +18,8 @@ from stepgraph.runtime.bench.load import servers
 from stepgraph.runtime.bench.load.arrivals import BURST, arrival_times
 from stepgraph.runtime.bench.load.clients import EngineClient, HttpClient
 from stepgraph.runtime.bench.load.generator import Outcome, closed_loop, open_loop, summarize
-from stepgraph.runtime.bench.results.columns import TABLES, table_rows
+from stepgraph.runtime.bench.results.columns import TABLES
+from stepgraph.runtime.bench.results.table_cells import table_rows
 from stepgraph.runtime.bench.runtimes.peers import PeerError
 from stepgraph.runtime.bench.scenarios import sse_path
 from stepgraph.runtime.bench.scenarios.async_cost import gaps_of_all

@@ -177,6 +177,18 @@ class TestGrowingText:
             assert text == settled(tokenizer, ids)[len(before) :] == detokenizer.text
         assert detokenizer.finish() == ""
 
+    @given(st.data(), st.sampled_from([1, 7, 255, 256, 257, 600]))
+    @settings(max_examples=30, deadline=None)
+    def test_any_part_of_the_text(self, data: st.DataObject, num_tokens: int) -> None:
+        tokenizer = byte_level()
+        ids = tokenizer.encode(CORPUS[0], special=False)
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        for number in range(num_tokens):
+            detokenizer.push([ids[number % len(ids)]])
+        places = st.integers(0, detokenizer.num_chars)
+        start, stop = data.draw(places), data.draw(places)
+        assert detokenizer.text_between(start, stop) == detokenizer.text[start:stop]
+
     def test_character_begun_by_the_prompt(self) -> None:
         tokenizer = byte_level()
         ids = tokenizer.encode("\u20ad", special=False)

@@ -16,7 +16,6 @@ from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.startup import start
 from ...service.async_engine import AsyncEngine
-from ...service.http.server import main
 from ...service.service_config import ServiceConfig
 from ..scenarios.host_overhead import idle_library
 
@@ -33,6 +32,8 @@ def _make_engine(source: str, config: EngineConfig, service: ServiceConfig) -> A
 
 
 if __name__ == "__main__":
+    from ...service.http.server import main  # needs the extra `server`
+
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.exit(main(make_engine=_make_engine))

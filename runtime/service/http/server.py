@@ -36,6 +36,7 @@ from .server_flags import (
 
 __all__ = ["main"]
 
+MakeEngine = Callable[[str, EngineConfig, ServiceConfig], AsyncEngine]
 KEEP_ALIVE_SECONDS = 75
 """Time that an idle connection stays open: longer than clients keep theirs in a pool."""
 CLOSE_SECONDS = 5
@@ -52,9 +53,7 @@ REPORTED_ERRORS = (
 
 def main(
     arguments: Sequence[str] | None = None,
-    make_engine: Callable[
-        [str, EngineConfig, ServiceConfig], AsyncEngine
-    ] = AsyncEngine.from_pretrained,
+    make_engine: MakeEngine = AsyncEngine.from_pretrained,
 ) -> int:
     """Run the command line; return the exit status. `make_engine` returns what is served."""
     parser = make_parser()
