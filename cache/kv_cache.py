@@ -66,6 +66,14 @@ class KVCache(BlockTables):
         """Cached blocks that were allocated again, losing their contents."""
         return self._pool.num_evictions
 
+    def num_shareable(
+        self, num_tokens: int, hashes: PrefixHashes, reusable_tokens: int | None
+    ) -> int:
+        """Return how many of a new request's first tokens `admit` would find by content now."""
+        most = num_tokens - 1 if reusable_tokens is None else min(num_tokens - 1, reusable_tokens)
+        found = find_reuse(self._allocators, self.host, "", num_tokens, hashes, (), most).found
+        return found.num_tokens
+
     def admit(
         self,
         request_id: str,

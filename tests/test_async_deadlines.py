@@ -87,6 +87,17 @@ def test_a_deadline_out_of_reach_is_refused_with_the_delay() -> None:
         r.check_idle()
 
 
+def test_tokens_in_the_prefix_cache_take_no_time_before_the_first_token() -> None:
+    with rig() as r:
+        r.on_launch = lambda plan: time.sleep(0.2)
+        r.engine.submit(LONG, params(0, max_tokens=1)).result(SECONDS)  # measures the rates
+        r.on_launch = lambda plan: None
+        with pytest.raises(DeadlineUnreachableError):
+            r.engine.submit(LONG[::-1], params(1), first_token_deadline=0.1).result(SECONDS)
+        again = r.engine.submit(LONG, params(1), first_token_deadline=0.1)
+        assert again.result(SECONDS).finish_reason == "length"
+
+
 def test_one_slow_step_does_not_make_it_refuse_for_ever() -> None:
     with rig() as r:
         r.on_launch = lambda plan: time.sleep(0.3)

@@ -18,6 +18,7 @@ from ...profiling.timeline import Timeline
 from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
 from ..models.decoder import Decoder
+from ..request import RequestGroup
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
 from .engine_metrics import EngineCounters, EngineGauges
@@ -259,6 +260,18 @@ class StartedEngine:
         parts, loop = self._parts, self._loop  # in this order: another thread may close it
         assert parts is not None
         return EngineGauges.of(parts, loop)
+
+    def num_cached_tokens(self, group: RequestGroup) -> int:
+        """Return how many tokens of a prompt that is not queued yet are in the prefix cache.
+
+        For the thread that runs the steps, between two of them.
+        """
+        first = group.requests[0]
+        if first.prefix_hashes is None:
+            return 0
+        return self._loop.scheduler.cache.num_shareable(
+            len(group.prompt_ids), first.prefix_hashes, first.reusable_tokens
+        )
 
     def counters(self) -> EngineCounters:
         """Return the totals so far. Takes microseconds; any thread may call it at any time."""

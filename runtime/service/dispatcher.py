@@ -141,7 +141,7 @@ class Dispatcher:
         gauges = engine.gauges()
         self._num_rows, free = gauges.rows, gauges.free_rows
         while free > 0 and (handle := self._queue.head()) is not None:
-            if self._misses_deadline(handle, now_ns):
+            if self._misses_deadline(handle, engine, now_ns):
                 self.abort(handle, engine, "deadline")
                 continue
             self._queue.pop()
@@ -288,12 +288,12 @@ class Dispatcher:
         assert self.limits.num_requests >= len(self._queue)
         self.deadlines.check_integrity()
 
-    def _misses_deadline(self, handle: RequestHandle, now_ns: int) -> bool:
+    def _misses_deadline(self, handle: RequestHandle, engine: Engine, now_ns: int) -> bool:
         """Whether the first token would come too late, if it were prefilled now."""
         due = handle.first_token_deadline_ns
         if due is None or self._measures_anew(now_ns):
             return False
-        tokens = self._unstarted_tokens + handle.num_prompt_tokens
+        tokens = self._unstarted_tokens + _num_to_prefill(handle, engine)
         return now_ns + 1e9 * self.latency.prefill_seconds(tokens) > due
 
     def _predict_delay(
@@ -305,7 +305,7 @@ class Dispatcher:
             requests, tokens = self._queue.ahead_of(handle.tenant, handle.priority)
             gauges = engine.gauges()
             predicted = self.latency.first_token_seconds(
-                handle.num_prompt_tokens,
+                _num_to_prefill(handle, engine),
                 requests_ahead=requests,
                 tokens_ahead=tokens + self._unstarted_tokens,
                 num_rows=gauges.rows,
@@ -359,6 +359,12 @@ class Dispatcher:
     def _retry_after(self) -> float:
         """Predict the seconds until a queued request gets a row."""
         return self.latency.row_seconds(1, self._num_rows) or 1.0
+
+
+def _num_to_prefill(handle: RequestHandle, engine: Engine) -> int:
+    """Return the tokens of a prompt that the prefix cache does not hold."""
+    assert handle.group is not None
+    return handle.num_prompt_tokens - engine.num_cached_tokens(handle.group)
 
 
 def _copy(error: Exception) -> Exception:
