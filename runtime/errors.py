@@ -90,7 +90,7 @@ class EngineFailedError(StepgraphError, RuntimeError):
 
 
 class EngineUnavailableError(StepgraphError, RuntimeError):
-    """An `AsyncEngine` drains, sleeps or restarts, and takes no requests now."""
+    """An `AsyncEngine` drains, sleeps or restarts, and accepts no requests now."""
 
 
 class OverloadedError(StepgraphError, RuntimeError):

@@ -10,6 +10,7 @@ import torch
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.bench.scenarios.host_overhead import MODEL
 from stepgraph.runtime.engine.engine_parts import CodeCache
+from stepgraph.runtime.loading.tokenizer import TextTokenizer
 from stepgraph.runtime.resolved_config import ResolvedConfig
 
 from .fake_device import VOCAB, FakeRunner, oracle
@@ -62,6 +63,7 @@ def fake_engine(
     max_num_seqs: int = 4,
     host_blocks: int = 0,
     make_runner: type[EngineRunner] = EngineRunner,
+    tokenizer: TextTokenizer | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine whose tokens are those of `expected`."""
@@ -84,7 +86,7 @@ def fake_engine(
             stack=None,
             kernels=SimpleNamespace(library=None, name="fake", fallbacks=()),
         ),
-        tokenizer=None,
+        tokenizer=tokenizer,
         groups=groups_of((None,)),
         plan=SimpleNamespace(num_blocks=num_blocks, max_batch_tokens=64),
         runner=runner,

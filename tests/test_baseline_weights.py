@@ -22,7 +22,7 @@ from stepgraph.runtime.bench.runtimes.transformers_model import load_model
 from stepgraph.runtime.models.config import LatentConfig, ModelConfig
 from stepgraph.runtime.models.presets import PRESETS
 
-from .conftest import VARIANTS, TinyModel
+from .tiny_models import VARIANTS, TinyModel
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 9

@@ -17,7 +17,13 @@ from stepgraph.runtime.execution.outputs import OUTPUT_SETS, HostOutputs, Output
 
 from .fake_graphs import FakeGraphs, make_fake_graphs  # noqa: F401
 
-CAPTURED = {"mode": "graph", "compile": False, "max_model_len": 96, "buckets": (1, 4)}
+CAPTURED = {
+    "mode": "graph",
+    "compile": False,
+    "max_model_len": 96,
+    "buckets": (1, 4),
+    "prefill_chunk": 16,
+}
 
 
 class Rig:

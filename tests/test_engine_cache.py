@@ -238,11 +238,11 @@ def test_copies_that_fail_cost_time_and_nothing_else(
     monkeypatch.setattr(owner, where, failing)
     addresses = runner.addresses()
     prompts = base.prompts(20, 31, 30, 7, seed=38)
-    params = greedy(NEW_TOKENS, n=2)
+    params = greedy(40, n=2)
     requests = {engine.add_request(p, params): p for p in prompts}
     done = run(engine, checked=True)
     for request_id, prompt in requests.items():
-        assert texts([done[request_id]]) == [base.greedy([prompt], NEW_TOKENS) * 2]
+        assert texts([done[request_id]]) == [base.greedy([prompt], 40) * 2]
         assert done[request_id].finish_reason == "length"
     assert len(calls) > in_call, "the copy that should have failed was never made"
     assert engine.stats()["failed_copies"] == 1
@@ -277,7 +277,7 @@ def test_quantised_cache_is_shared_and_swapped_too(
     assert stats["cache"]["hit_tokens"] > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("preemption", sweep(["swap", "recompute"], "swap"))
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "gemma2", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("mode", MODES)

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from conftest import TinyModel
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-GRAPH = {"mode": "graph", "compile": False, "max_model_len": 96, "buckets": (1, 4)}
+GRAPH = {
+    "mode": "graph",
+    "compile": False,
+    "max_model_len": 96,
+    "buckets": (1, 4),
+    "prefill_chunk": 32,
+}
 
 
 @pytest.fixture

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,46 +16,15 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import httpx
-import uvicorn
-from stepgraph.runtime import AsyncEngine, EngineConfig, ServiceConfig
-from stepgraph.runtime.service import app
+from stepgraph.runtime import EngineConfig, ServiceConfig
 from stepgraph.runtime.service.http import connection, server
+from stepgraph.runtime.service.http.config_flags import config_of
+from stepgraph.runtime.service.http.server_flags import make_parser
 
-from .http_rig import COMPLETIONS, events_of, slow_engine
+from .http_rig import COMPLETIONS, events_of
+from .http_servers import KEY, SECONDS, Command, Threaded, read_all, request
 
-SECONDS = 60
-KEY = "test-key"
 BODY = {"prompt": "def main(", "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-
-
-class Command:
-    """The command in a process of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "stepgraph", "serve", *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, server.API_KEY_VARIABLE: KEY},
-        )
-        assert self.process.stderr is not None
-        self.address = self.process.stderr.readline().split("; ")[1].split()[0]
-        self.health_at_start = httpx.get(f"{self.address}/health") if self.is_tcp else None
-
-    @property
-    def is_tcp(self) -> bool:
-        return self.address.startswith("http")
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().endswith(f"ready: {self.address}\n")
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, errors
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +181,14 @@ def test_what_cannot_be_served(
 
 
 def test_flags_are_the_fields_of_the_configurations() -> None:
-    options = server._parser().parse_args(
+    options = make_parser().parse_args(
         [
             *("demo", "--dtype", "bfloat16", "--threads", "-1", "--no-prefix-cache"),
             *("--memory-bytes", "1GiB", "--buckets", "1", "4", "--max-itl-ms", "25"),
             *("--tenant-weights", "a=2", "b=0.5", "--max-queued-requests", "7", "--seed", "3"),
         ]
     )
-    assert server.config_of(EngineConfig, options) == EngineConfig(
+    assert config_of(EngineConfig, options) == EngineConfig(
         dtype="bfloat16",
         threads=-1,
         prefix_cache=False,
@@ -233,40 +198,9 @@ def test_flags_are_the_fields_of_the_configurations() -> None:
         seed=3,
     )
     expected = ServiceConfig(tenant_weights={"a": 2.0, "b": 0.5}, max_queued_requests=7)
-    assert server.config_of(ServiceConfig, options) == expected
-    options = server._parser().parse_args(["demo", "--no-freeze-gc"])
-    assert server.config_of(EngineConfig, options, freeze_gc=True) == EngineConfig()
-
-
-class Threaded:
-    """A server over a slow fake engine, in a thread."""
-
-    def __init__(self) -> None:
-        self.engine = AsyncEngine(slow_engine)
-        self.engine.start()
-        config = uvicorn.Config(
-            app(self.engine),
-            http=connection.LimitedConnection,
-            lifespan="off",
-            log_config=None,
-            timeout_graceful_shutdown=1,
-        )
-        self.server = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
-        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
-        self.thread.start()
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
-
-    def running(self) -> int:
-        return int(asyncio.run(self.engine.stats())["running"])
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(SECONDS)
-        self.engine.close()
+    assert config_of(ServiceConfig, options) == expected
+    options = make_parser().parse_args(["demo", "--no-freeze-gc"])
+    assert config_of(EngineConfig, options, freeze_gc=True) == EngineConfig()
 
 
 @pytest.fixture
@@ -274,22 +208,6 @@ def threaded() -> Iterator[Threaded]:
     server = Threaded()
     yield server
     server.close()
-
-
-def request(body: bytes, *headers: bytes) -> bytes:
-    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", *headers]
-    return b"\r\n".join(lines) + b"\r\n\r\n" + body
-
-
-def read_all(sock: socket.socket) -> bytes:
-    """Everything until the server closes, also if it resets the connection."""
-    data = b""
-    try:
-        while piece := sock.recv(1 << 16):
-            data += piece
-    except ConnectionError:
-        pass
-    return data
 
 
 def flood(sock: socket.socket, piece: bytes, most: int = 64 << 20) -> None:

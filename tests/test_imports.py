@@ -150,7 +150,9 @@ ROOMS = {
     "engine": frozenset(
         {"kernels", "models", "loading", "sampling", "scheduling", "execution", "memory"}
     ),
-    "tools": frozenset({"kernels", "models", "loading", "execution", "memory", "engine"}),
+    "tools": frozenset(
+        {"kernels", "models", "loading", "execution", "memory", "engine", "service"}
+    ),
 }
 """The folders of the runtime that each of them may import, besides itself."""
 SHARED = {
@@ -191,7 +193,7 @@ IMPORTED_LATE = {
 """Files whose import may fail for want of an extra."""
 HTTP = "runtime/service/http/"
 IMPORTED_LATE |= {
-    file: {"msgspec", "starlette", "uvicorn", "uvloop"}
+    file: {"httptools", "msgspec", "starlette", "uvicorn", "uvloop"}
     for file in FILES
     if file.startswith(HTTP) and not file.endswith("__init__.py")
 }

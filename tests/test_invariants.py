@@ -90,10 +90,8 @@ def test_greedy_alone_is_what_transformers_says(
 SHAPES: list[dict[str, Any]] = [
     {"block_size": 1},
     {"block_size": 4, "max_num_seqs": 16},
-    {"block_size": 32},
     {"prefill_chunk": 1},
     {"prefill_chunk": 3, "block_size": 4},
-    {"prefill_chunk": 7},
     {"prefill_chunk": 64, "max_num_seqs": 2},
     {"max_num_seqs": 8, "buckets": (3, 5)},
     {"max_num_seqs": 8, "buckets": (8,)},
@@ -159,8 +157,7 @@ def test_tokens_do_not_depend_on_the_mode(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("num_blocks", [20, 26, 40])
-@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(("num_blocks", "in_flight"), [(20, 0), (20, 1), (26, 1), (40, 0)])
 def test_tokens_do_not_depend_on_preemptions(
     open_engine: Callable[..., Engine],
     prompts: list[list[int]],
@@ -327,7 +324,7 @@ def test_a_row_left_in_the_middle_carries_nothing_over(
     """An aborted request has a step in flight that still writes to its row and blocks."""
     engine = open_engine(MODEL, max_num_seqs=1, prefill_chunk=16, prefix_cache=False)
     engine._loop._in_flight = 1
-    for steps in (1, 2, 3, 4, 7):
+    for steps in (1, 4, 7):
         for former in FORMER_OWNERS:
             aborted = engine.add_request(prompts[4], former)
             for _ in range(steps):

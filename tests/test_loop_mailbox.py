@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from stepgraph.runtime.service.loop_mailbox import LoopMailbox
@@ -131,3 +132,30 @@ def test_a_wait_without_a_task() -> None:
         await asyncio.wait_for(waiter, 5)
 
     asyncio.run(run())
+
+
+def test_a_mailbox_wakes_its_loop_once_until_it_has_run() -> None:
+    class Loop:
+        calls: list[Any]
+
+        def is_closed(self) -> bool:
+            return False
+
+        def call_soon_threadsafe(self, function: Any) -> None:
+            self.calls.append(function)
+
+    loop = Loop()
+    loop.calls = []
+    mailbox = LoopMailbox(loop)  # type: ignore[arg-type]
+    handles: list[Any] = [type("Handle", (), {"posted": False})() for _ in range(64)]
+    for _ in range(10):
+        for handle in handles:
+            mailbox.post(handle)
+        mailbox.flush()
+    assert len(loop.calls) == 1
+    loop.calls[0]()
+    mailbox.flush()
+    assert len(loop.calls) == 1
+    mailbox.post(handles[0])
+    mailbox.flush()
+    assert len(loop.calls) == 2

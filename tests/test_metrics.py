@@ -14,7 +14,8 @@ from stepgraph.runtime.service.metric_histograms import Histogram
 from stepgraph.runtime.service.request_record import RequestRecord
 
 from .fake_engine import fake_engine, params
-from .test_request_records import SlowEngine, listening, wait_until
+from .service_rig import wait_until
+from .test_request_records import SlowEngine, listening
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -215,6 +216,8 @@ def test_names_kinds_and_labels() -> None:
     text, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
+    _, content_type = metrics.exposition("application/openmetrics-text; version=x")
+    assert content_type.startswith("text/plain")
 
 
 def test_a_histogram_counts_bounds_into_their_bucket() -> None:

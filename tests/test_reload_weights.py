@@ -30,7 +30,6 @@ from stepgraph.runtime.errors import (
 from stepgraph.runtime.loading.opened_source import OpenedSource
 from stepgraph.runtime.models.layout import fused_layout
 
-from .conftest import byte_level_tokenizer
 from .engine_rig import greedy, run
 from .reload_rig import (  # noqa: F401
     TOKENS,
@@ -41,6 +40,7 @@ from .reload_rig import (  # noqa: F401
     storage,
     unchanged,
 )
+from .tiny_models import byte_level_tokenizer
 
 if TYPE_CHECKING:
     from .conftest import TinyModel

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +16,7 @@ from stepgraph.runtime.errors import EngineFailedError, OverloadedError
 from stepgraph.runtime.service.request_record import RequestRecord
 
 from .fake_engine import fake_engine, params
+from .service_rig import wait_until
 
 LONG = 40
 """Output tokens of a request that runs for a while."""
@@ -42,13 +42,6 @@ class SlowEngine:
 
         engine.step = slow_step  # type: ignore[method-assign]
         return engine
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "timeout"
-        time.sleep(1e-3)
 
 
 def listening(engine: AsyncEngine) -> list[RequestRecord]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -36,13 +35,7 @@ POLICIES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_tracebacks() -> Iterator[None]:
-    """Thousands of copies are made to fail."""
-    logger = logging.getLogger("stepgraph.runtime")
-    logger.disabled = True
-    yield
-    logger.disabled = False
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
 
 def fail_sometimes(rng: random.Random, name: str, count: int) -> int | None:
@@ -226,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
+    max_examples=50, stateful_step_count=30, deadline=None
 )
 TestSchedulerAndLoop = SchedulerMachine.TestCase
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
-import logging
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +33,7 @@ from .service_rig import PROMPT, SECONDS, Rig, config, do, rig, wait_until
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def _no_tracebacks() -> Iterator[None]:
-    logger = logging.getLogger("stepgraph.runtime")
-    logger.disabled = True
-    yield
-    logger.disabled = False
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
 
 def once(error: BaseException) -> Callable[..., None]:

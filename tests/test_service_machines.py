@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,14 +23,7 @@ from .fake_device import oracle
 from .fake_engine import fake_engine, params
 from .service_rig import SECOND, WEIGHTS, config, make_handle
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_tracebacks() -> Iterator[None]:
-    """Hundreds of steps are made to fail."""
-    logger = logging.getLogger("stepgraph.runtime")
-    logger.disabled = True
-    yield
-    logger.disabled = False
+pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
 
 class Inboxes:

@@ -125,6 +125,12 @@ def test_unknown_preset_leaves_the_present_model(base: TinyModel) -> None:
         with pytest.raises(StepgraphError, match="preset"):
             await engine.reload("preset:none-of-these")
         assert await generate(engine) == tokens_of(base.directory)
+        await engine.sleep()
+        with pytest.raises(StepgraphError, match="preset"):
+            await engine.reload("preset:none-of-these")
+        assert engine.health().reason == "asleep"
+        await engine.wake()
+        assert await generate(engine) == tokens_of(base.directory)
 
     run(base.directory, test)
 

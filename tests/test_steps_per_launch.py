@@ -174,7 +174,13 @@ def test_a_steady_launch_is_one_replay(
     open_engine: Callable[..., Engine], fake_graphs: FakeGraphs, base: TinyModel
 ) -> None:
     engine = open_engine(
-        "base", mode="graph", compile=False, buckets=(4,), block_size=64, steps_per_launch=4
+        "base",
+        mode="graph",
+        compile=False,
+        buckets=(4,),
+        block_size=64,
+        prefill_chunk=16,
+        steps_per_launch=4,
     )
     keys = engine._loop.runner.sizes.keys()
     assert {key.steps for key in keys if key.phase == "decode"} == {1, 4}

@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from .conftest import byte_level_tokenizer
 from .test_text_stream import finished
+from .tiny_models import byte_level_tokenizer
 
 CORPUS = ["def main(): return '漢字 かな' # 😀👩‍👩‍👧 naïve café", "stop STOP stopping here\n\n"] * 8
 

@@ -104,7 +104,7 @@ class EngineSupervisor:
             return error
         if phase is Phase.SERVING:  # the engine was replaced meanwhile
             phase = Phase.STARTING
-        return EngineUnavailableError(f"the engine is {phase.value}, and takes no requests now")
+        return EngineUnavailableError(f"the engine is {phase.value} and accepts no requests now")
 
     def start(self) -> None:
         """Make the engine."""
@@ -232,14 +232,19 @@ class EngineSupervisor:
         return None
 
     def _replace_engine(self, start_engine: Callable[[], Engine]) -> None:
-        """Close the engine and start another one, or the old one again if that fails."""
+        """Close the engine and start another one, or the old one again if that fails.
+
+        One that was asleep is left asleep.
+        """
+        asleep = self.phase is Phase.ASLEEP
         self._sleep()
         before, self._start_engine = self._start_engine, start_engine
         try:
             self.wake()
         except BaseException:
             self._start_engine = before
-            self.wake()
+            if not asleep:
+                self.wake()
             raise
 
     def _check_can_start(self) -> None:

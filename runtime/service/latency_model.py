@@ -61,7 +61,7 @@ class LatencyModel:
         self._request.observe(seconds * num_rows, 1)
 
     def prefill_seconds(self, num_tokens: int) -> float:
-        """Predict the time to prefill tokens, with the decoding rows of late in the batch."""
+        """Predict the seconds to prefill tokens, with as many decoding rows as recently."""
         return num_tokens * self._prefill.seconds
 
     def row_seconds(self, position: int, num_rows: int) -> float:

@@ -217,7 +217,7 @@ class ManagedEngine:
 
         If its config allows it, only the weights are replaced (`Engine.reload_weights`); otherwise,
         and if that fails, a new engine is started. If the model cannot be loaded, the present one
-        is served again and the error raised.
+        is served again and the error raised; if it was asleep, it sleeps on.
 
         Raises:
             EngineFailedError, EngineClosedError: there is no engine.

@@ -33,7 +33,7 @@ def trace_requests(
 
     Args:
         engine: need not have started.
-        model_name: what `gen_ai.request.model` says.
+        model_name: value of `gen_ai.request.model`.
         tracer_provider: makes the spans; None for the global one.
 
     Raises:

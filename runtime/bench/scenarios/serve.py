@@ -131,7 +131,7 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
         max_num_seqs=buckets[-1], buckets=buckets, max_model_len=COST_INPUT + options.num_steps
     )
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
+        runner = stack.enter_context(_new_runner())
         service, engine = _start_engine(stack, run, kind, config, "cost of the AsyncEngine")
         prompts = random_prompts(engine.model_config, buckets[-1], COST_INPUT, options.seed)
         loops = {"num_steps": options.num_steps, "num_iters": options.num_iters}
@@ -139,6 +139,7 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
             yield {
                 **describe_engine(engine, kind.model),
                 **_cores(engine),
+                "event_loop": type(runner.get_loop()).__module__.partition(".")[0],
                 **measure_async_cost(runner, service, engine, prompts[:streams], **loops),
             }
     if options.http and (kind, mode) == (run.kinds[0], run.modes[0]):  # depends on neither
@@ -169,7 +170,7 @@ def _measure_load(
             checkpoint = save_preset(stack, kind.model, config)
             save_text_tokenizer(source.config.vocab_size, checkpoint)
         served = kind if checkpoint is None else kind._replace(model=str(checkpoint))
-        runner = stack.enter_context(asyncio.Runner())
+        runner = stack.enter_context(_new_runner())
         service, engine = _start_engine(stack, run, served, config, "requests arrive at random")
         prompts = random_prompts(engine.model_config, NUM_PROMPTS, case.input_len, options.seed)
         if specs and source.directory is None:
@@ -290,6 +291,15 @@ def _peer_sides(
 
 def _body(model: str, prompt: str | list[int], case: ServeCase) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": case.output_len, "temperature": 0.0}
+
+
+def _new_runner() -> asyncio.Runner:
+    """Return a runner with the event loop of `stepgraph serve`: uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 def _cores(engine: Engine) -> dict[str, int]:

@@ -22,7 +22,7 @@ from .chat import chat
 from .completions import complete
 from .exchange import BodyLimits, Endpoint, Exchange, encode
 from .http_errors import HttpError
-from .openapi import OPEN_PATHS, Operation, openapi_document
+from .openapi import OPEN_PATHS, Operation, Operations, openapi_document
 from .output_parsers import make_output_parser
 from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Chat, ChatChunk, Completion
@@ -30,7 +30,7 @@ from .service import Metrics, Service
 
 __all__ = ["app"]
 
-_OPERATIONS = {
+OPERATIONS: Operations = {
     ("GET", "/v1/models"): Operation(status_endpoints.models, status_endpoints.Models),
     ("GET", "/v1/models/{name:path}"): Operation(status_endpoints.model, status_endpoints.Model),
     ("GET", "/health"): Operation(
@@ -98,16 +98,16 @@ def app(
         reasoning_parser=reasoning_parser,
     )
 
+    document = openapi_document(OPERATIONS, needs_key=bool(api_keys))
+
     async def describe(exchange: Exchange) -> None:
-        root_path = exchange.scope.get("root_path", "")
-        await exchange.respond(
-            openapi_document(_OPERATIONS, needs_key=bool(api_keys), root_path=root_path)
-        )
+        mounted_at = exchange.scope.get("root_path") or "/"
+        await exchange.respond({**document, "servers": [{"url": mounted_at}]})
 
     limits = BodyLimits(max_body_bytes)
     routes = [
         Route(path, _endpoint(service, operation, limits), methods=[method])
-        for (method, path), operation in _OPERATIONS.items()
+        for (method, path), operation in OPERATIONS.items()
     ]
     routes.append(Route("/openapi.json", Endpoint(describe, limits), methods=["GET"]))
     middleware = []

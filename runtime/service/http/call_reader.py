@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .json_scanner import JsonScanner
 from .tag_search import skip_space
+from .text_states import State, TextStates
 
 __all__ = ["MAX_HELD_CHARS", "CallReader"]
 
@@ -17,7 +18,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 
 
-class CallReader:
+class CallReader(TextStates):
     """Reads an object such as `{"name": "f", "arguments": {"x": 1}}`.
 
     `arguments` may be called `parameters`, come before `name`, and be null. The object is a call
@@ -32,16 +33,12 @@ class CallReader:
                 keys that a call does not have.
             accepts: whether there is a function of this name.
         """
+        super().__init__(self._before_object)
         self.begun = False
-        """Whether the object is a call."""
-        self.done = False
-        """Whether the object is complete."""
-        self.failed = False
-        """Whether the object is invalid JSON, or no call."""
+        """Whether the object is a call; it has `failed` if it is none, or invalid JSON."""
         self.name = ""
         self._is_bare = is_bare
         self._accepts = accepts
-        self._read: Callable[[str, int], int] = self._before_object
         self._scanner = JsonScanner()
         self._held: list[str] = []
         self._num_held = 0
@@ -78,21 +75,12 @@ class CallReader:
         self._news.clear()
         return news
 
-    def _advance(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.done or self.failed):
-            at = self._read(text, at)
-        return at
-
-    def _fail(self, at: int) -> int:
-        self.failed = True
-        return at
-
     def _begin_call(self, arguments: str) -> None:
         self.begun = True
         self._held.clear()
         self._news.append(arguments)
 
-    def _begin_value(self, read: Callable[[str, int], int], at: int) -> int:
+    def _begin_value(self, read: State, at: int) -> int:
         self._scanner, self._parts, self._read = JsonScanner(), [], read
         return at
 
@@ -102,13 +90,7 @@ class CallReader:
         return end
 
     def _before_object(self, text: str, at: int) -> int:
-        at = skip_space(text, at)
-        if at == len(text):
-            return at
-        if text[at] != "{":
-            return self._fail(at)
-        self._read = self._before_key
-        return at + 1
+        return self._expect("{", text, at, then=self._before_key)
 
     def _before_key(self, text: str, at: int) -> int:
         at = skip_space(text, at)
@@ -135,13 +117,7 @@ class CallReader:
         return end
 
     def _colon(self, text: str, at: int) -> int:
-        at = skip_space(text, at)
-        if at == len(text):
-            return at
-        if text[at] != ":":
-            return self._fail(at)
-        self._read = self._before_value
-        return at + 1
+        return self._expect(":", text, at, then=self._before_value)
 
     def _before_value(self, text: str, at: int) -> int:
         at = skip_space(text, at)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from ...engine.request_output import RequestOutput
-from ...sampling_params import MAX_TOKENS_LIMIT
 from ..request_handle import Delta
 from .chat_output import ChatOutput
 from .event_template import EventTemplate
@@ -40,12 +39,7 @@ async def chat(service: Service, exchange: Exchange) -> None:
     """Respond to a conversation with the model's answers."""
     request = await exchange.read(ChatRequest)
     model = service.model_name(request.model)
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
-    if max_tokens is None:
-        max_tokens = MAX_TOKENS_LIMIT  # the engine ends it at its longest sequence
-    params = request.params(max_tokens, request.num_logprobs())
+    params = request.params(request.num_tokens(), request.num_logprobs())
     prompt = chat_prompt(request, request.offered_tools())
     generation = Generation(
         service.engine, [prompt], params, request.options(exchange.header(b"traceparent"))

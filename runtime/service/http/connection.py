@@ -89,6 +89,7 @@ class LimitedConnection(HttpToolsProtocol):
             if name != _UPGRADE:
                 head.append(b"%b: %b" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n")
 
     @property

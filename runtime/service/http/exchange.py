@@ -29,6 +29,9 @@ BODY_SECONDS = 60.0
 MAX_BODIES = 64
 """Bodies of the maximum size that are held in memory together."""
 
+LARGE_BODY_BYTES = 1 << 16
+"""Larger bodies are decoded in turns, between which the event loop serves other requests."""
+
 MAX_BRACKETS = 1 << 18
 """Opening brackets and braces in a body. Decoding the objects that they begin stops all threads:
 0.5 s and 100 MiB for a body of 4 MiB that has nothing else."""
@@ -61,6 +64,12 @@ class BodyLimits:
         self.max_bytes = max_bytes
         """Of one body."""
         self._num_bytes = 0
+        self._turn = asyncio.Lock()
+
+    async def wait_for_turn(self) -> None:
+        """Wait until the event loop has run once since another large body was decoded."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def take(self, num_bytes: int) -> None:
         """Count bytes of a body; a negative number releases them.
@@ -81,6 +90,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._num_held = 0  # bytes of the body that `limits` counts
         self.started = False
         """Whether the response has begun."""
 
@@ -98,18 +108,14 @@ class Exchange:
             OverloadedError: too many bodies arrive at once.
             ClientDisconnected: before the end of the body.
         """
-        body = await self._read_body()
-        if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
-            raise HttpError(400, f"the body has more than {MAX_BRACKETS} brackets and braces")
         try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            raise invalid_body(error) from error
-        except RecursionError as error:
-            raise HttpError(400, "the body is nested too deeply") from error
-        except ValueError as error:  # also UnicodeDecodeError
-            problem = f"not valid JSON: {error}" if body else "empty: send a JSON object"
-            raise HttpError(400, f"the body is {problem}") from error
+            body = await self._read_body()
+            if len(body) > LARGE_BODY_BYTES:
+                await self._limits.wait_for_turn()
+            return _decode(body, kind)
+        finally:
+            self._limits.take(-self._num_held)
+            self._num_held = 0
 
     async def respond(
         self,
@@ -184,6 +190,7 @@ class Exchange:
                         raise ClientDisconnected
                     part = message.get("body", b"")
                     body += part
+                    self._num_held += len(part)
                     self._limits.take(len(part))
                     if len(body) > most:
                         raise self._too_large()
@@ -193,8 +200,6 @@ class Exchange:
             raise HttpError(
                 408, f"the body did not arrive within {BODY_SECONDS:g} s", headers=(_CLOSE,)
             ) from error
-        finally:
-            self._limits.take(-len(body))
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -217,3 +222,17 @@ class Endpoint:
             pass
         except Exception as error:
             await exchange.respond_error(http_error(error))
+
+
+def _decode(body: bytearray, kind: type[T]) -> T:
+    if body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
+        raise HttpError(400, f"the body has more than {MAX_BRACKETS} brackets and braces")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid_body(error) from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply") from error
+    except ValueError as error:  # also UnicodeDecodeError
+        problem = f"not valid JSON: {error}" if body else "empty: send a JSON object"
+        raise HttpError(400, f"the body is {problem}") from error

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from .output_events import ContentDelta, OutputEvent, ReasoningDelta
-from .tag_search import find_tag, skip_space
+from .tag_search import find_tag
+from .text_states import State, TextStates
 
-__all__ = ["IncrementalParser", "State"]
-
-State = Callable[[str, int], int]
-"""Reads the text from an index; returns the index from which the next state reads."""
+__all__ = ["IncrementalParser"]
 
 
-class IncrementalParser(ABC):
-    """A state machine over text, which is a `TextParser`."""
+class IncrementalParser(TextStates, ABC):
+    """A `TextParser` that reads all text with states."""
 
     def __init__(self, start: State) -> None:
         """Begin before the text, in the state `start`."""
-        self._read = start
+        super().__init__(start)
         self._held = ""
         """The end of the text, which may begin a tag."""
         self._events: list[OutputEvent] = []
@@ -27,9 +24,7 @@ class IncrementalParser(ABC):
     def push(self, text: str) -> list[OutputEvent]:
         """Take the next text; return the events that are certain."""
         text, self._held = self._held + text, ""
-        at = 0
-        while at < len(text):
-            at = self._read(text, at)
+        self._advance(text, 0)
         return self._take_events()
 
     def finish(self) -> list[OutputEvent]:
@@ -61,10 +56,3 @@ class IncrementalParser(ABC):
         index, found = find_tag(text, at, tag)
         self._add(kind, text[at:index])
         return (index + len(tag), True) if found else (self._hold(text, index), False)
-
-    def _skip_space(self, text: str, at: int, *, then: State) -> int:
-        """Drop white space; the state after it is `then`."""
-        at = skip_space(text, at)
-        if at < len(text):
-            self._read = then
-        return at

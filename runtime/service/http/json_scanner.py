@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable
 
 from .tag_search import skip_space
+from .text_states import State, TextStates
 
 __all__ = ["MAX_DEPTH", "JsonScanner"]
 
@@ -32,19 +32,15 @@ _NUMBERS: dict[str, dict[str, str]] = {
 _COMPLETE = {"zero", "integer", "fraction", "exponent"}
 
 
-class JsonScanner:
+class JsonScanner(TextStates):
     """Reads one JSON value. Time is linear in the text; memory is one character a nested level."""
 
     def __init__(self) -> None:
         """Begin before the value."""
-        self.done = False
-        """Whether the value is complete."""
-        self.failed = False
-        """Whether the text is no JSON."""
+        super().__init__(self._value)
         self.entered = False
         """Whether more than the opening bracket of an object has been read."""
         self._closers: list[str] = []
-        self._read: Callable[[str, int], int] = self._value
         self._is_key = False
         self._number_part = ""
         self._num_hex = 0
@@ -56,14 +52,7 @@ class JsonScanner:
         Returns the index of the first character that was not read. A number ends before the
         character that follows it.
         """
-        at = start
-        while at < len(text) and not (self.done or self.failed):
-            at = self._read(text, at)
-        return at
-
-    def _fail(self, at: int) -> int:
-        self.failed = True
-        return at
+        return self._advance(text, start)
 
     def _end_value(self) -> None:
         if self._closers:
@@ -76,7 +65,7 @@ class JsonScanner:
         self._end_value()
         return at + 1
 
-    def _open(self, closer: str, first: Callable[[str, int], int], at: int) -> int:
+    def _open(self, closer: str, first: State, at: int) -> int:
         if len(self._closers) == MAX_DEPTH:
             return self._fail(at)
         self._closers.append(closer)
@@ -126,12 +115,7 @@ class JsonScanner:
         return self._fail(at) if char else at
 
     def _colon(self, text: str, at: int) -> int:
-        at = skip_space(text, at)
-        char = text[at : at + 1]
-        if char == ":":
-            self._read = self._value
-            return at + 1
-        return self._fail(at) if char else at
+        return self._expect(":", text, at, then=self._value)
 
     def _after_value(self, text: str, at: int) -> int:
         at = skip_space(text, at)

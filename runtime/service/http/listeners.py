@@ -24,7 +24,8 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        number = error.errno or 0  # negative if the name is unknown
+        reason = os.strerror(number) if number > 0 else error.strerror
         raise OSError(
             f"cannot listen on {host} port {port} ({reason}): choose another --host or --port"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -13,7 +12,7 @@ import msgspec
 
 from .exchange import Exchange
 from .http_errors import ErrorBody
-from .service import Service
+from .service import Service, package_version
 
 __all__ = ["OPEN_PATHS", "Operation", "Operations", "openapi_document"]
 
@@ -22,8 +21,8 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 OPENAPI_VERSION = "3.1.0"
 _SCHEMAS = "#/components/schemas/{name}"
-_TEXT = {"text/plain": {}, "application/openmetrics-text": {}}
 _Json = dict[str, Any]
+_TEXT: _Json = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +43,17 @@ Operations = Mapping[tuple[str, str], Operation]
 """(method, path) → operation."""
 
 
-def openapi_document(operations: Operations, *, needs_key: bool, root_path: str) -> _Json:
+def openapi_document(operations: Operations, *, needs_key: bool) -> _Json:
     """Return the OpenAPI document.
 
     Args:
         operations: the endpoints.
         needs_key: whether requests need an API key, except those for `OPEN_PATHS`.
-        root_path: where the application is mounted; empty at the root.
     """
-    kinds = {ErrorBody}
+    kinds: set[type[msgspec.Struct]] = {ErrorBody}
     for operation in operations.values():
-        kinds |= {operation.body, operation.response, operation.event} - {None}
+        named = (operation.body, operation.response, operation.event)
+        kinds.update(kind for kind in named if kind is not None)
     _, schemas = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_SCHEMAS
     )
@@ -62,14 +61,12 @@ def openapi_document(operations: Operations, *, needs_key: bool, root_path: str)
     for (method, route), operation in operations.items():
         path = route.replace(":path}", "}")  # a converter of Starlette
         paths.setdefault(path, {})[method.lower()] = _operation(path, operation, needs_key)
-    package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
     components: _Json = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": OPENAPI_VERSION,
-        "info": {"title": "stepgraph", "version": package.__version__},
-        "servers": [{"url": root_path or "/"}],
+        "info": {"title": "stepgraph", "version": package_version()},
         "paths": paths,
         "components": components,
     }

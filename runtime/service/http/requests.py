@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import Annotated, Any, cast
 
 import msgspec
-from msgspec import Meta
 
 from ...engine.intake import MAX_SALT_CHARS
 from ...loading.chat_template import ChatPrompt
 from ...prompt_ids import too_long
 from ...sampling_params import (
-    MAX_ADDITIVE_PENALTY,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_N,
     MAX_REPETITION_PENALTY,
     MAX_SEED,
-    MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
@@ -29,6 +23,21 @@ from ...sampling_params import (
 )
 from ..request_options import MAX_SECONDS, MAX_TENANT_CHARS, RequestOptions
 from .chat_messages import template_messages
+from .field_limits import (
+    MAX_MESSAGES,
+    Biases,
+    NumLogprobs,
+    NumTokens,
+    Penalty,
+    Prompts,
+    Refused,
+    Seconds,
+    StopString,
+    TokenId,
+    allows,
+    check_count,
+    check_length,
+)
 from .http_errors import HttpError
 
 __all__ = [
@@ -41,24 +50,6 @@ __all__ = [
     "chat_prompt",
 ]
 
-
-def _allows(**limits: float) -> Meta:
-    """Return limits for the OpenAPI document; `SamplingParams` and `RequestOptions` check them."""
-    return Meta(extra_json_schema=limits)
-
-
-_NumTokens = Annotated[int, _allows(minimum=0, maximum=MAX_TOKENS_LIMIT)]
-_Penalty = Annotated[float, _allows(minimum=-MAX_ADDITIVE_PENALTY, maximum=MAX_ADDITIVE_PENALTY)]
-_TokenId = Annotated[int, _allows(minimum=0, maximum=MAX_TOKEN_ID)]
-_NumLogprobs = Annotated[int, _allows(minimum=0, maximum=MAX_LOGPROBS)]
-_StopString = Annotated[str, _allows(minLength=1, maxLength=MAX_STOP_STRING_CHARS)]
-_Bias = Annotated[float, _allows(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
-_Seconds = Annotated[float, _allows(exclusiveMinimum=0, maximum=MAX_SECONDS)]
-_Refused = Annotated[Any, Meta(description="Not supported.")]
-_Prompts = str | list[str | _TokenId | list[_TokenId]]
-
-MAX_MESSAGES = 1 << 14
-"""Also of tools and of documents."""
 
 _SAMPLING_FIELDS = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -92,53 +83,49 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: _NumTokens | None = None
-    min_tokens: _NumTokens | None = None
-    temperature: Annotated[float, _allows(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, _allows(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, _allows(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None
-    min_p: Annotated[float, _allows(minimum=0, maximum=1)] | None = None
+    max_tokens: NumTokens | None = None
+    min_tokens: NumTokens | None = None
+    temperature: Annotated[float, allows(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, allows(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, allows(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, allows(minimum=0, maximum=1)] | None = None
     repetition_penalty: (
-        Annotated[float, _allows(exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY)] | None
+        Annotated[float, allows(exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY)] | None
     ) = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    logit_bias: (
-        Annotated[dict[_TokenId, _Bias], _allows(maxProperties=MAX_LOGIT_BIAS_ENTRIES)] | None
-    ) = None
-    seed: Annotated[int, _allows(minimum=0, maximum=MAX_SEED)] | None = None
-    n: Annotated[int, _allows(minimum=1, maximum=MAX_N)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, allows(minimum=0, maximum=MAX_SEED)] | None = None
+    n: Annotated[int, allows(minimum=1, maximum=MAX_N)] | None = None
     best_of: int | None = None
-    stop: _StopString | Annotated[list[_StopString], _allows(maxItems=MAX_STOP_STRINGS)] | None = (
-        None
-    )
-    stop_token_ids: Annotated[list[_TokenId], _allows(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: StopString | Annotated[list[StopString], allows(maxItems=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], allows(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None
-    timeout: _Seconds | None = None
+    timeout: Seconds | None = None
     """Seconds until the last token."""
-    first_token_timeout: _Seconds | None = None
+    first_token_timeout: Seconds | None = None
     """Seconds until the first token."""
-    user: Annotated[str, _allows(maxLength=MAX_TENANT_CHARS)] | None = None
+    user: Annotated[str, allows(maxLength=MAX_TENANT_CHARS)] | None = None
     """The tenant, for fairness."""
-    cache_salt: Annotated[str, _allows(minLength=1, maxLength=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, allows(minLength=1, maxLength=MAX_SALT_CHARS)] | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    suffix: _Refused = None
-    functions: _Refused = None
-    function_call: _Refused = None
-    audio: _Refused = None
-    prediction: _Refused = None
-    web_search_options: _Refused = None
-    structured_outputs: _Refused = None
-    guided_json: _Refused = None
-    guided_regex: _Refused = None
-    guided_choice: _Refused = None
-    guided_grammar: _Refused = None
-    prompt_embeds: _Refused = None
-    logits_processors: _Refused = None
-    use_beam_search: _Refused = None
+    suffix: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    audio: Refused = None
+    prediction: Refused = None
+    web_search_options: Refused = None
+    structured_outputs: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    prompt_embeds: Refused = None
+    logits_processors: Refused = None
+    use_beam_search: Refused = None
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return how tokens are chosen.
@@ -160,8 +147,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 raise HttpError(
                     400, f"{name} must be above 0 and up to {MAX_SECONDS:g} seconds", param=name
                 )
-        _check_length("user", self.user, MAX_TENANT_CHARS, "characters")
-        _check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters")
+        check_length("user", self.user, MAX_TENANT_CHARS, "characters")
+        check_length("cache_salt", self.cache_salt, MAX_SALT_CHARS, "characters", least=1)
         return RequestOptions(
             priority=self.priority or 0,
             deadline=self.timeout,
@@ -196,8 +183,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/completions`."""
 
-    prompt: _Prompts
-    logprobs: _NumLogprobs | None = None
+    prompt: Prompts
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
     def prompts(self, *, max_prompts: int, max_model_len: int) -> list[str] | list[list[int]]:
@@ -235,9 +222,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: _NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: _NumLogprobs | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -268,8 +255,18 @@ class ChatRequest(SamplingRequest, kw_only=True):
             )
         return None if choice == "none" else self.tools or None
 
+    def num_tokens(self) -> int:
+        """Return the maximum tokens of an answer; without one the longest sequence ends it."""
+        most = MAX_TOKENS_LIMIT
+        check_count("max_completion_tokens", self.max_completion_tokens, most)
+        for given in (self.max_completion_tokens, self.max_tokens):
+            if given is not None:
+                return given
+        return most
+
     def num_logprobs(self) -> int | None:
         """Return how many of the most probable tokens to report; None for no report at all."""
+        check_count("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -297,7 +294,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[_TokenId]
+    tokens: list[TokenId]
 
 
 def chat_prompt(
@@ -309,7 +306,7 @@ def chat_prompt(
         HttpError: there are too many messages, tools or documents; and as `template_messages`.
     """
     for name in ("messages", "tools", "documents"):
-        _check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
+        check_length(name, getattr(request, name), MAX_MESSAGES, "entries")
     begins = request.add_generation_prompt
     return ChatPrompt(
         template_messages(request.messages or ()),
@@ -320,8 +317,3 @@ def chat_prompt(
         chat_template=request.chat_template,
         template_kwargs=request.chat_template_kwargs or {},
     )
-
-
-def _check_length(name: str, value: Sized | None, most: int, unit: str) -> None:
-    if value is not None and len(value) > most:
-        raise HttpError(400, f"{name} has {len(value)} {unit}, more than {most}", param=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +11,7 @@ from ...bounded_repr import bounded_repr
 from ..async_engine import AsyncEngine
 from .http_errors import HttpError
 
-__all__ = ["Metrics", "Service"]
+__all__ = ["Metrics", "Service", "package_version"]
 
 
 class Metrics(Protocol):
@@ -51,3 +52,10 @@ class Service:
                 code="model_not_found",
             )
         return given
+
+
+def package_version() -> str:
+    """Return the version of stepgraph."""
+    package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
+    version: str = package.__version__
+    return version

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import msgspec
 
 from .exchange import Exchange
 from .http_errors import HttpError
-from .service import Service
+from .service import Service, package_version
 
 __all__ = [
     "Health",
@@ -83,8 +82,7 @@ async def ready(service: Service, exchange: Exchange) -> None:
 
 async def version(service: Service, exchange: Exchange) -> None:
     """Respond with the version of stepgraph."""
-    package = sys.modules[__name__.partition(".")[0]]  # it imports this one, not the reverse
-    await exchange.respond(Version(package.__version__))
+    await exchange.respond(Version(package_version()))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:

@@ -6,9 +6,11 @@ from typing import cast
 
 import msgspec
 
+from ...bounded_repr import bounded_repr
 from ...errors import RequestError
 from ...loading.tokenizer import TextTokenizer
 from ...prompt_ids import too_long
+from ...sampling_params import MAX_TOKEN_ID
 from .exchange import Exchange
 from .http_errors import HttpError
 from .requests import DetokenizeRequest, TokenizeRequest, chat_prompt
@@ -66,9 +68,11 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     longest = service.engine.max_model_len
     if len(request.tokens) > longest:
         raise HttpError(400, too_long(f"{len(request.tokens)} tokens", longest), param="tokens")
-    for token_id in request.tokens:
-        if not 0 <= token_id < 1 << 31:
-            raise HttpError(400, f"token {token_id} is no token id", param="tokens")
+    for index, token_id in enumerate(request.tokens):
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            shown = bounded_repr(token_id)
+            message = f"tokens[{index}] is {shown}; allowed is 0 to {MAX_TOKEN_ID}"
+            raise HttpError(400, message, param="tokens")
     tokenizer = _tokenizer(service)
 
     def decode() -> Text:

@@ -1,0 +1,101 @@
+"""Servers over sockets: the command in a process, a fake engine in a thread; and raw requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import uvicorn
+from stepgraph.runtime import AsyncEngine, Engine
+from stepgraph.runtime.service import app
+from stepgraph.runtime.service.http import connection, server
+
+from .http_rig import slow_engine
+
+SECONDS = 60
+KEY = "test-key"
+
+
+class Command:
+    """The command in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "stepgraph", "serve", *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, server.API_KEY_VARIABLE: KEY},
+        )
+        assert self.process.stderr is not None
+        self.address = self.process.stderr.readline().split("; ")[1].split()[0]
+        self.health_at_start = httpx.get(f"{self.address}/health") if self.is_tcp else None
+
+    @property
+    def is_tcp(self) -> bool:
+        return self.address.startswith("http")
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().endswith(f"ready: {self.address}\n")
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, errors
+
+
+class Threaded:
+    """A server over a fake engine, a slow one by default, in a thread."""
+
+    def __init__(self, start: Callable[[], Engine] = slow_engine, **options: Any) -> None:
+        self.engine = AsyncEngine(start)
+        self.engine.start()
+        config = uvicorn.Config(
+            app(self.engine, **options),
+            http=connection.LimitedConnection,
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self.server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
+        self.thread.start()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+
+    def running(self) -> int:
+        return int(asyncio.run(self.engine.stats())["running"])
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(SECONDS)
+        self.engine.close()
+
+
+def request(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes, also if it resets the connection."""
+    data = b""
+    try:
+        while piece := sock.recv(1 << 16):
+            data += piece
+    except ConnectionError:
+        pass
+    return data

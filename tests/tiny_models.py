@@ -1,0 +1,241 @@
+"""Tiny random models on disk, each with the transformers model that it was saved from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    # Six query heads over two kv heads, and 6 * 16 != 48.
+    "base": {},
+    "micro": {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    },
+    # Everything at once that a compiled engine can stumble over.
+    "odd": {
+        "vocab_size": 131,
+        "hidden_size": 21,
+        "intermediate_size": 37,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": LLAMA3_ROPE,
+        "max_shard_size": "20KB",
+    },
+    # Rows of whole blocks of 128, and of blocks and a part of one.
+    "wide": {
+        "hidden_size": 128,
+        "intermediate_size": 300,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 40,
+    },
+    "one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    "as_many_kv_heads": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "sharded": {"max_shard_size": "50KB", "tie_word_embeddings": False},
+    "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear_rope": {"rope_parameters": LINEAR_ROPE},
+    "text": {"vocab_size": 320, "num_hidden_layers": 2},
+    # Other families. Prompts of the tests are longer than several of their windows.
+    "qwen3": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 6,  # of which the last two slide: three groups of two layers
+        "use_sliding_window": True,
+        "sliding_window": 11,
+        "max_window_layers": 4,
+        "head_dim": 14,
+        "attention_bias": True,
+    },
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": 13,
+        "head_dim": 20,
+        "tie_word_embeddings": False,
+    },
+    "mistral_full": {"model_type": "mistral", "sliding_window": None},
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 7.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,  # the sixth alone does not slide
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 6,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "head_dim": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 22,
+        "kv_lora_rank": 18,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rms_norm_eps": 1e-3,  # of the norms between layers only
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+EOS_TOKEN_IDS = [13, 22]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A checkpoint, and what transformers makes of it in float32."""
+
+    directory: Path
+    reference: PreTrainedModel
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.reference.config.vocab_size)
+
+    def prompts(self, *lengths: int, seed: int = 1) -> list[list[int]]:
+        """Random prompts of the given lengths."""
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, **settings: Any
+    ) -> list[list[int]]:
+        """What transformers' `generate` appends to each prompt, decoded as one padded batch.
+
+        Without an end-of-sequence token, unless `settings` name one; what follows it is padding.
+        """
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        options = {"eos_token_id": None, "pad_token_id": 0} | settings
+        output = self.reference.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options
+        )
+        return output[:, longest:].tolist()
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits behind every token, float32 `[len(token_ids), V]`."""
+        return self.reference(torch.tensor([token_ids])).logits[0]
+
+    def reload(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The checkpoint as transformers runs it in another dtype, soft caps included."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.directory, dtype=dtype, attn_implementation="eager"
+        ).eval()
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """Give weights that spread the logits (standard deviation about 3), so argmax is robust.
+
+    Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
+    and embeddings are small beside it: else a model with tied ones would repeat its last token.
+    Gemma multiplies its embeddings by the root of the hidden size, and its norms by one plus their
+    weight.
+    """
+    torch.manual_seed(3)
+    gemma = model.config.model_type.startswith("gemma")
+    one = 0.0 if gemma else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif name == "model.norm.weight":
+                parameter.normal_(20.0 if gemma else 1.5, 0.25)
+            elif "norm" in name:
+                parameter.normal_(one, 0.2)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_(0.0, 0.02 if gemma else 0.3)
+            else:
+                parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
+
+
+CORPUS = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8
+
+
+def byte_level_tokenizer(vocab_size: int, corpus: Sequence[str] = CORPUS) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
