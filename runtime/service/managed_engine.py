@@ -181,7 +181,8 @@ class ManagedEngine:
         """Refuse new requests and wait until the present ones have ended.
 
         Those left after `timeout` seconds are aborted. Returns whether all ended by themselves:
-        none was aborted for it, or lost with a failed engine. `wake` ends it.
+        none was aborted for it, or lost with a failed engine. `wake` ends it; cancelling the call,
+        also that of `sleep` or `reload`, does not.
 
         Raises:
             RequestError: `timeout` is not a number of seconds from 0 to 10^9.
