@@ -149,7 +149,8 @@ _FLAGS = {
     ),
     "max-itl-ms": _flag(
         "latency budgets of mixed steps (prefill and decode) for interference, which also runs"
-        " without one, and churn (default: interference, eight times its decode step; churn, none)",
+        " without one, churn and serve (default: interference, eight times its decode step; others,"
+        " none)",
         nargs="+",
         type=number("a positive number of milliseconds"),
         metavar="MS",

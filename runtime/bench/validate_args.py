@@ -71,7 +71,7 @@ SCENARIO_FLAGS = {
         **{"num_steps": 32, "num_warmup": 1, "num_iters": 6, "neighbours": [0, 1, 2]},
     ),
     "serve": _accepts(
-        *(*_FILES, *_ENGINE, "slo_ttft", "slo_itl", "peer"),
+        *(*_FILES, *_ENGINE, "max_itl_ms", "slo_ttft", "slo_itl", "peer"),
         **{"batch_size": [8], "input_len": [128], "output_len": [32]},
         **{"arrivals": ["poisson"], "rates": [0.2, 0.5, 0.7, 1.0, 1.5, 2.0], "duration": 20.0},
         **{"http": True, "threads": -1},

@@ -308,6 +308,7 @@ _SERVE = (
     Table(
         {
             **_ENGINE,
+            "max ITL ms": "{max_itl_ms:g}",
             "runtime": lambda e: e["runtime"] + (" engine" if e["transport"] == "engine" else ""),
             "arrivals": "{arrivals}",
             "of capacity": "{fraction:g}",

@@ -72,11 +72,15 @@ DRAIN_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ServeCase:
-    """Requests of `input_len` tokens, `output_len` are decoded, in `batch_size` rows."""
+    """Requests of `input_len` tokens, `output_len` are decoded, in `batch_size` rows.
+
+    `max_itl_ms` is the latency budget of our services; None for none.
+    """
 
     batch_size: int
     input_len: int
     output_len: int
+    max_itl_ms: float | None
 
     @property
     def tokens(self) -> int:
@@ -121,9 +125,15 @@ def run_serve(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[di
     options = run.options
     specs = choose_peers(options.peer, run.device, SERVER_MODULES)
     configure = partial(run.config, kind, mode, threads=options.threads, freeze_gc=True)
-    for sizes in itertools.product(options.batch_size, options.input_len, options.output_len):
+    for sizes in itertools.product(
+        options.batch_size, options.input_len, options.output_len, options.max_itl_ms or (None,)
+    ):
         case = ServeCase(*sizes)
-        config = configure(max_num_seqs=case.batch_size, max_model_len=case.tokens)
+        config = configure(
+            max_num_seqs=case.batch_size,
+            max_model_len=case.tokens,
+            max_itl_ms=case.max_itl_ms,
+        )
         resolve_engine(kind.model, config)  # refuses before weights are read
         yield from _measure_load(run, kind, config, case, specs)
     buckets = tuple(sorted(options.streams))
