@@ -220,7 +220,7 @@ def _draw_phases(figure: SubFigure, records: Sequence[StepRecord]) -> None:
         drawn = axes.barh(list(bars), list(bars.values()), left=starts, color=color, label=name)
         axes.bar_label(drawn, texts, padding=4)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.5 * max(map(sum, zip(starts, bars.values(), strict=True))) or 1.0)
+        axes.set_xlim(0, 1.7 * max(map(sum, zip(starts, bars.values(), strict=True))) or 1.0)
         axes.set_xlabel("ms")
         axes.set_title(f"{name}: {duration(total)}, n = {times.n:,}", size=11)
 
@@ -316,8 +316,13 @@ def _set_log(axes: Axes, which: str) -> None:
     """Make an axis logarithmic, with plain numbers instead of powers of ten."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(LogFormatter())
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axis.set_major_formatter(_PlainFormatter())
+    axis.set_minor_formatter(_PlainFormatter(minor_thresholds=(2, 0.5)))
+
+
+class _PlainFormatter(LogFormatter):
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return number(x) if super().__call__(x, pos) else ""
 
 
 def number(value: float) -> str:
