@@ -29,7 +29,8 @@ def test_ranges_and_marks_are_events_with_what_they_carry(tmp_path):
         ranges.mark(ranges.FALLBACK, 16)
         gc.collect()
     watch.close()
-    assert {mark["args"]["generation"] for mark in named(path, "collection")} == {2}
+    generations = [mark["args"]["generation"] for mark in named(path, "collection")]
+    assert generations.count(2) == 1  # a collection of young objects may run at any time
     (step,), (replay,), (mark,) = (named(path, n) for n in ("step", "replay", "fallback"))
     assert step["args"]["payload"] == 4
     numbers = {"step": 4, "rows": 3, "bucket": 8, "tokens": 3, "blocks_in_use": 40, "padding": 5}
