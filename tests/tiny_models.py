@@ -203,7 +203,7 @@ def randomize(model: PreTrainedModel) -> None:
     """Give weights that spread the logits (standard deviation about 3), so argmax is robust.
 
     Matrices are scaled by the number of their inputs, so that what a layer adds is of order one,
-    and embeddings are small beside it: else a model with tied ones would repeat its last token.
+    and embeddings are small, because a model with tied ones would otherwise repeat its last token.
     Gemma multiplies its embeddings by the root of the hidden size, and its norms by one plus their
     weight.
     """

@@ -40,13 +40,7 @@ class ManagedEngine:
     def __init__(
         self, start_engine: Callable[[], Engine], config: ServiceConfig | None = None
     ) -> None:
-        """Prepare to run an engine; see `from_pretrained`.
-
-        Args:
-            start_engine: makes the engine. The step thread calls it at the start, after `sleep` and
-                for restarts.
-            config: limits and policies; None for the defaults.
-        """
+        """Prepare to run an engine; see `AsyncEngine`."""
         self.config = ServiceConfig() if config is None else config
         self._thread = StepThread(start_engine, self.config)
         self._supervisor = self._thread.supervisor
