@@ -37,7 +37,8 @@ class GroupAllocator:
         self.index = group.index
         self.spec = group.spec
         self.slides = group.spec.window_tokens is not None
-        self._key_suffix = group.index.to_bytes(2, "little")
+        self.key_suffix = group.index.to_bytes(2, "little")
+        """What this group appends to the hashes of its blocks."""
         self._tables: dict[str, list[int]] = {}
         self._firsts: dict[str, int] = {}  # columns before it have left the window
 
@@ -113,11 +114,11 @@ class GroupAllocator:
 
     def find(self, hashes: PrefixHashes, column: int) -> int | None:
         """Return the published block with the contents of a sequence in `column`, or None."""
-        return self._pool.find(hashes[column] + self._key_suffix)
+        return self._pool.find(hashes[column] + self.key_suffix)
 
     def find_all(self, hashes: PrefixHashes, begin: int, end: int) -> list[int]:
         """Return the blocks that `find` returns from column `begin` on, up to the first miss."""
-        pool_find, suffix = self._pool.find, self._key_suffix
+        pool_find, suffix = self._pool.find, self.key_suffix
         blocks: list[int] = []
         for column in range(begin, end):
             block = pool_find(hashes[column] + suffix)
@@ -156,19 +157,19 @@ class GroupAllocator:
 
     def publish(self, request_id: str, hashes: PrefixHashes, begin: int, end: int) -> None:
         """Publish the blocks in columns `begin` to `end` - 1, which are full."""
-        table, publish, suffix = self._tables[request_id], self._pool.publish, self._key_suffix
+        table, publish, suffix = self._tables[request_id], self._pool.publish, self.key_suffix
         for column in range(max(begin, self._firsts.get(request_id, 0)), end):
             publish(table[column], hashes[column] + suffix)
 
     def verify(self, hashes: PrefixHashes, begin: int, end: int) -> None:
         """Protect the blocks of a sequence in columns `begin` to `end` - 1 from `withdraw`."""
         for column in range(begin, end):
-            self._pool.verify(hashes[column] + self._key_suffix)
+            self._pool.verify(hashes[column] + self.key_suffix)
 
     def withdraw(self, hashes: PrefixHashes, begin: int) -> None:
         """Unpublish the blocks of a sequence from column `begin` on, except verified ones."""
         for column in range(begin, len(hashes)):
-            self._pool.withdraw(hashes[column] + self._key_suffix)
+            self._pool.withdraw(hashes[column] + self.key_suffix)
 
     def forget(self, request_id: str) -> tuple[range, Sequence[int]]:
         """Drop a request's table and return its live columns and the table.

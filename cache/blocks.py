@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from .cached_keys import CachedKeys
+
 __all__ = ["NULL_BLOCK", "BlockPool", "OutOfBlocksError"]
 
 NULL_BLOCK = 0
@@ -102,6 +104,10 @@ class BlockPool:
         self._keys[block] = key
         self._num_published += 1
         return True
+
+    def cached_keys(self) -> CachedKeys:
+        """Return the keys of the published blocks at this moment. O(blocks), as three copies."""
+        return CachedKeys(self._keys.copy(), self._prev[:], self._ref_counts[:])
 
     def verify(self, key: bytes) -> None:
         """Protect the block published under `key`, if any, from `withdraw`."""

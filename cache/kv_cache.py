@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from .block_tables import BlockTables, TableChange
 from .blocks import NULL_BLOCK
+from .cached_keys import CachedKeys
 from .prefix_hashes import PrefixHashes
 from .reuse import Admitted, find_reuse
 from .spec import LayerGroup
@@ -65,6 +66,15 @@ class KVCache(BlockTables):
     def num_evictions(self) -> int:
         """Cached blocks that were allocated again, losing their contents."""
         return self._pool.num_evictions
+
+    def cached_keys(self) -> tuple[CachedKeys, bytes]:
+        """Return the keys of the cached blocks, and the suffix of those of one layer group.
+
+        It is the first group with full attention, which has a block for every column of a cached
+        prefix; without such a group the first one.
+        """
+        full = next((a for a in self._allocators if not a.slides), self._allocators[0])
+        return self._pool.cached_keys(), full.key_suffix
 
     def num_shareable(
         self, num_tokens: int, hashes: PrefixHashes, reusable_tokens: int | None

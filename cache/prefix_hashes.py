@@ -3,12 +3,15 @@
     hash of block i = BLAKE2b-256(hash of block i - 1, tokens of block i, other inputs in it)
     hash before block 0 = BLAKE2b-256(salt), personalised, so that it never equals a block's
 
+The hash before block 0 contains a variant too, where equal tokens can have other keys and values.
+
 With 256 bits it is infeasible to construct two prompts with the same hash. Clients that do not know
 the salt cannot detect the prompts of others by their time to first token (CVE-2025-46570).
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,11 +24,16 @@ HASH_BYTES = 32
 class PrefixHashes:
     """The hashes of the full blocks of one growing sequence."""
 
-    def __init__(self, block_size: int, salt: str = "") -> None:
-        """Begin an empty sequence; only sequences with the same `salt` have hashes in common."""
+    def __init__(self, block_size: int, salt: str = "", variant: bytes = b"") -> None:
+        """Begin an empty sequence.
+
+        Only sequences with the same `salt` and `variant` have hashes in common.
+        """
         self._block_size = block_size
         root = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt")
-        self._root = root.digest()
+        self._salted = self._root = root.digest()
+        if variant:
+            self._root = _digest_of_variant(self._salted, variant)
         self._hashes: list[bytes] = []
 
     def __len__(self) -> int:
@@ -38,8 +46,15 @@ class PrefixHashes:
 
     def copy(self) -> PrefixHashes:
         """Return a copy that can be continued with other tokens."""
-        other = PrefixHashes(self._block_size)
-        other._root, other._hashes = self._root, self._hashes.copy()
+        other = copy.copy(self)
+        other._hashes = self._hashes.copy()
+        return other
+
+    def restarted(self, variant: bytes) -> PrefixHashes:
+        """Return an empty sequence with the same salt and another variant."""
+        other = copy.copy(self)
+        other._root = _digest_of_variant(self._salted, variant) if variant else self._salted
+        other._hashes = []
         return other
 
     def extend(
@@ -64,3 +79,8 @@ class PrefixHashes:
             if contents is not None:
                 data += contents(start, stop)
             hashes.append(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())
+
+
+def _digest_of_variant(salted: bytes, variant: bytes) -> bytes:
+    root = hashlib.blake2b(salted + variant, digest_size=HASH_BYTES, person=b"variant")
+    return root.digest()

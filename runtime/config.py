@@ -21,6 +21,8 @@ MAX_STEPS_PER_LAUNCH = 64
 MAX_ITL_MS = 3_600_000
 MAX_SEED = 2**63 - 1
 MAX_THREADS = 1024
+MAX_RANKS = 64
+MAX_RANK_TIMEOUT = 3600
 
 DEFAULT_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Default share of the free memory, by type of device. A CPU leaves more to other processes."""
@@ -39,6 +41,10 @@ class EngineConfig:
             `dtype`.
         kv_dtype: dtype of the cache: `int8` or `fp8` (e4m3), with a scale for each token and head;
             `auto` is `dtype`.
+        model_impl: where the layers of the model come from. `native`: a model family of this
+            package; `transformers`: the model's class in the package transformers, compiled by
+            `torch.compile` around this package's cache, attention and linear layers; `auto`:
+            `native` if the model has a family, else `transformers`. See docs/models.md.
         kernels: the implementation of a step's operations. `native`: the C++ operators on a CPU,
             the Triton kernels on CUDA; the start fails if one is missing or fails its check.
             `torch`: plain PyTorch around the paged attention operation. `auto`: `native`, with
@@ -52,11 +58,16 @@ class EngineConfig:
         dependent_launch: whether Triton kernels may begin while their predecessors still run
             (programmatic dependent launch, compute capability 9.0). The self-test at start disables
             it if it changes a result.
+        tensor_parallel: devices, and processes, that share the model, 1 to 64: each holds a part of
+            every layer. On a CPU each process has `threads` threads. See docs/tensor-parallel.md.
+        rank_timeout: seconds, 1 to 3600, after which a process of a tensor-parallel engine that
+            does not respond ends the engine with `RankError`.
         threads: threads that run the native operators on a CPU, the calling thread included, 1 to
             1024. None: one per physical core that the process may use, by its affinity mask, the
             CPU quota of its cgroup and `OMP_NUM_THREADS`. -1: one fewer, which leaves a core to
             other work; -2: two fewer, and so on to -1024. Engines of one process share a thread
-            pool. PyTorch's own operations use `torch.get_num_threads()` threads.
+            pool. PyTorch's own operations use `torch.get_num_threads()` threads. With
+            `tensor_parallel`, the threads of each process; None: its share of the cores.
         block_size: tokens per cache block, 1 to 1024.
         num_blocks: blocks of the cache, the null block included, 2 to 2^40. If `memory_fraction` or
             `memory_bytes` is given too, that budget determines `max_batch_tokens`, unless that is
@@ -112,10 +123,13 @@ class EngineConfig:
     dtype: str = "auto"
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
+    model_impl: str = "auto"
     kernels: str = "auto"
     mode: str = "auto"
     compile: bool = True
     dependent_launch: bool = True
+    tensor_parallel: int = 1
+    rank_timeout: float = 5.0
     threads: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
@@ -146,9 +160,21 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("weight_dtype", self.weight_dtype, ("auto", "int8", "fp8"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
+        _check_choice("model_impl", self.model_impl, ("auto", "native", "transformers"))
         _check_choice("kernels", self.kernels, ("auto", "native", "torch"))
         _check_choice("mode", self.mode, ("auto", "eager", "compile", "graph"))
         _check_choice("preemption", self.preemption, ("auto", "swap", "recompute"))
+        _check_int("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        patience = self.rank_timeout
+        if (
+            isinstance(patience, bool)
+            or not isinstance(patience, (int, float))
+            or not 1 <= patience <= MAX_RANK_TIMEOUT  # NaN fails too
+        ):
+            raise ConfigError(
+                f"rank_timeout must be from 1 to {MAX_RANK_TIMEOUT} seconds, not"
+                f" {bounded_repr(patience)}"
+            )
         if self.threads is not None:
             _check_int("threads", self.threads, -MAX_THREADS, MAX_THREADS)
             if self.threads == 0:

@@ -24,6 +24,7 @@ __all__ = [
     "MemoryBudgetError",
     "NonFiniteLogitsError",
     "OverloadedError",
+    "RankError",
     "RequestError",
     "StepPreparationError",
 ]
@@ -86,6 +87,14 @@ class EngineFailedError(StepgraphError, RuntimeError):
     """A step failed or an exception interrupted it: the engine cannot be used any more.
 
     `__cause__` is the failure.
+    """
+
+
+class RankError(EngineFailedError):
+    """A rank of a tensor-parallel group died, did not answer in time or disagrees with the others.
+
+    The message names the rank and the reason. The engine cannot be used any more; all its processes
+    end.
     """
 
 

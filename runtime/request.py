@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from ..cache.prefix_hashes import PrefixHashes
 from .loading.detokenizer import IncrementalDetokenizer
 from .logprobs import PromptLogprobs, TokenLogprobs
+from .rope_lengths import UNLIMITED
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, and the scheduler reads this file
@@ -91,6 +92,11 @@ class Request:
     """Hashes of its blocks so far; None if it shares no blocks by content."""
     embeds: tuple[EmbeddedSpan, ...] = ()
     """Embeddings in the place of tokens of the prompt, by position."""
+    rope_length: int = 0
+    """Tokens before this position have the rotary parameters of a sequence of this length. That of
+    the prompt, or a larger one if the sequence was computed anew (see `rope_lengths.py`)."""
+    outgrown_at: int = field(default=UNLIMITED, init=False)
+    """The position whose token requires that all others are computed anew; set by the scheduler."""
     siblings: list[Request] = field(default_factory=list, repr=False)
     """The other completions of the same prompt, until this one ends."""
     prompt_logprobs: PromptLogprobs | None = None

@@ -25,7 +25,8 @@ from .kernels import (
 )
 from .kernels.result_check import warn
 from .models.config import ModelConfig
-from .models.plan import model_plan
+from .models.decoder_model import DecoderConfig
+from .models.plan import plan_of
 
 __all__ = ["ResolvedConfig", "resolve_device", "resolve_kernels"]
 
@@ -46,6 +47,7 @@ class ResolvedConfig:
         dtype: of weights and activations.
         weights: how the weights of linear layers are stored.
         storage: how the cache stores keys and values.
+        model_impl: whether a family of ours or a class of transformers makes the model.
         kernels: which operations run; see `native_obstacle` for exceptions.
         native_obstacle: why some operations of the model have no native kernel and run in plain
             PyTorch; None if all of them have one.
@@ -75,6 +77,7 @@ class ResolvedConfig:
     dtype: torch.dtype
     weights: WeightStorage
     storage: Storage
+    model_impl: Literal["native", "transformers"]
     kernels: KernelChoice
     native_obstacle: str | None
     mode: Mode
@@ -151,7 +154,7 @@ class ResolvedConfig:
         )
 
     @classmethod
-    def resolve(cls, config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+    def resolve(cls, config: EngineConfig, model: DecoderConfig) -> ResolvedConfig:
         """Return the configuration of an engine for a model on this machine.
 
         Raises:
@@ -159,7 +162,7 @@ class ResolvedConfig:
                 `max_model_len` exceeds the positions of the model.
         """
         device = resolve_device(config.device)
-        longest = model.max_position_embeddings
+        longest = model.longest_context
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ConfigError(
                 f"max_model_len={config.max_model_len} exceeds the {longest} positions of the model"
@@ -168,7 +171,7 @@ class ResolvedConfig:
         weights = cast(
             WeightStorage, "model" if config.weight_dtype == "auto" else config.weight_dtype
         )
-        obstacle = native_obstacle(device.type, dtype, weights, model_plan(model))
+        obstacle = native_obstacle(device.type, dtype, weights, plan_of(model))
         mode = _resolve_mode(config, device, obstacle)
         native = config.kernels == "native" or (config.kernels == "auto" and mode != "eager")
         missing = _missing_for_native(device) if native else None
@@ -178,10 +181,11 @@ class ResolvedConfig:
             dtype=dtype,
             weights=weights,
             storage="model" if config.kv_dtype == "auto" else cast(Storage, config.kv_dtype),
+            model_impl="native" if isinstance(model, ModelConfig) else "transformers",
             kernels=resolve_kernels(config.kernels, mode, obstacle, missing),
             native_obstacle=obstacle,
             mode=mode,
-            threads=resolve_threads(config.threads),
+            threads=_threads(config),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len or longest,
@@ -198,6 +202,14 @@ class ResolvedConfig:
             freeze_gc=config.freeze_gc,
             seed=config.seed,
         )
+
+
+def _threads(config: EngineConfig) -> int:
+    """Return the threads of a process: a number that is not given is divided among the ranks."""
+    threads = resolve_threads(config.threads)
+    if config.threads is None or config.threads < 0:
+        threads = max(threads // config.tensor_parallel, 1)
+    return threads
 
 
 def resolve_device(name: str) -> torch.device:

@@ -39,7 +39,9 @@ class Case:
 
     def to(self, device: str) -> "Case":
         """The same call on a device."""
-        return moved(replace(self, batch=moved(self.batch, device)), device)
+        sinks = None if self.form.sinks is None else self.form.sinks.to(device)
+        form = self.form._replace(sinks=sinks)
+        return moved(replace(self, batch=moved(self.batch, device), form=form), device)
 
     def select(self, tokens: list[int]) -> "Case":
         """The same call for some of its tokens, each in a row of its own."""
@@ -81,15 +83,25 @@ def stored(x: Tensor, storage: str) -> Tensor:
     return kv_storage.dequantise(*kv_storage.quantise(x, storage), storage).double()
 
 
+def first_seen(position: int, form: AttentionForm) -> int:
+    """The first position that a token attends to."""
+    windowed = max(0, position + 1 - form.window) if form.window else 0
+    return max(windowed, position - position % form.chunk if form.chunk else 0)
+
+
 def attend_float64(
-    q_HD: Tensor, keys_NGD: Tensor, values_NGE: Tensor, scale: float, softcap: float
+    q_HD: Tensor, keys_NGD: Tensor, values_NGE: Tensor, form: AttentionForm
 ) -> Tensor:
     """Attention of one token to N positions, as the textbook has it."""
     group = q_HD.shape[0] // keys_NGD.shape[1]
-    scores = torch.einsum("hd,nhd->hn", q_HD, keys_NGD.repeat_interleave(group, 1)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hn,nhe->he", scores.softmax(-1), values_NGE.repeat_interleave(group, 1))
+    scores = torch.einsum("hd,nhd->hn", q_HD, keys_NGD.repeat_interleave(group, 1))
+    scores = scores * form.scale
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    if form.sinks is not None:
+        scores = torch.cat((scores, form.sinks.double()[:, None]), dim=1)
+    shares = scores.softmax(-1)[:, : len(keys_NGD)]
+    return torch.einsum("hn,nhe->he", shares, values_NGE.repeat_interleave(group, 1))
 
 
 def make_case(
@@ -106,6 +118,8 @@ def make_case(
     latent: bool = False,
     value_dim: int = 0,
     scale: float = 0.3,
+    chunk: int = 0,
+    sinks: bool = False,
 ) -> Case:
     """`chunks`: for each row how many positions are cached and how many tokens follow now.
 
@@ -114,7 +128,8 @@ def make_case(
     """
     rng = torch.Generator().manual_seed(seed)
     h, g, d = heads
-    form = AttentionForm(scale, window, softcap, storage, value_dim or d)
+    sinks_H = 3 * torch.randn(h, generator=rng).to(dtype) if sinks else None
+    form = AttentionForm(scale, window, softcap, storage, value_dim or d, chunk, sinks_H)
     max_blocks = max(-(-(cached + new) // block_size) for cached, new in chunks) + 1
     num_blocks = 2 + len(chunks) * max_blocks
     null_row = len(chunks)
@@ -133,7 +148,7 @@ def make_case(
     expected = torch.full((tokens, h, form.value_dim), torch.nan, dtype=torch.float64)
     first = 0
     for row, (cached, new) in enumerate(chunks):
-        seen = max(0, cached - window + 1) if window else 0
+        seen = first_seen(cached, form)
         used = -(-(cached + new) // block_size)
         gone = seen // block_size
         block_tables[row, :gone] = torch.arange(gone) % 2 * ids[-1]
@@ -149,11 +164,9 @@ def make_case(
             read.append(stored(torch.cat([history, x[mine]]), storage))
         for t in range(new):
             end = cached + t + 1
-            span = slice(max(0, end - window) if window else 0, end)
+            span = slice(first_seen(end - 1, form), end)
             keys, values = read[0][span], read[-1][span, :, : form.value_dim]
-            expected[first + t] = attend_float64(
-                q[first + t].double(), keys, values, scale, softcap
-            )
+            expected[first + t] = attend_float64(q[first + t].double(), keys, values, form)
         first += new
     counts = [new for _, new in chunks]
     starts = torch.tensor([0, *itertools.accumulate(counts), first])

@@ -22,6 +22,7 @@ def steady_case(repeated: list[list[float]], **changes: Any) -> dict[str, Any]:
         "kv_dtype": "int8",
         "mode": "eager",
         "kernels": "torch",
+        "model_impl": "native",
         "device": "cpu",
         "batch_size": 1,
         "input_len": 128,

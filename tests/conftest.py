@@ -34,12 +34,17 @@ from .tiny_models import (
     EOS_TOKEN_IDS,
     VARIANTS,
     TinyModel,
+    apply_gate_settings,
     byte_level_tokenizer,
     randomize,
 )
 
-# No deadline: a busy machine is no fault of an example.
-hypothesis.settings.register_profile("stepgraph", deadline=None, max_examples=50)
+# No deadline: a busy machine is no fault of an example. The examples of a test change with its
+# code only, so that a failure belongs to the change; --hypothesis-profile=random draws others.
+hypothesis.settings.register_profile("random", deadline=None, max_examples=50)
+hypothesis.settings.register_profile(
+    "stepgraph", hypothesis.settings.get_profile("random"), derandomize=True
+)
 hypothesis.settings.load_profile("stepgraph")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -153,13 +158,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
     def make(variant: str) -> TinyModel:
         if variant not in made:
             settings = BASE | VARIANTS[variant]
-            shard = settings.pop("max_shard_size", "1GB")
+            saved = {
+                "max_shard_size": settings.pop("max_shard_size", "1GB"),
+                "save_original_format": settings.pop("save_original_format", True),
+            }
             config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            ).eval()
+            apply_gate_settings(model)
             randomize(model)
             model.generation_config = GenerationConfig(eos_token_id=EOS_TOKEN_IDS)
             directory = tmp_path_factory.mktemp(variant)
-            model.save_pretrained(directory, max_shard_size=shard)
+            model.save_pretrained(directory, **saved)
             if variant == "text":
                 tokenizer = byte_level_tokenizer(model.config.vocab_size)
                 tokenizer.save(str(directory / "tokenizer.json"))

@@ -25,6 +25,7 @@ from stepgraph.runtime.execution.outputs import Sampled
 from stepgraph.runtime.execution.prompt_scorer import Score
 from stepgraph.runtime.kernels.ops.feedback import NON_FINITE
 from stepgraph.runtime.request import Request
+from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import Preemption, RowSpan, StepPlan
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 
@@ -42,6 +43,8 @@ Contents = dict[int, int | None]
 """Of a block: offset -> value. What was never written is not there."""
 
 NO_TOKENS: frozenset[int] = frozenset()
+NO_ROPES = RopeLengths()
+"""Rotations that do not depend on the length."""
 
 
 class InjectedError(Exception):
@@ -55,11 +58,14 @@ def digest(*parts: object) -> int:
 Seen = Sequence[Sequence[int | None]]
 
 
-def values_of(seen: Seen, token: int, nan_tokens: frozenset[int]) -> list[int | None]:
-    """What each group caches for a token: depends on all that the windows show before it."""
+def values_of(
+    seen: Seen, token: int, nan_tokens: frozenset[int], variant: bytes = b""
+) -> list[int | None]:
+    """What each group caches for a token: depends on all that the windows show before it, and on
+    the variant of the length with which it is rotated."""
     if token in nan_tokens or any(NAN in values for values in seen):
         return [NAN] * len(seen)
-    return [digest(group, token, seen) for group in range(len(seen))]
+    return [digest(group, token, seen, variant) for group in range(len(seen))]
 
 
 def next_token(seed: int, seen: Seen) -> int:
@@ -73,18 +79,31 @@ def begin_of(window: int | None, position: int) -> int:
 
 @lru_cache(4096)
 def oracle(
-    request: Request, windows: Windows = (None,), nan_tokens: frozenset[int] = NO_TOKENS
+    request: Request,
+    windows: Windows = (None,),
+    nan_tokens: frozenset[int] = NO_TOKENS,
+    ropes: RopeLengths = NO_ROPES,
 ) -> tuple[list[int], str]:
     """The output of a request that runs alone, and why it ends."""
     values: list[list[int | None]] = [[] for _ in windows]
     output: list[int] = []
+    rope_length = len(request.prompt_ids)
 
     def seen(position: int) -> list[list[int | None]]:
         shown = zip(values, windows, strict=True)
         return [v[begin_of(w, position) :] for v, w in shown]
 
     def write(token: int) -> None:
-        new = values_of(seen(len(values[0])), token, nan_tokens)
+        nonlocal rope_length
+        position = len(values[0])
+        if position == ropes.recompute_above and rope_length <= position:
+            rope_length = position + 1
+            for group in values:
+                group.clear()
+            for earlier in (*request.prompt_ids, *output)[:position]:
+                write(earlier)
+        variant = ropes.variant(max(position + 1, rope_length))
+        new = values_of(seen(position), token, nan_tokens, variant)
         for group, value in zip(values, new, strict=True):
             group.append(value)
 
@@ -106,9 +125,16 @@ class FakeDevice:
     """Row state, arena and host arena, as steps see them."""
 
     def __init__(
-        self, windows: Windows, max_num_seqs: int, block_size: int, nan_tokens: frozenset[int]
+        self,
+        windows: Windows,
+        max_num_seqs: int,
+        block_size: int,
+        nan_tokens: frozenset[int],
+        ropes: RopeLengths,
     ) -> None:
         self.windows = windows
+        self.ropes = ropes
+        self.rope_lengths = [0] * max_num_seqs
         self.nan_tokens = nan_tokens
         self.block_size = block_size
         self.blocks: dict[int, Contents] = {}
@@ -140,7 +166,8 @@ class FakeDevice:
         ]
 
     def write(self, row: int, position: int, token: int) -> None:
-        values = values_of(self.seen(row, position, position), token, self.nan_tokens)
+        variant = self.ropes.variant(max(position + 1, self.rope_lengths[row]))
+        values = values_of(self.seen(row, position, position), token, self.nan_tokens, variant)
         for group, value in enumerate(values):
             block, offset = slot = self.slot(group, row, position)
             self.blocks.setdefault(block, {})[offset] = value
@@ -180,11 +207,12 @@ class FakeRunner:
         in_flight: int,
         windows: Windows,
         nan_tokens: frozenset[int] = NO_TOKENS,
+        ropes: RopeLengths = NO_ROPES,
     ) -> None:
         self.scheduler = scheduler
         self.in_flight = in_flight
         block_size = scheduler.cache.block_size
-        self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens)
+        self.device = FakeDevice(windows, scheduler.max_num_seqs, block_size, nan_tokens, ropes)
         self.fail_after: Callable[[str, int], int | None] = lambda name, count: None
         self.unread: deque[FakeLaunchedStep] = deque()
         self.plans: list[StepPlan] = []
@@ -256,6 +284,7 @@ class FakeRunner:
         device = self.device
         for admission in plan.admitted:
             device.seeds[admission.row] = admission.request.seed
+            device.rope_lengths[admission.row] = admission.request.rope_length
         for update in plan.table_updates:
             device.tables[update.group][update.row][update.column] = update.block
         check_plan(plan, self.scheduler)

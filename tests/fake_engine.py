@@ -84,7 +84,7 @@ def fake_engine(
         model=SimpleNamespace(
             config=FAKE_MODEL,
             stack=None,
-            kernels=SimpleNamespace(library=None, name="fake", fallbacks=()),
+            kernels=SimpleNamespace(library=None, name="fake", fallbacks=(), collectives=None),
         ),
         tokenizer=tokenizer,
         groups=groups_of((None,)),
@@ -96,6 +96,7 @@ def fake_engine(
         start_seconds=0.0,
         code_cache=CodeCache(0, 0),
         compiled_kernels=None,
+        group=None,
     )
     engine = Engine(parts)  # type: ignore[arg-type]
     FakeRunner.__init__(runner, engine._loop.scheduler, 0, (None,))

@@ -19,13 +19,14 @@ from stepgraph.runtime.engine.loop import StepLoop
 from stepgraph.runtime.engine.request_output import RequestOutput
 from stepgraph.runtime.logprobs import PromptLogprobs
 from stepgraph.runtime.request import Request, RequestGroup
+from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.sampling_params import SamplingParams
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 from stepgraph.runtime.scheduling.scheduler import Scheduler
 from stepgraph.runtime.scheduling.step_budget import StepBudget
 
-from .fake_device import NAN, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
+from .fake_device import NAN, NO_ROPES, NO_TOKENS, VOCAB, FakeRunner, Windows, oracle
 
 MAX_LEN = 40
 """Tokens of the longest sequence, if the cache can hold it."""
@@ -61,10 +62,12 @@ class Rig:
         steps_per_launch: int = 1,
         tokens_per_row: int = 1,
         nan_tokens: frozenset[int] = NO_TOKENS,
+        ropes: RopeLengths = NO_ROPES,
         make_cache: Callable[..., KVCache] = KVCache,
     ) -> None:
         self.windows = windows
         self.nan_tokens = nan_tokens
+        self.ropes = ropes
         self.prefix = prefix
         chunk = min(prefill_chunk, max_batch_tokens)
         groups = groups_of(windows)
@@ -90,8 +93,9 @@ class Rig:
             step_budget=step_budget,
             steps_per_launch=steps_per_launch,
             tokens_per_row=tokens_per_row,
+            rope_lengths=ropes,
         )
-        self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens)
+        self.runner = FakeRunner(self.scheduler, in_flight, windows, nan_tokens, ropes)
         self.loop = StepLoop(
             self.scheduler,
             self.runner,  # type: ignore[arg-type]
@@ -118,7 +122,7 @@ class Rig:
     ) -> RequestGroup:
         """Make a prompt that begins with `shared` tokens which all of its topic begin with."""
         self.arrivals += 1
-        rng = random.Random(self.arrivals)
+        rng, ropes = random.Random(self.arrivals), self.ropes
         prompt = [rng.randrange(VOCAB) for _ in range(prompt_len)]
         common = random.Random(f"topic {topic}")
         prompt[:shared] = [common.randrange(VOCAB) for _ in prompt[:shared]]
@@ -137,7 +141,10 @@ class Rig:
                 stop_token_ids=frozenset(stop),
                 detokenizer=None,
                 arrival_ns=0,
-                prefix_hashes=PrefixHashes(self.cache.block_size, salt) if self.prefix else None,
+                prefix_hashes=PrefixHashes(self.cache.block_size, salt, ropes.variant(prompt_len))
+                if self.prefix
+                else None,
+                rope_length=prompt_len,
             )
             for index in range(n)
         ]
@@ -210,5 +217,5 @@ class Rig:
     def check_output(self, output: RequestOutput, requests: list[Request]) -> None:
         """Assert that a finished output is that of requests which run alone."""
         for completion, request in zip(output.completions, requests, strict=True):
-            expected = oracle(request, self.windows, self.nan_tokens)
+            expected = oracle(request, self.windows, self.nan_tokens, self.ropes)
             assert (completion.token_ids, completion.finish_reason) == expected

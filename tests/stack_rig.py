@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from stepgraph.cache.arena import SCALE_BYTES, Arena, Storage
-from stepgraph.cache.spec import group_layers
+from stepgraph.cache.spec import LayerGroup, group_layers
 from stepgraph.runtime.kernels import RaggedBatch, WeightStorage, select_kernels
 from stepgraph.runtime.loading.checkpoint import CheckpointReader, read_config
 from stepgraph.runtime.loading.loader import iter_weights
@@ -38,21 +38,27 @@ class Rig:
         torch.manual_seed(seed)
         self.config, self.dtype, self.storage = config, dtype, storage
         element_bytes = dtype.itemsize if storage == "model" else 1
-        self.groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
+        groups = group_layers(attention_specs(config, element_bytes, SCALE_BYTES[storage]))
         self.decoder = Decoder(
-            config, select_kernels(CPU, "compile", dtype, weights), dtype, CPU, self.groups, storage
+            config, select_kernels(CPU, "compile", dtype, weights), dtype, CPU, groups, storage
         )
+        self.make_cache(groups, config.hidden_size, config.head_dim)
+
+    def make_cache(self, groups: Sequence[LayerGroup], hidden_size: int, head_dim: int) -> None:
+        """Make an arena of random numbers, and tables of random blocks."""
+        self.groups, self.hidden_size = groups, hidden_size
+        dtype, storage = self.dtype, self.storage
         self.columns = LENGTH // BLOCK_SIZE
-        blocks = 1 + ROWS * self.columns * len(self.groups)
-        self.arena = Arena(self.groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
+        blocks = 1 + ROWS * self.columns * len(groups)
+        self.arena = Arena(groups, blocks, BLOCK_SIZE, dtype, CPU, storage).tensor
         tables = 1 + torch.randperm(blocks - 1, dtype=torch.int32)
-        self.tables = torch.zeros(len(self.groups), ROWS + 1, self.columns, dtype=torch.int32)
-        self.tables[:, :ROWS] = tables.view(len(self.groups), ROWS, self.columns)
+        self.tables = torch.zeros(len(groups), ROWS + 1, self.columns, dtype=torch.int32)
+        self.tables[:, :ROWS] = tables.view(len(groups), ROWS, self.columns)
         if storage == "model":
             self.arena.normal_()
         else:
             # Scales are bfloat16 of ordinary size, and data is anything.
-            width = config.head_dim * BLOCK_SIZE
+            width = head_dim * BLOCK_SIZE
             self.arena.random_(0, 120)
             scales = torch.rand(self.arena[..., width::2].shape) * 0.02
             self.arena[..., width:] = scales.bfloat16().view(torch.uint8)
@@ -88,7 +94,7 @@ class Rig:
 
     def hidden(self, inputs: RaggedBatch, seed: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        shape = (len(inputs.positions), self.config.hidden_size)
+        shape = (len(inputs.positions), self.hidden_size)
         return torch.randn(shape, generator=generator).to(self.dtype)
 
     def poison(self, inputs: RaggedBatch) -> None:
@@ -96,15 +102,20 @@ class Rig:
         seen = torch.zeros(len(self.groups), self.arena.shape[2], BLOCK_SIZE, dtype=torch.bool)
         for group in self.groups:
             for row, at in zip(inputs.token_rows, inputs.positions, strict=True):
-                window = group.spec.window_tokens or LENGTH
-                read = torch.arange(max(0, int(at) - window + 1), int(at) + 1)
-                blocks = self.tables[group.index, row, read // BLOCK_SIZE]
-                seen[group.index, blocks, read % BLOCK_SIZE] = True
+                for layer in group.layers:
+                    read = torch.tensor(self.seen(layer, int(at)))
+                    blocks = self.tables[group.index, row, read // BLOCK_SIZE]
+                    seen[group.index, blocks, read % BLOCK_SIZE] = True
         kept = seen.any(0)
         if self.storage == "model":
             self.arena.masked_fill_(~kept[None, None, :, None, :, None], torch.nan)
         else:
             self.arena[:, :, ~kept.any(-1)] = 255  # all ones are NaN in bfloat16
+
+    def seen(self, layer: int, position: int) -> range:
+        """Positions that a token attends to in a layer."""
+        window = self.config.window(layer) or LENGTH
+        return range(max(0, position - window + 1), position + 1)
 
     def step(
         self, inputs: RaggedBatch, x_TD: torch.Tensor, *, stacked: bool = True
@@ -118,3 +129,49 @@ class Rig:
             out = self.decoder.decode(x_TD, arena, inputs)
         self.decoder.stack = stack
         return out, arena
+
+
+# Tokens of a step as (row, first position, count).
+CHUNKS = {
+    "T=1": [(0, 37, 1)],
+    "T=2": [(0, 9, 1), (2, 150, 1)],
+    "T=7": [(1, 0, 7)],
+    "T=33": [(0, 5, 1), (1, 17, 31), (2, 0, 1)],
+    "T=130": [(0, 20, 80), (1, 0, 49), (2, 129, 1)],
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06}
+"""Of the largest element: bfloat16 rounds to 2**-9 of it, several times a layer."""
+
+
+def assert_agrees(rig: Rig, inputs: RaggedBatch, x_TD: torch.Tensor) -> None:
+    """The stack and the modules return and write the same.
+
+    Norms of small vectors magnify roundings: where the difference exceeds the tolerance, it may be
+    up to eight times what one more rounding of the inputs changes.
+    """
+    expected, expected_arena = rig.step(inputs, x_TD, stacked=False)
+    out, arena = rig.step(inputs, x_TD)
+    assert out.isfinite().all()
+    size = expected.double().abs().max()
+    # In quantised storage a rounding of the input may go to the next code.
+    limit = TOLERANCE[rig.dtype] if rig.storage == "model" else 5e-3
+    error_T = (out.double() - expected.double()).abs().amax(1) / size
+    error = (arena.double() - expected_arena.double()).abs()
+    allowed = 8 * limit + 0.05 * expected_arena.double().abs()
+    if error_T.max() >= limit or (error > allowed).any():
+        for again in _rounded_again(x_TD):
+            moved, moved_arena = rig.step(inputs, again, stacked=False)
+            moved_T = (moved.double() - expected.double()).abs().amax(1) / size
+            error_T[error_T < 8 * moved_T] = 0
+            error[error < 8 * (moved_arena.double() - expected_arena.double()).abs()] = 0
+    assert error_T.max() < limit, error_T.max()
+    # Which bytes were written is the same; what the first layer writes is nearly so.
+    if rig.storage == "model":
+        assert torch.equal(arena.isnan(), expected_arena.isnan())
+        assert not (error > allowed).any(), error.nan_to_num().max()
+
+
+def _rounded_again(x_TD: torch.Tensor) -> list[torch.Tensor]:
+    """Four copies of `x_TD` whose elements are each one rounding away from it."""
+    eps = torch.finfo(x_TD.dtype).eps
+    return [x_TD * (1 + eps * (2 * torch.randint(2, x_TD.shape) - 1)).to(x_TD) for _ in range(4)]

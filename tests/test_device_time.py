@@ -150,9 +150,9 @@ def assert_records_follow_each_other(engine: Engine, *, is_async_device: bool) -
 
 def test_no_event_is_timed_unless_asked_for(untimed: Rig) -> None:
     rig, runner = untimed, untimed.engine._loop.runner
-    assert runner._outputs is not None
-    assert runner._outputs._events is not None
-    events: Any = runner._outputs._events
+    assert runner.outputs is not None
+    assert runner.outputs._events is not None
+    events: Any = runner.outputs._events
     rig.add([1, 2, 3], [4, 5], max_tokens=16)
     timed = set()
     for turn in range(12):

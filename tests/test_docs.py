@@ -7,6 +7,7 @@ import pytest
 from stepgraph.profiling.dictionary import markdown
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.bench.results.columns import TABLES, baseline_columns
+from stepgraph.runtime.tools.group_report import explain_groups
 from stepgraph.runtime.tools.step_report import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +87,31 @@ def test_predictions_are_those_of_the_command(row, name, weight_dtype, rows, con
         re.search(pattern, text)[1] for pattern in (r"floor ([\d,]+) µs", r"predicted ([\d,]+) µs")
     )
     assert f"| {row} | {floor} | {predicted} |" in page
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "rows", "context"),
+    [
+        ("Llama-3.1-8B, batch 1, context 1k", "llama-3.1-8b", 1, 1024),
+        ("Llama-3.1-8B, batch 32, context 8k", "llama-3.1-8b", 32, 8192),
+        ("Llama-3.1-70B, batch 1, context 1k", "llama-3.1-70b", 1, 1024),
+        ("Llama-3.1-70B, batch 32, context 8k", "llama-3.1-70b", 32, 8192),
+    ],
+)
+def test_predictions_of_groups_are_those_of_the_command(row, name, rows, context):
+    page = (ROOT / "docs" / "gpu-predictions.md").read_text()
+    text = explain_groups(
+        *(f"preset:{name}", EngineConfig()),
+        **{"ranks": [2, 4, 8], "rows": rows, "context": context, "bandwidth": 4.3e12},
+    )
+    lines = [line.strip("| ").split("|") for line in text.splitlines() if re.match(r"\| +\d", line)]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    floors = [line[5] for line in cells[:4]]
+    times = [
+        f"{time[3]} ({floor} + {time[2]})" for floor, time in zip(floors, cells[4:], strict=True)
+    ]
+    expected = [row, cells[4][3], *times[1:], " / ".join(line[4] for line in cells[5:])]
+    assert f"| {' | '.join(expected)} |" in page
 
 
 def test_each_row_of_the_guarantees_names_a_test():

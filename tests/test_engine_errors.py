@@ -86,7 +86,7 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], obje
         ({"tie_word_embeddings": False}, ["missing: lm_head.weight"]),
         ({"num_key_value_heads": 4}, ["num_attention_heads = 6", "num_key_value_heads = 4"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "'llama3'"]),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, ["'spiral'", "'llama3'"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

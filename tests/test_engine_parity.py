@@ -102,7 +102,7 @@ def test_bfloat16_is_as_exact_as_transformers(
 
     Against the same rounded weights in float64 only the rounding of intermediate results is left.
     Engine and transformers round at the same places, but sum in different orders, so neither is
-    the other's reference: the root mean square of the engine's error over 120 x 97 logits may be
+    the other's reference: the root mean square of the engine's error over 82 x 97 logits may be
     at most 1.5 times that of transformers. A lost rounding to float32 somewhere (softmax, norm,
     rotation) shows as more.
     """
@@ -121,9 +121,13 @@ def test_bfloat16_is_as_exact_as_transformers(
             ids = torch.tensor([token_ids])
             expected = exact(ids).logits[0]
             theirs.append(rounded(ids).logits[0].double() - expected)
-            # The first half is prefilled, the second decoded; what precedes has been prefilled.
-            head = torch.cat([engine.score(token_ids[:n], n) for n in range(1, 30)])
-            ours.append(torch.cat((head, engine.score(token_ids, 30))).double() - expected)
+            # Of the first half, which is prefilled, every third position; the second is decoded.
+            ends = range(1, 30, 3)
+            shown = [*(end - 1 for end in ends), *range(29, 60)]
+            theirs[-1] = theirs[-1][shown]
+            head = torch.cat([engine.score(token_ids[:n], n) for n in ends])
+            tail = engine.score(token_ids, 30)
+            ours.append(torch.cat((head, tail)).double() - expected[shown])
     our_error, their_error = (torch.cat(e).square().mean().sqrt().item() for e in (ours, theirs))
     assert their_error > 1e-3, "the reference is not rounded: this test would show nothing"
     assert our_error <= 1.5 * their_error

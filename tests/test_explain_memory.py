@@ -205,3 +205,45 @@ def test_command_line_without_a_size(
         run_bench(monkeypatch, "--explain-memory --device-memory much")
     assert ended.value.code == 2
     assert "'much' is not an amount of memory" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_rank() -> None:
+    """A quarter of the weights, and of the cache of a token."""
+    whole, rank = (
+        explain("preset:llama-3.1-8b", "80GB", max_num_seqs=8, tensor_parallel=ranks)
+        for ranks in (1, 4)
+    )
+    assert re.search(r"^weights +3\.74 GiB$", rank, re.MULTILINE)
+    assert "cache of a token: 32.00 KiB" in rank
+    assert "rank 0 of 4: 8 of 32 query heads, 32,064 of 128,256 tokens" in rank
+    assert "of its own, 520.00 KiB replicated on every rank, of 14.96 GiB" in rank
+    assert "rank" not in whole
+    question = "longest context of 8 rows"
+    assert answer(rank, question) > 2 * answer(whole, question)
+
+
+def test_replicated_heads_and_latents_of_a_rank() -> None:
+    heads = explain("preset:gpt-oss-20b", "80GB", tensor_parallel=16)
+    assert "1 of 8 key/value heads, replicated on 2 ranks" in heads
+    latent = explain("preset:deepseek-v2-lite", "80GB", tensor_parallel=8)
+    assert "a latent of all heads, replicated on 8 ranks" in latent
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    plans = [
+        explain("demo", "80GB", device="cpu", mode="eager", tensor_parallel=ranks)
+        for ranks in (1, 2)
+    ]
+    found = [re.search(r"^available +([\d.]+) GiB$", plan, re.MULTILINE) for plan in plans]
+    whole, half = (float(line[1]) for line in found if line is not None)
+    assert half == pytest.approx(whole / 2, abs=0.01)
+
+
+def test_numbers_of_ranks_that_a_model_cannot_be_split_over(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "--model preset:llama-3.1-8b --device-memory 80GB --tensor-parallel 2 3"
+    assert run_bench(monkeypatch, f"--explain-memory {arguments}") != 0
+    printed = capfd.readouterr()
+    assert "rank 0 of 2" in printed.out
+    assert "3 does not divide 32 query heads" in printed.err

@@ -17,9 +17,19 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SIZES: dict[str, Any] = {
@@ -31,8 +41,19 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 DENSE = {"first_k_dense_replace": 8, "num_key_value_heads": 32}
+GRANITE4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 8}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "smollm3": (SmolLM3Config, {}),
+    "phi3": (Phi3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (Olmo3Config, {}),
+    "granite": (GraniteConfig, {}),
+    "granitemoehybrid": (GraniteMoeHybridConfig, GRANITE4),
+    "glm": (GlmConfig, {}),
+    "glm4": (Glm4Config, {}),
     "qwen3": (Qwen3Config, {}),
     "gemma2": (Gemma2Config, {}),
     "gemma3_text": (Gemma3TextConfig, {}),
@@ -75,6 +96,12 @@ def of_full(rope: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": rope}}
 
 
+def longrope(**changes: Any) -> dict[str, Any]:
+    """A head of 8 elements, rotated by longrope."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    return {"head_dim": 8, "rope_scaling": {"type": "su", **factors, **changes}}
+
+
 def of_family(model_type: str, **changes: Any) -> ModelConfig:
     minimal = {"model_type": model_type, **SIZES, **FAMILIES[model_type][1]}
     return ModelConfig.from_hf(copy.deepcopy({**minimal, **changes}))
@@ -87,16 +114,16 @@ def test_what_is_left_out_is_what_transformers_assumes(model_type: str) -> None:
     assert ModelConfig.from_hf(spelled_out | {"dtype": None}) == of_family(model_type)
 
 
-@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_tokens_that_are_null_are_none(model_type: str) -> None:
-    minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+    minimal = {"model_type": model_type, **SIZES, **FAMILIES[model_type][1]}
     config = ModelConfig.from_hf({**minimal, "bos_token_id": None, "eos_token_id": None})
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
-@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_caps_are_those_of_the_families_that_have_them(model_type: str) -> None:
-    minimal = {"model_type": model_type, **SIZES, **FAMILIES.get(model_type, (None, {}))[1]}
+    minimal = {"model_type": model_type, **SIZES, **FAMILIES[model_type][1]}
     caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
     config = ModelConfig.from_hf({**minimal, **caps})
     assert config.attn_logit_softcapping == (5.0 if model_type == "gemma2" else None)
@@ -132,6 +159,13 @@ def test_gemma_3_in_both_layouts() -> None:
             [None] * 6 + [7] * 2,
         ),
         ("qwen3", SLIDING | {"layer_types": S * 3 + F * 5}, [4096] * 3 + [None] * 5),
+        ("qwen2", SLIDING | {"max_window_layers": 7, "sliding_window": 3}, [None] * 7 + [3]),
+        ("smollm3", {"sliding_window": 3}, [None] * 8),
+        ("smollm3", SLIDING | {"sliding_window": 3}, [None, None, None, 3] * 2),
+        ("phi3", {}, [None] * 8),
+        ("phi3", {"sliding_window": 5}, [5] * 8),
+        ("olmo3", {}, [4096, 4096, 4096, None] * 2),
+        ("olmo3", {"layer_types": F * 7 + S, "sliding_window": 2}, [None] * 7 + [2]),
         ("gemma2", {"sliding_window": 3}, [3, None] * 4),
         ("gemma2", {"layer_types": F * 8}, [None] * 8),
         ("gemma3_text", {"sliding_window": 3}, [3] * 5 + [None] + [3] * 2),
@@ -157,11 +191,13 @@ def test_latent_attention() -> None:
     assert plan.rope_dim == 64
     assert attend.scale == pytest.approx((128 + 64) ** -0.5)
     yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
-    stretched = of_family("deepseek_v3", rope_scaling=yarn)
-    assert stretched.rope(0).scaling.amplitude == 1.0
-    more = (0.1 * math.log(40) + 1) ** 2
-    attend = model_plan(stretched).layers[0].attend
-    assert attend.scale == pytest.approx(more * (128 + 64) ** -0.5)
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "attention_factor": 1.0}
+    for scaling in (yarn, {**yarn, "type": "longrope", **factors}):
+        stretched = of_family("deepseek_v3", rope_scaling=scaling)
+        assert stretched.rope(0).scaling.amplitude == 1.0
+        more = (0.1 * math.log(40) + 1) ** 2
+        attend = model_plan(stretched).layers[0].attend
+        assert attend.scale == pytest.approx(more * (128 + 64) ** -0.5)
 
 
 def test_experts_that_no_layer_uses() -> None:
@@ -171,8 +207,6 @@ def test_experts_that_no_layer_uses() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("deepseek_v3", {"first_k_dense_replace": 3}, "n_routed_experts = 256.*layers 3 to 7"),
-        ("deepseek_v2", {"first_k_dense_replace": 0}, "n_routed_experts = 64.*not supported"),
         ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4.*heads = 32"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0 must be at least 1"),
         ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank = -1 must be at least 1"),
@@ -201,8 +235,53 @@ def test_experts_that_no_layer_uses() -> None:
             | {"rope_scaling": {"rope_type": "linear", "factor": 4}},
             "rope_parameters = .*'factor': 2.* and rope_scaling = .*'factor': 4",
         ),
-        ("gemma3_text", of_full({"rope_type": "dynamic"}), "'dynamic'"),
+        ("gemma3_text", of_full({"rope_type": "dynamic"}), "no factor"),
         ("qwen3", of_full({"rope_theta": 1e4}), "the same for all layers"),
+        ("qwen2", {"layer_types": S * 8}, "sliding_window is not in use"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 .*Qwen2"),
+        ("smollm3", {"no_rope_layers": [1] * 7}, "no_rope_layers lists 7 layers"),
+        ("smollm3", {"no_rope_layers": [1] * 7 + [2]}, "no_rope_layers must be a list"),
+        ("smollm3", {"no_rope_layers": "1111"}, "no_rope_layers must be a list"),
+        ("smollm3", {"no_rope_layers": [[]] * 8}, "no_rope_layers must be a list"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
+        ("smollm3", {"no_rope_layer_interval": 1.5}, "no_rope_layer_interval must be of type int"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' .*'longrope'"),
+        ("phi3", {"partial_rotary_factor": 0.0}, r"partial_rotary_factor = 0\.0"),
+        ("phi3", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5"),
+        ("phi3", {"partial_rotary_factor": "all"}, "partial_rotary_factor must be of type float"),
+        ("phi3", {"head_dim": 8, "partial_rotary_factor": 0.1}, "rotate at least one of head_dim"),
+        ("phi3", longrope(short_factor=None), "short_factor must be a list of numbers, not None"),
+        ("phi3", longrope(long_factor=[1.0]), "long_factor lists 1 factors, but 4 pairs"),
+        ("phi3", longrope(long_factor=[1.0] * 3 + [0.0]), r"long_factor lists 0\.0"),
+        ("phi3", longrope(long_factor=[1.0] * 3 + ["x"]), "long_factor must be of type float"),
+        ("phi3", longrope(factor=0.5), r"factor = 0\.5"),
+        ("phi3", longrope(attention_factor=-1.0), r"attention_factor = -1\.0"),
+        (
+            "phi3",
+            longrope() | {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings = 1 must be at least 2",
+        ),
+        (
+            "llama",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            "more than 2 rotated elements",
+        ),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 0.5}}, r"factor = 0\.5"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "by layer type"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is not in use"),
+        ("granite", {"residual_multiplier": 0.0}, r"residual_multiplier = 0\.0"),
+        ("granite", {"logits_scaling": 1e30}, r"logits_scaling = 1e\+30"),
+        ("granite", {"attention_multiplier": "1"}, "attention_multiplier must be of type float"),
+        ("granitemoehybrid", {"layer_types": None}, "no layer_types.* Mamba"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["attention"] * 7 + ["mamba"]},
+            "layer_types has 'mamba' for layer 7",
+        ),
+        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4 .*dense models"),
+        ("granitemoehybrid", {"position_embedding_type": 1}, "position_embedding_type must be"),
+        ("granitemoehybrid", {"shared_intermediate_size": 0}, "shared_intermediate_size = 0"),
+        ("glm4", {"attention_bias": 1}, "attention_bias must be of type bool"),
         ("qwen3", {"rope_scaling": YARN | {"beta_slow": 64}}, r"beta_slow = 64\.0 .* = 32\.0"),
         ("qwen3", {"rope_theta": 1, "rope_scaling": YARN}, r"rope_theta = 1\.0"),
     ],

@@ -26,6 +26,7 @@ from stepgraph.runtime.kernels import (
     Kernels,
     WeightStorage,
     pack_linear,
+    reference_experts,
     reference_linear,
     reference_paged_attention,
 )
@@ -48,6 +49,7 @@ def kernels_that(pack: bool, weights: WeightStorage = "model") -> Kernels:
         name="test",
         attention=reference_paged_attention,
         linear=reference_linear,
+        experts=reference_experts,
         pack=pack_linear if pack else None,
         bounded_by_length=pack,
         masks=0 if pack else 1,

@@ -50,7 +50,7 @@ def test_a_step_begins_as_in_torch(
         torch.randint(100, (groups, rows, columns), dtype=torch.int32, device=DEVICE),
         block_size,
         Embedding(weight, scales, dtype, factor),
-        Rotations(torch.rand(3, half, device=DEVICE), torch.rand(3, device=DEVICE)),
+        Rotations(*torch.rand(2, 3, half, device=DEVICE)),
     )
     out, expected = begin_decode(*args), reference_begin_decode(*args)
     for field in dataclasses.fields(expected):
@@ -70,7 +70,7 @@ def test_angles_of_long_contexts() -> None:
         torch.ones(1, 5, 10_000_001, dtype=torch.int32, device=DEVICE),
         1,
         Embedding(torch.ones(5, 1, device=DEVICE), None, torch.float32),
-        Rotations(frequencies, torch.ones(1, device=DEVICE)),
+        Rotations(frequencies, torch.ones_like(frequencies)),
     )
     angles = (positions[:, None].float() * frequencies).double()
     torch.testing.assert_close(out.cos[0].double(), angles.cos(), atol=1e-7, rtol=0)

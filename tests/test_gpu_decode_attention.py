@@ -21,6 +21,7 @@ from stepgraph.runtime.kernels import (
     reference_paged_attention,
 )
 from stepgraph.runtime.kernels.ops.kv_storage import write_blocks
+from stepgraph.runtime.kernels.ops.layer_operations import AttentionTemperature
 from stepgraph.runtime.kernels.triton import decode_attention as da
 from stepgraph.runtime.kernels.triton import rotated_heads
 from stepgraph.runtime.kernels.triton import split_attention as sa
@@ -30,7 +31,7 @@ from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.models.rope import rotate
 from triton.runtime import interpreter
 
-from .attention_cases import moved, poisoned_arena
+from .attention_cases import first_seen, moved, poisoned_arena
 from .gpu_linear_rig import DEVICE, error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -59,10 +60,13 @@ def make_cache(
     softcap: float = 0.0,
     storage: str = "model",
     value_dim: int = 0,
+    chunk: int = 0,
+    sinks: int = 0,
 ) -> Cache:
     """A length counts the new token; 0 is a padded row. Blocks that have left the window hold
     poison, and columns of the tables that no row reads name a block that nobody has."""
-    form = AttentionForm(0.3, window, softcap, storage, value_dim or head_dim)
+    sinks_H = 3 * torch.randn(sinks, device=DEVICE).to(dtype) if sinks else None
+    form = AttentionForm(0.3, window, softcap, storage, value_dim or head_dim, chunk, sinks_H)
     columns = max(lengths) // block_size + 2
     null_row = len(lengths)
     blocks = null_row * columns + 2
@@ -77,7 +81,7 @@ def make_cache(
             continue
         used = (length - 1) // block_size + 1
         tables[row, :used] = ids[row * columns : row * columns + used]
-        position = torch.arange(max(0, length - window) if window else 0, length)
+        position = torch.arange(first_seen(length - 1, form), length)
         slot = tables[row, position // block_size].long() * block_size + position % block_size
         slots[row], rows[row] = slot[-1], row
         for side in arena[LAYER]:
@@ -114,12 +118,15 @@ def make_inputs(
     *,
     norms: bool = False,
     offset: bool = False,
+    all_heads: bool = False,
+    temperature: AttentionTemperature | None = None,
 ) -> Inputs:
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype)
     angles = torch.rand(rows, head_dim // 2) * 7
-    weights = [torch.randn(head_dim).to(dtype).to(DEVICE) if norms else None for _ in range(2)]
+    sizes = [n * head_dim if all_heads else head_dim for n in (heads, kv_heads)]
+    weights = [torch.randn(n).to(dtype).to(DEVICE) if norms else None for n in sizes]
     cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
-    return Inputs(qkv.to(DEVICE), HeadRotation(*weights, 1e-6, offset, cos, sin))
+    return Inputs(qkv.to(DEVICE), HeadRotation(*weights, 1e-6, offset, cos, sin, temperature))
 
 
 def launch(
@@ -203,14 +210,16 @@ def check(
     *,
     norms: bool = False,
     offset: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-    storage: str = "model",
+    all_heads: bool = False,
+    sinks: bool = False,
+    temperature: AttentionTemperature | None = None,
+    **traits: Any,
 ) -> None:
     heads, kv_heads, head_dim = shape
-    traits = {"window": window, "softcap": softcap, "storage": storage}
-    cache = make_cache(lengths, kv_heads, head_dim, block_size, dtype, **traits)
-    x = make_inputs(len(lengths), heads, kv_heads, head_dim, dtype, norms=norms, offset=offset)
+    sinks_count = heads if sinks else 0
+    cache = make_cache(lengths, kv_heads, head_dim, block_size, dtype, sinks=sinks_count, **traits)
+    norm: dict[str, Any] = {"norms": norms, "offset": offset, "all_heads": all_heads}
+    x = make_inputs(len(lengths), heads, kv_heads, head_dim, dtype, temperature=temperature, **norm)
     out, arena = run(cache, x, splits, tile)
     expected, expected_arena = run_reference(cache, x)
     real = torch.tensor(lengths, device=DEVICE) > 0
@@ -250,6 +259,12 @@ def test_groups_and_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -
         ([1, 35, 0], (6, 2, 20), {"block_size": 8, "storage": "fp8"}),
         ([20, 1], (4, 2, 24), {"norms": True}),
         ([20, 1], (4, 2, 24), {"norms": True, "offset": True}),
+        ([20, 1], (6, 2, 20), {"norms": True, "all_heads": True}),
+        ([20, 1], (9, 3, 128), {"norms": True, "all_heads": True, "offset": True}),
+        ([21, 1, 7, 0], (6, 2, 20), {"temperature": AttentionTemperature(7, 0.9)}),
+        ([35, 1, 0], (6, 2, 16), {"sinks": True, "splits": 3}),
+        ([50, 33], (4, 1, 16), {"sinks": True, "window": 9, "softcap": 2.0, "storage": "fp8"}),
+        ([50, 33, 16], (4, 2, 16), {"chunk": 16, "sinks": True}),
         (
             [30, 0, 1, 50],
             (6, 2, 10),
@@ -273,12 +288,21 @@ def test_traits_of_models_and_caches(
     splits=st.integers(1, 5),
     block_size=st.integers(1, 20),
     window=st.one_of(st.just(0), st.integers(1, 80)),
+    chunk=st.sampled_from([0, 0, 1, 13, 32]),
+    sinks=st.booleans(),
     storage=st.sampled_from(["model", "model", "int8", "fp8"]),
 )
 def test_any_lengths_splits_blocks_and_windows(
-    lengths: list[int], splits: int, block_size: int, window: int, storage: str
+    lengths: list[int],
+    splits: int,
+    block_size: int,
+    window: int,
+    chunk: int,
+    sinks: bool,
+    storage: str,
 ) -> None:
-    check(lengths, (3, 1, 8), block_size, splits=splits, window=window, storage=storage, tile=SMALL)
+    traits: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "storage": storage}
+    check(lengths, (3, 1, 8), block_size, splits=splits, tile=SMALL, **traits)
 
 
 @pytest.mark.sampled(5)

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels.triton import kernel_calls, layer_kernels, operations, tuning
 from stepgraph.runtime.kernels.triton.backend import gpu_kernels
+from stepgraph.runtime.kernels.triton.experts import triton_experts
 from stepgraph.runtime.kernels.triton.fused_pair import fused_pair
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.linear import SEPARATE, LinearConfig
@@ -26,6 +27,8 @@ from stepgraph.runtime.kernels.triton.paged_attention import triton_paged_attent
 from stepgraph.runtime.loading.loader import resolve_source
 from stepgraph.runtime.tools.pair_problems import pair_problems
 from stepgraph.runtime.tools.recorded_steps import record_steps
+
+from .expert_models import EXPERT_VARIANTS
 
 if TYPE_CHECKING:
     from conftest import TinyModel
@@ -39,9 +42,14 @@ pytestmark = [
     ),
 ]
 VARIANTS = [  # each takes seconds of interpretation
-    *("odd", "deepseek_v2"),
+    *("odd", "deepseek_v2", "mixtral_one"),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("base", "gemma2", "gemma3", "mistral")),
     *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3", "qwen3_yarn", "deepseek_v3")),
+    pytest.param("phi3_longrope", marks=pytest.mark.slow),
+]
+EXPERTS = [
+    "gpt_oss_odd",
+    *(pytest.param(v, marks=pytest.mark.slow) for v in EXPERT_VARIANTS if v != "gpt_oss_odd"),
 ]
 
 
@@ -54,7 +62,9 @@ def gpu_engine(
     def select(_device: Any, _mode: Any, _dtype: Any, weights: Any, _kernels: Any) -> Kernels:
         kernels = gpu_kernels(weights)
         # The operator around it is for CUDA's tensors.
-        return dataclasses.replace(kernels, attention=triton_paged_attention)
+        return dataclasses.replace(
+            kernels, attention=triton_paged_attention, experts=triton_experts
+        )
 
     monkeypatch.setattr(startup, "select_kernels", select)
     # Tested elsewhere; interpreted, it takes longer than the engine.
@@ -87,6 +97,22 @@ def test_greedy_tokens_are_those_of_transformers(
         assert [o.token_ids for o in outputs] == model.greedy(prompts, 3)
         assert engine.stats()["fallbacks"] == 0
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_experts_give_the_tokens_of_the_plain_engine(
+    gpu_engine: Callable[..., Engine],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], TinyModel],
+    variant: str,
+) -> None:
+    prompts = tiny(variant).prompts(7, 2)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    expected = open_engine(variant).generate(prompts, params)
+    with gpu_engine(variant) as engine:
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert engine.stats()["fallbacks"] == 0
 
 
 @pytest.mark.parametrize("variant", ["gemma2", pytest.param("odd", marks=pytest.mark.slow)])

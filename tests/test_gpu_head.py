@@ -35,18 +35,23 @@ FEW, MANY = LinearConfig(16, 16), LinearConfig(32, 32, kind="rows", stages=2)
         (33, None, 1024),
     ],
 )
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("softcap", "scale"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.11), (3.0, 0.2)])
 def test_logits_and_the_best_of_each_chunk(
-    dtype: torch.dtype, tokens: int, config: LinearConfig | None, chunk: int, softcap: float
+    dtype: torch.dtype,
+    tokens: int,
+    config: LinearConfig | None,
+    chunk: int,
+    softcap: float,
+    scale: float,
 ) -> None:
     hidden, vocab = 37, 131 if chunk < 1024 else 1100
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype)
     weight = torch.randn(vocab, hidden, device=DEVICE, dtype=dtype)
     norm = GpuNorm(torch.randn(hidden, device=DEVICE, dtype=dtype), 1e-5)
     linear = GpuLinear(weight)
-    logits, maxima, ids = head(x, norm, linear, softcap, None, config)
+    logits, maxima, ids = head(x, norm, linear, softcap, None, config, scale=scale)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    expected, _, _ = reference_head(x, norm, linear, softcap)
+    expected, _, _ = reference_head(x, norm, linear, softcap, scale=scale)
     assert (logits - expected).float().norm() <= tolerance * expected.float().norm()
     for i, part in enumerate(logits.float().split(chunk, dim=1)):
         assert torch.equal(maxima[:, i], part.amax(-1))

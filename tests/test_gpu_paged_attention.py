@@ -31,6 +31,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"storage": "int8"},
     "fp8": {"storage": "fp8"},
     "latent": {"latent": True, "value_dim": 32},
+    "sinks": {"sinks": True, "storage": "fp8"},
+    "sinks in windows": {"sinks": True, "window": 13, "softcap": 2.0},
+    "chunks": {"chunk": 24},
+    "chunks and sinks": {"chunk": 32, "sinks": True, "window": 20},
     "all": {"latent": True, "value_dim": 20, "window": 40, "softcap": 3.0, "storage": "fp8"},
 }
 
@@ -63,13 +67,20 @@ def test_odd_shapes(
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 5),
-    window=st.sampled_from([0, 1, 9, 50]),
+    limits=st.sampled_from([(0, 0), (1, 0), (9, 0), (50, 0), (0, 7), (0, 32), (20, 16)]),
+    sinks=st.booleans(),
     block_size=st.integers(1, 20),
 )
 def test_any_chunks_are_what_the_reference_makes_of_them(
-    chunks: list[tuple[int, int]], padding: int, window: int, block_size: int
+    chunks: list[tuple[int, int]],
+    padding: int,
+    limits: tuple[int, int],
+    sinks: bool,
+    block_size: int,
 ) -> None:
-    case = make_case(chunks, (4, 2, 16), block_size, padding=padding, window=window).to(DEVICE)
+    window, chunk = limits
+    form: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks}
+    case = make_case(chunks, (4, 2, 16), block_size, padding=padding, **form).to(DEVICE)
     check(case, triton_paged_attention, 1e-5)
     expected, _ = case.run(reference_paged_attention)
     out, _ = case.run(triton_paged_attention)

@@ -91,7 +91,8 @@ def test_tiles_of_more_tokens_than_are_scanned_together(monkeypatch: pytest.Monk
     [
         {"storage": "int8"},
         {"storage": "fp8", "softcap": 2.0},
-        {"softcap": 0.7},
+        {"softcap": 0.7, "sinks": True},
+        {"chunk": 16, "sinks": True, "storage": "fp8"},
         {"latent": True, "value_dim": 32},
         {"latent": True, "value_dim": 20, "storage": "int8", "window": 30},
     ],
@@ -116,11 +117,19 @@ def test_more_heads_a_group_than_a_tile() -> None:
     padding=st.integers(0, 9),
     group=st.integers(1, 5),
     window=st.sampled_from([0, 0, 3, 24]),
+    chunk=st.sampled_from([0, 0, 5, 16]),
+    sinks=st.booleans(),
 )
 def test_any_partition_into_rows(
-    chunks: list[tuple[int, int]], padding: int, group: int, window: int
+    chunks: list[tuple[int, int]],
+    padding: int,
+    group: int,
+    window: int,
+    chunk: int,
+    sinks: bool,
 ) -> None:
-    case = make_case(chunks, (group, 1, 8), 4, padding=padding, window=window)
+    form: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks}
+    case = make_case(chunks, (group, 1, 8), 4, padding=padding, **form)
     check(case.to(DEVICE), attend(SMALL), 1e-5)
 
 

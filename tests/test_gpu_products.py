@@ -9,7 +9,11 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from stepgraph.runtime.kernels.triton.activation import activate_rows, reference_activate_rows
+from stepgraph.runtime.kernels.triton.activation import (
+    Clamp,
+    activate_rows,
+    reference_activate_rows,
+)
 from stepgraph.runtime.kernels.triton.gate_up import gate_up, reference_gate_up
 from stepgraph.runtime.kernels.triton.linear import LIBRARY, GpuLinear, LinearConfig, Pending
 from stepgraph.runtime.kernels.triton.norm_linear import norm_linear, reference_norm_linear
@@ -174,6 +178,18 @@ def test_without_a_residual(count: int, way: int) -> None:
     assert error(out_TN, product.x_TK.double() @ product.linear.weight.double().T) < 1e-5
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("count", "way"), [(3, 1), (8, 2), (8, 3), (8, 4)])
+def test_results_that_are_scaled(count: int, way: int, residual: bool) -> None:
+    product = Product("residual_linear", count, residual=residual)
+    out_TN, config = poisoned(count, N, dtype=HALF), (*SIZES["residual_linear"], LIBRARY)[way]
+    arguments = (product.x_TK, product.linear, product.residual_TN)
+    residual_linear(*arguments, out_TN, config, scale=0.22)
+    expected = reference_residual_linear(*arguments, scale=0.22)
+    assert error(out_TN, expected) < tolerance(HALF)
+    assert error(out_TN, product.reference()) > 0.1
+
+
 @pytest.mark.parametrize(("count", "way"), [(1, 1), (5, 2), (5, 3), (5, 4), (1, 4)])
 def test_the_residual_may_be_what_is_written(count: int, way: int) -> None:
     product = Product("residual_linear", count)
@@ -205,6 +221,13 @@ def test_the_activation_by_itself(gelu: bool, dtype: torch.dtype) -> None:
     out_TF = poisoned(3, 1029, dtype=dtype)
     activate_rows(x_TF, out_TF, gelu=gelu)
     assert error(out_TF, reference_activate_rows(x_TF, gelu=gelu)) < tolerance(dtype)
+    clamp = Clamp(limit=7.0, alpha=1.702, up_offset=1.0)
+    activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
+    expected = reference_activate_rows(x_TF, gelu=gelu, clamp=clamp)
+    assert error(out_TF, expected) < tolerance(dtype)
+    x_TF[1, 5] = float("nan")
+    activate_rows(x_TF, out_TF, gelu=gelu, clamp=clamp)
+    assert out_TF.isnan().sum() == 1
 
 
 @pytest.mark.parametrize(

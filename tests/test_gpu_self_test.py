@@ -14,7 +14,7 @@ from stepgraph.runtime import Engine, EngineConfig, KernelSelfTestError, Samplin
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.engine.gpu_self_test import dependent_launch_failure
 from stepgraph.runtime.engine.self_test import check_kernels
-from stepgraph.runtime.kernels import Kernels
+from stepgraph.runtime.kernels import ExpertTensors, Kernels, Routing
 from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.resolved_config import ResolvedConfig
@@ -29,6 +29,7 @@ from stepgraph.runtime.kernels.triton.dependent import is_dependent_launch_enabl
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.operations import Operations
 
+from .expert_cases import make_mixture
 from .fake_graphs import FakeCapturer, FakeGraphs
 from .test_self_test import GEMMA2, TINY
 
@@ -101,7 +102,7 @@ def scaled(name: str) -> Callable[..., Any]:
     return wrong
 
 
-UNUSED = {"combine_output", "paged_attention", "fused_pair"}
+UNUSED = {"combine_output", "paged_attention", "fused_pair", "route", "experts"}
 """Operations that no step of the tiny model runs untuned."""
 
 
@@ -114,6 +115,22 @@ def test_a_wrong_number_costs_the_operation_alone(
     with pytest.warns(RuntimeWarning, match=name):
         fallbacks = check(model, config).fallbacks
     assert [fallback.name for fallback in fallbacks] == [name]
+
+
+@pytest.mark.parametrize("wrong", [None, "route", "experts"])
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_experts_are_checked(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, wrong: str | None
+) -> None:
+    if wrong is not None:
+        use(monkeypatch, **{wrong: scaled(wrong)})
+    mixture = make_mixture(Routing(top_k=2, normalised=True), shared=1, biases=True)
+    tensors = ExpertTensors(*(None if t is None else t.to(DEVICE) for t in mixture.tensors))
+    found = checks.OperationChecks(torch.float32, "model", 4, torch.device(DEVICE))
+    x, live = torch.randn(tokens, 12, device=DEVICE), torch.arange(tokens, device=DEVICE) != 1
+    out = found.operations.mixture(mixture.op, x, tensors, live)
+    assert list(found.failures) == ([] if wrong is None else [wrong])
+    assert torch.equal(out, PLAIN.mixture(mixture.op, x, tensors, live))
 
 
 def raises(*arguments: Any, **keywords: Any) -> None:
@@ -218,7 +235,7 @@ def compared(capturer: FakeCapturer, *, padding: int = 0) -> Fallback | None:
 def test_captures_with_and_without_dependent_launch_are_compared(
     monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
-    def early(a_TK: Any, linear: Any, residual_TN: Any, out_TN: torch.Tensor) -> None:
+    def early(a_TK: Any, linear: Any, residual_TN: Any, out_TN: torch.Tensor, **_: Any) -> None:
         PLAIN.residual_linear(a_TK, linear, residual_TN, out_TN)
         if wrong and is_dependent_launch_enabled():
             out_TN.mul_(1.001)

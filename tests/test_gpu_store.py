@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +16,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime.kernels import AttentionForm, LayerPlace, RaggedBatch
 from stepgraph.runtime.kernels.ops.kv_storage import read_blocks
+from stepgraph.runtime.kernels.ops.layer_operations import AttentionTemperature
 from stepgraph.runtime.kernels.triton.rotated_heads import HeadRotation
 from stepgraph.runtime.kernels.triton.store import (
     reference_rotate_and_store,
@@ -70,7 +75,7 @@ def stored(arena: Tensor, slots: Tensor, storage: str) -> Tensor:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", ["none", "plain", "offset"])
+@pytest.mark.parametrize("norm", ["none", "plain", "offset", "all heads"])
 @pytest.mark.parametrize("heads", [(6, 2, 16), (3, 1, 10), (5, 5, 128)])
 def test_rotate_and_store(
     storage: str, dtype: torch.dtype, norm: str, heads: tuple[int, int, int]
@@ -78,7 +83,8 @@ def test_rotate_and_store(
     (h, g, e), tokens = heads, 4
     qkv = torch.randn(tokens, (h + 2 * g) * e, device=DEVICE).to(dtype)
     angles = 100 * torch.rand(tokens, e // 2, device=DEVICE)
-    weights = [torch.randn(e, device=DEVICE).to(dtype) for _ in "qk"]
+    sizes = (h * e, g * e) if norm == "all heads" else (e, e)
+    weights = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
     q_norm, k_norm = (None, None) if norm == "none" else weights
     slots = torch.tensor([5, 6, 12, 0], device=DEVICE)
     form = AttentionForm(1.0, storage=storage, value_dim=e)
@@ -98,6 +104,34 @@ def test_rotate_and_store(
     untouched = torch.ones(arena.shape[2] * 4, dtype=torch.bool)
     untouched[slots.cpu()] = False
     assert torch.isnan(stored(arena, untouched.nonzero()[:, 0].to(DEVICE), storage)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_temperature_of_queries(dtype: torch.dtype) -> None:
+    """At the positions before and after a floor; keys have none."""
+    positions = torch.tensor([0, 5, 6, 13, 699], device=DEVICE)
+    tokens, h, g, e = len(positions), 3, 1, 10
+    qkv = torch.randn(tokens, (h + 2 * g) * e, device=DEVICE).to(dtype)
+    angles = torch.randn(tokens, e // 2, device=DEVICE)
+    plain = HeadRotation(None, None, 1e-5, False, angles.cos(), angles.sin())
+    warm = plain._replace(temperature=AttentionTemperature(7, 0.3))
+    slots = torch.arange(4, 4 + tokens, device=DEVICE)
+    batch = dataclasses.replace(batch_of(slots), positions=positions)
+    form = AttentionForm(1.0, value_dim=e)
+
+    def stored_by(function: Callable[..., Tensor], rotation: HeadRotation) -> tuple[Tensor, Tensor]:
+        arena = new_arena(2, 4, g, 4, e, dtype, "model")
+        q = function(qkv, arena, LayerPlace(0, LAYER), rotation, batch, form)
+        return q, stored(arena, slots, "model")
+
+    q, cached = stored_by(rotate_and_store, warm)
+    unscaled, expected = stored_by(rotate_and_store, plain)
+    assert torch.equal(cached, expected)
+    factors = [1 + 0.3 * math.log(1 + (p + 1) // 7) for p in positions.tolist()]
+    exact = unscaled.double() * torch.tensor(factors, device=DEVICE)[:, None, None]
+    close = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(q, exact.to(dtype), rtol=close, atol=0)
+    torch.testing.assert_close(q, stored_by(reference_rotate_and_store, warm)[0])
 
 
 @pytest.mark.parametrize("offset", [False, True])

@@ -170,7 +170,7 @@ def test_the_source_is_all_that_kernels_are_made_of() -> None:
         return "@triton.jit" in (GPU_FOLDER / name).read_text()
 
     found: set[str] = set()
-    queue = ["head.py", "linear_dispatch.py", "fused_pair.py"]
+    queue = ["head.py", "linear_dispatch.py", "fused_pair.py", "experts.py"]
     for name in queue:
         for node in ast.walk(ast.parse((GPU_FOLDER / name).read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -278,7 +278,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model preset:llama-3.2-1b --rows 1 33", "--rows 33: these kernels take at most 32"),
+        ("--model preset:llama-3.2-1b --rows 1 257", "--rows 257: at most 256"),
         ("--model preset:none", "preset:none: no preset is called 'none'"),
         ("--model preset:mla-small", "preset:mla-small: layers with latent attention"),
         ("--model preset:qwen3-0.6b --rows 1", "runs with none of its configurations"),

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from stepgraph.runtime import EngineConfig
 from stepgraph.runtime.kernels.triton.operations import Operations
+from stepgraph.runtime.models.experts_config import ExpertsConfig
 from stepgraph.runtime.models.presets import PRESETS
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.tools.verify_kernels import Verified, check_operations, main
@@ -25,12 +26,14 @@ def check(
     *kernels: str,
     rows: int = 1,
     operations: Operations | None = None,
+    experts: ExpertsConfig | None = None,
     **settings: Any,
 ) -> list[Verified]:
     model = dataclasses.replace(
         PRESETS[name], vocab_size=40, hidden_size=32, intermediate_size=24, num_layers=2,
         num_heads=4, num_kv_heads=2, head_dim=16, layer_types=(),
         sliding_window=None,
+        experts=experts,
         bos_token_id=None,
         eos_token_ids=(),
     )  # fmt: skip
@@ -59,6 +62,22 @@ def test_right_kernels_pass(name: str, rows: int, settings: dict[str, str]) -> N
         result.kernel for result in found
     }
     assert all(result.passed for result in found), "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_experts_are_verified(rows: int) -> None:
+    experts = ExpertsConfig(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+    found = check("qwen3-moe-7b-a1b", "route", "experts", "norm_rows", rows=rows, experts=experts)
+    assert {result.kernel for result in found} == {"route", "experts", "norm_rows"}
+    assert all(result.passed for result in found), "\n".join(map(str, found))
+    wrong = dataclasses.replace(Operations.native(), experts=experts_off_by_a_little)
+    (result,) = check("qwen3-moe-7b-a1b", "experts", experts=experts, operations=wrong)
+    assert not result.passed
+
+
+def experts_off_by_a_little(*arguments: Any, **more: Any) -> None:
+    Operations.native().experts(*arguments, **more)
+    arguments[5].mul_(1.05)  # out_TD
 
 
 def skip_a_row(kernel: Callable[..., Any]) -> Callable[..., Any]:

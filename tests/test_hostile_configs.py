@@ -56,13 +56,21 @@ KEYS = """
     partial_rotary_factor original_max_position_embeddings rope_local_base_freq
     first_k_dense_replace n_routed_experts q_lora_rank kv_lora_rank qk_nope_head_dim
     qk_rope_head_dim v_head_dim rope_interleave
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts
+    n_group topk_group topk_method norm_topk_prob routed_scaling_factor moe_layer_freq
+    decoder_sparse_step mlp_only_layers moe_layers interleave_moe_layer_step intermediate_size_mlp
+    no_rope_layers no_rope_layer_interval attention_chunk_size use_qk_norm floor_scale attn_scale
+    attn_temperature_tuning swiglu_limit swiglu_alpha
 """
 CHANGES = st.builds(
     lambda plain, ropes: plain | ropes,
     st.dictionaries(st.sampled_from(KEYS.split()), VALUES, max_size=3),
     st.dictionaries(st.sampled_from(["rope_scaling", "rope_parameters"]), ROPE | VALUES),
 )
-MODELS = ("micro", "mistral", "qwen3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+MODELS = (
+    *("micro", "mistral", "qwen3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2_moe", "deepseek_v3_moe", "llama4"),
+)
 
 
 def start_and_decode(directory: Path) -> None:

@@ -113,7 +113,7 @@ def test_metrics_count_the_requests(command: Command) -> None:
 
 
 def test_sigterm_completes_the_requests_in_progress(command: Command) -> None:
-    body = {**BODY, "max_tokens": 60, "stream": True}
+    body = {**BODY, "max_tokens": 400, "stream": True}
     headers = {"authorization": f"Bearer {KEY}"}
     url = f"{command.address}{COMPLETIONS}"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as response:
@@ -256,7 +256,7 @@ def test_floods_end_the_connection(threaded: Threaded, head: bytes, piece: bytes
 
 
 def test_slow_heads_end_the_connection(threaded: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
     for begin in (b"", b"POST /v1/comp", b"POST / HTTP/1.1\r\nhost: x\r\na:"):
         with threaded.connect() as sock:
             sock.sendall(begin)

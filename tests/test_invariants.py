@@ -92,13 +92,14 @@ SHAPES: list[dict[str, Any]] = [
     {"block_size": 4, "max_num_seqs": 16},
     {"prefill_chunk": 1},
     {"prefill_chunk": 3, "block_size": 4},
-    {"prefill_chunk": 64, "max_num_seqs": 2},
     {"max_num_seqs": 8, "buckets": (3, 5)},
     {"max_num_seqs": 8, "buckets": (8,)},
     {"max_num_seqs": 3, "max_batch_tokens": 4},
+    {"prefill_chunk": 64, "max_num_seqs": 2},
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_tokens_do_not_depend_on_the_shape_of_the_engine(
     open_engine: Callable[..., Engine],

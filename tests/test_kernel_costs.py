@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepgraph.profiling.roofline import floor_seconds
 from stepgraph.runtime.models.config import ModelConfig, Rope
+from stepgraph.runtime.models.experts_config import ExpertsConfig
 from stepgraph.runtime.models.layout import fused_layout
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.tools.step_costs import (
@@ -218,3 +219,19 @@ def test_what_cannot_be_is_named(field: str) -> None:
         predicted_seconds(costs, 1e9, math.nan)
     with pytest.raises(ValueError, match=r"bandwidth_bytes_per_s is 0\.0; it must be positive"):
         predicted_seconds(costs, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_mixture_reads_the_experts_that_its_tokens_choose(rows: int) -> None:
+    experts = ExpertsConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=10, dense_layers=(1,)
+    )
+    model = dataclasses.replace(SMALL, model_type="qwen3_moe", experts=experts)
+    costs = {c.name: c for c in kernel_costs(
+        model_plan(model), SIZES, rows=rows, context=9, splits=1
+    )}  # fmt: skip
+    assert costs["norm_rows"].launches == costs["route"].launches == costs["experts"].launches == 2
+    assert costs["gate_up"].launches == costs["down"].launches == 1
+    assert costs["route"].weight_bytes == 8 * 12 * 2
+    chosen = 8 * (1 - 0.75**rows)
+    assert costs["experts"].weight_bytes == round(chosen * 3 * 10 * 12 * 2)

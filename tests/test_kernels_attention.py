@@ -27,6 +27,9 @@ FORMS = {
     "int8": {"storage": "int8"},
     "fp8": {"storage": "fp8"},
     "latent": {"latent": True, "value_dim": 20},
+    "chunk": {"chunk": 70},
+    "sinks": {"sinks": True},
+    "sinks in int8": {"sinks": True, "softcap": 2.0, "chunk": 131, "storage": "int8"},
     "all": {"latent": True, "value_dim": 34, "window": 131, "softcap": 3.0, "storage": "fp8"},
 }
 
@@ -130,6 +133,8 @@ def test_random_calls_agree(seed: int) -> None:
         storage=storage,
         latent=latent,
         value_dim=draw(1, d) if latent else 0,
+        chunk=draw(0, 2) * draw(1, 300),
+        sinks=draw(0, 2) == 1,
     )
     for attention in BOTH:
         check(case, attention, 1e-5)

@@ -52,7 +52,11 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
     ("optimised", "subjects"),
     [
         ("-O1", ["linear"]),  # compiled in half the time
-        pytest.param("-O3", ["linear", "attention", "kv_storage", "stack"], marks=pytest.mark.slow),
+        pytest.param(
+            "-O3",
+            ["linear", "attention", "kv_storage", "stack", "stack_plans", "experts"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["linear", "all"],
 )

@@ -23,7 +23,7 @@ from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.decoder import Decoder, attention_specs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .stack_rig import BLOCK_SIZE, CPU, LENGTH, ROWS, Rig
+from .stack_rig import BLOCK_SIZE, CHUNKS, CPU, LENGTH, ROWS, Rig, assert_agrees
 from .thread_rig import kernel_threads
 
 if TYPE_CHECKING:
@@ -43,32 +43,6 @@ VARIANTS = [
     "gemma2",
     "gemma3",
 ]
-# Tokens of a step as (row, first position, count).
-CHUNKS = {
-    "T=1": [(0, 37, 1)],
-    "T=2": [(0, 9, 1), (2, 150, 1)],
-    "T=7": [(1, 0, 7)],
-    "T=33": [(0, 5, 1), (1, 17, 31), (2, 0, 1)],
-    "T=130": [(0, 20, 80), (1, 0, 49), (2, 129, 1)],
-}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06}
-"""Of the largest element: bfloat16 rounds to 2**-9 of it, several times a layer."""
-
-
-def assert_agrees(rig: Rig, inputs: RaggedBatch, x_TD: torch.Tensor) -> None:
-    expected, expected_arena = rig.step(inputs, x_TD, stacked=False)
-    out, arena = rig.step(inputs, x_TD)
-    assert out.isfinite().all()
-    error = (out.double() - expected.double()).abs().max() / expected.double().abs().max()
-    # In quantised storage a rounding of the input may go to the next code.
-    limit = TOLERANCE[rig.dtype] if rig.storage == "model" else 5e-3
-    assert error < limit, error
-    # Which bytes were written is the same; what the first layer writes is nearly so.
-    if rig.storage == "model":
-        assert torch.equal(arena.isnan(), expected_arena.isnan())
-        torch.testing.assert_close(arena, expected_arena, atol=limit * 8, rtol=0.05, equal_nan=True)
-
-
 BOTH = (torch.float32, torch.bfloat16)
 KINDS: list[tuple[list[str], tuple[torch.dtype, ...], WeightStorage, Storage]] = [
     (VARIANTS, BOTH, "model", "model"),
@@ -200,23 +174,25 @@ def test_nan_stays_in_its_row(dtype: torch.dtype, storage: Storage) -> None:
     assert torch.equal(out[1], expected[1])
 
 
-@pytest.mark.parametrize("broken", ["output norms", "weights"])
-def test_layers_that_do_not_fit_together_are_refused(
-    tiny: Callable[[str], TinyModel], broken: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", ["tensors", "integers", "numbers"])
+@pytest.mark.parametrize("change", ["few", "many"])
+def test_other_arguments_are_refused(
+    tiny: Callable[[str], TinyModel], broken: str, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig.of(tiny("gemma2"), torch.float32)
     plain = stack.stack_arguments
 
     def arguments(model: BoundModel) -> tuple[Any, ...]:
-        weights, *others = plain(model)
-        if broken == "weights":
-            weights.append(None)
+        *lists, dtype, storage = plain(model)
+        changed = lists[["tensors", "integers", "numbers"].index(broken)]
+        if change == "many":
+            changed.append(changed[-1])
         else:
-            weights[9] = weights[17] = None
-        return weights, *others
+            changed.pop()
+        return *lists, dtype, storage
 
     monkeypatch.setattr(stack, "stack_arguments", arguments)
-    message = "all layers have output norms or none" if broken == "output norms" else "too many"
+    message = f"{broken} are too few" if change == "few" else "are too many"
     with pytest.raises(RuntimeError, match=message):
         rig.decoder.store([])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from stepgraph.runtime import ConfigError, EngineConfig, kernels
+from stepgraph.runtime.kernels import Routing
 from stepgraph.runtime.kernels.cpu import threads as rooms
 from stepgraph.runtime.kernels.cpu.elementwise import (
     cap_logits,
@@ -19,6 +20,7 @@ from stepgraph.runtime.kernels.cpu.elementwise import (
 )
 
 from .attention_cases import make_case
+from .expert_cases import make_mixture, packed
 from .thread_rig import kernel_threads, new_threads, starved
 
 needs_compiler = pytest.mark.skipif(not kernels.have_compiler(), reason="needs a C++ compiler")
@@ -36,6 +38,8 @@ class Operators:
         self.x = torch.randn(8, 576, dtype=bf16)
         self.weight = kernels.pack_linear(torch.randn(3000, 576, dtype=bf16))
         self.logits = torch.randn(8, 50000)
+        mixture = make_mixture(Routing(4), routed=16, hidden=576, features=128, dtype=bf16)
+        self.experts, self.expert_tensors = mixture.op, packed(mixture)
         with kernel_threads(1):
             self.expected = self.run()
 
@@ -43,7 +47,8 @@ class Operators:
         out, arena = self.attention.run(kernels.paged_attention)
         linear = kernels.packed_linear(self.x, self.weight, None, 3000)
         tokens = torch.ops.stepgraph.sample_greedy.default(self.logits)
-        return [out, arena.view(torch.int16), linear, tokens]
+        mixed = kernels.packed_experts(self.experts, self.x, self.expert_tensors)
+        return [out, arena.view(torch.int16), linear, tokens, mixed]
 
     def check(self) -> None:
         for found, expected in zip(self.run(), self.expected, strict=True):

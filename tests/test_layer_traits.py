@@ -1,4 +1,4 @@
-"""Traits that no native kernel knows: their arithmetic, and the engine that falls back for them."""
+"""Attention sinks and clamped activations: their arithmetic, natively and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stepgraph.runtime import Engine, EngineConfig, SamplingParams, resolved_con
 from stepgraph.runtime.engine import startup
 from stepgraph.runtime.kernels import Kernels, have_compiler, native_gaps
 from stepgraph.runtime.kernels.ops.layer_operations import Activate, Attend
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan
 from stepgraph.runtime.kernels.ops.stack import stack_obstacle
 from stepgraph.runtime.kernels.triton.fusion import Activation, GateUp, NormLinear, fuse
 from stepgraph.runtime.loading import opened_source
@@ -147,33 +148,21 @@ def test_plain_torch_computes_them(
 
 
 @pytest.mark.skipif(not have_compiler(), reason="needs a C++ compiler")
-def test_a_cpu_runs_the_rest_natively(
+def test_a_cpu_runs_them_natively(
     open_model: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Eager steps, as torch.compile would take most of the time.
     monkeypatch.setattr(resolved_config, "resolve_kernels", lambda *_: "native")
     model = config()
-    with pytest.warns(RuntimeWarning, match="attention with sinks"):
-        engine = open_model(model)
+    engine = open_model(model)
     check(engine, model)
     stats = engine.stats()
-    assert stats["kernels"] == "cpu"
-    found = {entry["name"]: entry["error"] for entry in stats["kernel_fallbacks"]}
-    assert found == {
-        "decoder layers": "native layers do not support attention with sinks",
-        "attention": "native kernels do not support attention with sinks",
-    }
-    # An activation costs the stack alone: attention stays native.
-    clamped = config(sinks=False)
-    with pytest.warns(RuntimeWarning, match="activate with alpha, limit, up_offset"):
-        engine = open_model(clamped)
-    check(engine, clamped)
-    assert [entry["name"] for entry in engine.stats()["kernel_fallbacks"]] == ["decoder layers"]
+    assert (stats["kernels"], stats["kernel_fallbacks"]) == ("cpu", [])
 
 
 @pytest.mark.usefixtures("steps_are_not_measured")
 @pytest.mark.parametrize("traits", [{"sinks": False}, {"clamped": False}])
-def test_triton_runs_the_rest_of_the_layer(
+def test_triton_computes_them(
     open_model: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, traits: dict[str, bool]
 ) -> None:
     pytest.importorskip("triton")
@@ -204,10 +193,9 @@ def test_triton_runs_the_rest_of_the_layer(
     )
     expected = [greedy(model, prompt)[:3] for prompt in (PROMPTS[0][:6], PROMPTS[1])]
     assert [o.token_ids for o in outputs] == expected
-    plain = {"decode_attention", "prefill_attention"} if "clamped" in traits else {"gate_up"}
-    assert plain.isdisjoint(called)
-    rest = {"norm_linear", "residual_linear", "rotate_and_store", "head"}
-    assert rest <= called
+    assert ("gate_up" in called) == ("clamped" in traits)  # a clamp is a kernel of its own
+    kernels = {"decode_attention", "prefill_attention", "activate_rows", "residual_linear", "head"}
+    assert kernels <= called
 
 
 def _spy(name: str, run: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
@@ -221,13 +209,16 @@ def _spy(name: str, run: Callable[..., Any], called: set[str]) -> Callable[..., 
 def test_what_a_backend_does_not_list_is_unsupported() -> None:
     """Whatever trait is added: no backend has to know of it to refuse it."""
     plan = model_plan(config())
-    assert stack_obstacle(plan) == "attention with sinks"
-    assert stack_obstacle(model_plan(config(sinks=False))) == (
-        "activate with alpha, limit, up_offset"
+    assert stack_obstacle(plan) is None
+    shared = LayerPlan(
+        tuple(
+            dataclasses.replace(op, shared_values=True) if isinstance(op, Attend) else op
+            for op in plan.layers[0].operations
+        )
     )
-    assert stack_obstacle(model_plan(config(sinks=False, clamped=False))) is None
-    gaps = native_gaps("cuda", torch.bfloat16, "model", plan)
-    assert [gap.name for gap in gaps] == ["attention", "activate"]
+    unknown = dataclasses.replace(plan, layers=(shared, *plan.layers[1:]))
+    assert stack_obstacle(unknown) == "attention with shared_values"
+    assert native_gaps("cuda", torch.bfloat16, "model", plan) == ()
     kernels = fuse(plan.layers[0])
     assert [type(kernel) for kernel in kernels[-3:-1]] == [NormLinear, Activation]
     ordinary = model_plan(config(sinks=False, clamped=False)).layers[0]

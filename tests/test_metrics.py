@@ -163,7 +163,7 @@ def test_refused_cancelled_and_lost_requests() -> None:
         submit("b")
         wait_until(lambda: engine.snapshot().queued_requests == 0)
         submit("cancelled")
-        submit("late", 0.03)
+        submit("late", 0.2)
         with pytest.raises(OverloadedError):
             submit("overloaded")
         engine.abort("cancelled")

@@ -47,7 +47,7 @@ def test_parts_that_no_checkpoint_has_are_zero() -> None:
     name = "layers.0.attention.q_kv.bias"
     parts = list(fused_layout(latent)[name].parts(weights[name]))
     expected = [(True, False), (False, True)]
-    assert [(source is None, bool(part.any())) for source, part in parts] == expected
+    assert [(source.name is None, bool(part.any())) for source, part in parts] == expected
 
 
 def test_depends_on_name_and_seed_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from stepgraph.runtime.models.config import ModelConfig
 from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.models.presets import PRESETS, preset
 from stepgraph.runtime.models.rope import inverse_frequencies, rotate
-from transformers import LlamaConfig
+from stepgraph.runtime.models.rope_by_length import FrequenciesByLength
+from transformers import Glm4Config, LlamaConfig
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .test_model_config import old
@@ -85,22 +88,19 @@ def test_equal_to_transformers(
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_to_the_last_bits(name: str) -> None:
     config = preset(name)
+    plan = model_plan(config)
     for layer in range(config.num_layers):
-        theta, scaling = config.rope(layer)
-        hf = LlamaConfig(
-            head_dim=model_plan(config).rope_dim,
-            rope_parameters={
-                "rope_theta": theta,
-                "rope_type": scaling.type,
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": 8192,
-            },
-        )
+        rope, head_dim = config.rope(layer), plan.rope_dim
+        actual = inverse_frequencies(rope, head_dim)
+        rotated = rope.rotated_elements(head_dim)
+        assert not actual[rotated // 2 :].any()
+        if not rotated:
+            continue
+        parameters = dataclasses.asdict(rope.scaling) | {"rope_theta": rope.theta}
+        parameters |= {"rope_type": parameters.pop("type")}
+        hf = LlamaConfig(head_dim=rotated, rope_parameters=parameters)
         expected = LlamaRotaryEmbedding(hf).inv_freq
-        actual = inverse_frequencies(config.rope(layer), model_plan(config).rope_dim)
-        torch.testing.assert_close(actual, expected, rtol=3e-7, atol=0.0)
+        torch.testing.assert_close(actual[: rotated // 2], expected, rtol=3e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -114,3 +114,53 @@ def test_rotation_turns_pairs(interleaved: bool) -> None:
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     actual = rotate(x, angles.cos(), angles.sin(), interleaved=interleaved)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@given(
+    pairs=st.integers(2, 24),
+    theta=st.floats(1e3, 1e7),
+    kind=st.sampled_from(["longrope", "dynamic"]),
+    factor=st.floats(1.0, 64.0),
+    original=st.integers(8, 400),
+    partial=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
+    lengths=st.lists(st.integers(1, 800), min_size=1, max_size=4),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_frequencies_by_length_equal_those_of_transformers(
+    pairs: int,
+    theta: float,
+    kind: str,
+    factor: float,
+    original: int,
+    partial: float,
+    lengths: list[int],
+    data: st.DataObject,
+) -> None:
+    head_dim = 2 * pairs
+    dim = int(head_dim * partial)
+    if dim <= 2:
+        return
+    rope: dict[str, Any] = {"rope_type": kind, "factor": factor, "rope_theta": theta}
+    changes = {"model_type": "glm4", "architectures": None, "head_dim": head_dim}
+    if kind == "longrope":
+        rope["original_max_position_embeddings"] = original
+        factors = st.lists(st.floats(0.5, 60.0), min_size=(dim + 1) // 2, max_size=(dim + 1) // 2)
+        rope |= {"short_factor": data.draw(factors), "long_factor": data.draw(factors)}
+    else:
+        changes["max_position_embeddings"] = original
+    hf = Glm4Config(
+        **old(
+            **changes, rope_scaling=None, rope_parameters=rope | {"partial_rotary_factor": partial}
+        )
+    )
+    config = ModelConfig.from_hf(hf.to_dict())
+    frequencies = FrequenciesByLength([config.rope(0)], head_dim, torch.device("cpu"))
+    (actual,) = frequencies(torch.tensor(lengths))
+    for length, found in zip(lengths, actual, strict=True):
+        embedding = Glm4RotaryEmbedding(hf)
+        embedding(torch.ones(1), torch.arange(length)[None])
+        expected = torch.zeros(head_dim // 2)
+        expected[: (dim + 1) // 2] = embedding.inv_freq
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+    assert config.rope(0).scaling.amplitude == pytest.approx(embedding.attention_scaling)

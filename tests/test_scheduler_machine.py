@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 from stepgraph.runtime.engine.request_output import CompletionOutput, RequestOutput
 from stepgraph.runtime.request import Request, RequestGroup, RequestStatus
+from stepgraph.runtime.rope_lengths import RopeLengths
 from stepgraph.runtime.scheduling.plan import StepPlan
 from stepgraph.runtime.scheduling.preemption import PreemptionPolicy
 
@@ -28,6 +29,12 @@ from .fake_device import VOCAB, Windows, oracle
 from .scheduler_rig import Rig, groups_of
 
 WINDOWS: list[Windows] = [(None,), (3,), (None, 3), (None, 1, 6), (2, 5), (4, None, 4)]
+ROPES = [
+    *(RopeLengths(),) * 3,
+    RopeLengths(switches=(6,), grows=(9,)),
+    RopeLengths(grows=(4,)),
+    *(RopeLengths(switches=(n,), recompute_above=n) for n in (3, 7, 12)),
+]
 POLICIES = [
     PreemptionPolicy("recompute"),
     PreemptionPolicy("swap"),
@@ -98,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(POLICIES),
         faults=st.none() | st.integers(0, 1000),
         nan_tokens=st.sampled_from([frozenset(), frozenset({VOCAB - 1})]),
+        ropes=st.sampled_from(ROPES),
     )
     def make(
         self,
@@ -190,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_completion(
         self, completion: CompletionOutput, request: Request, aborted: bool
     ) -> None:
-        expected, reason = oracle(request, self.rig.windows, self.rig.nan_tokens)
+        expected, reason = oracle(request, self.rig.windows, self.rig.nan_tokens, self.rig.ropes)
         if completion.finish_reason in ("stop", "length", "error"):
             assert (completion.token_ids, completion.finish_reason) == (expected, reason)
         else:
@@ -312,6 +320,7 @@ def test_outputs_in_a_crowd(
             steps_per_launch=steps[seed],
             tokens_per_row=verify[seed],
             nan_tokens=frozenset({VOCAB - 1} if nan else ()),
+            ropes=ROPES[2 * seed + 1],
         )
         if seed >= 2:
             rig.runner.fail_after = partial(fail_sometimes, random.Random(seed))

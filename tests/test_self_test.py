@@ -16,9 +16,17 @@ from stepgraph.runtime import (
     resolved_config,
 )
 from stepgraph.runtime.engine.self_test import check_kernels
-from stepgraph.runtime.kernels import DecoderStack, Kernels, have_compiler, select_kernels
+from stepgraph.runtime.execution.sample_steps import sample_config
+from stepgraph.runtime.kernels import (
+    DecoderStack,
+    Experts,
+    Kernels,
+    have_compiler,
+    select_kernels,
+)
 from stepgraph.runtime.kernels.result_check import disagreement
-from stepgraph.runtime.models.config import ModelConfig
+from stepgraph.runtime.models.config import ExpertsConfig, ModelConfig
+from stepgraph.runtime.models.plan import model_plan
 from stepgraph.runtime.resolved_config import ResolvedConfig
 from stepgraph.runtime.sampling.samplers import SAMPLERS
 
@@ -36,6 +44,12 @@ GEMMA2: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 16.0,
+}
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "experts": ExpertsConfig(
+        num_experts=64, num_experts_per_tok=4, moe_intermediate_size=32, dense_layers=(0, 1)
+    ),
 }
 
 
@@ -59,11 +73,23 @@ def chosen(
         {"dtype": "float16", "max_model_len": 1, "max_num_seqs": 1, "block_size": 3},
     ],
 )
-@pytest.mark.parametrize("changes", [{}, GEMMA2, {"attention_bias": True, "vocab_size": 2050}])
+@pytest.mark.parametrize(
+    "changes", [{}, GEMMA2, {"attention_bias": True, "vocab_size": 2050}, EXPERTS]
+)
 def test_right_operators_pass(changes: dict[str, Any], settings: dict[str, Any]) -> None:
     kernels, model, config = chosen(changes, **settings)
     for _ in range(2):  # inputs are others each time
         assert check_kernels(kernels, model, config, required=True) is kernels
+
+
+def test_samples_have_layers_with_and_without_experts() -> None:
+    _, model, _ = chosen(EXPERTS)
+    plan = model_plan(sample_config(model, layers=1, vocabulary=50))
+    dense, mixed = (
+        [op for op in layer.operations if isinstance(op, Experts)] for layer in plan.layers
+    )
+    assert not dense
+    assert mixed[0].routed == mixed[0].routing.top_k == 4
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], object]) -> None:

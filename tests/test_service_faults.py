@@ -36,12 +36,13 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_tracebacks")
 
 
-def once(error: BaseException) -> Callable[..., None]:
-    """Return a function that raises at its first call."""
+def once(error: BaseException, after: threading.Event | None = None) -> Callable[..., None]:
+    """Return a function that raises at its first call, as soon as `after` is set."""
     calls = itertools.count()
 
     def fail(*_: object) -> None:
         if next(calls) == 0:
+            assert after is None or after.wait(SECONDS)
             raise error
 
     return fail
@@ -52,14 +53,18 @@ def test_a_step_that_fails(where: str) -> None:
     """The running request is lost, the queued ones are served after the restart."""
     with rig(config(max_restarts=1), max_num_seqs=1) as r:
         runner = r.made[0]._loop.runner
-        no_memory = once(torch.OutOfMemoryError("injected"))
+        queued = threading.Event()
+        no_memory = once(torch.OutOfMemoryError("injected"), queued)
         if where == "launch":
-            r.on_launch = once(RuntimeError("injected"))
+            r.on_launch = once(RuntimeError("injected"), queued)
         elif where == "read":
-            runner.read = once(RuntimeError("injected"))  # type: ignore[method-assign]
+            runner.read = once(RuntimeError("injected"), queued)  # type: ignore[method-assign]
         else:
             r.on_launch = lambda plan: no_memory() if plan.prefill else None
         futures = [r.engine.submit(PROMPT, params(seed)) for seed in range(3)]
+        handles = r.engine._thread.dispatcher.handles
+        wait_until(lambda: sum(h.prepared is not None for h in list(handles.values())) == 3)
+        queued.set()
         with pytest.raises(EngineFailedError):
             futures[0].result(SECONDS)
         for seed, future in enumerate(futures[1:], 1):

@@ -68,6 +68,20 @@ def test_the_kernels_read_what_an_engine_reads(
         assert floor_bytes(costs) == expected
 
 
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_the_kernels_read_the_experts_that_rows_use(
+    open_engine: Callable[..., Engine], variant: str, weight_dtype: str
+) -> None:
+    engine = open_engine(variant, weight_dtype=weight_dtype)
+    plan = model_plan(engine.model_config)
+    sizes = stored_sizes(engine.config, engine.model_config.head_dim)
+    for rows in (1, 3, 9):
+        costs = kernel_costs(plan, sizes, rows=rows, context=1, splits=1)
+        expected = engine.weight_bytes_read(rows) + rows * engine.kv_bytes_read(1)
+        assert abs(floor_bytes(costs) - expected) <= len(plan.layers)  # rounded by layer
+
+
 def explain(model: str, rows: int = 1, context: int = 1024, **config: str) -> str:
     return explain_step(
         model, EngineConfig(**config), rows=rows, context=context, bandwidth=BANDWIDTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,11 @@ def _spin() -> None:
 
 def _tasks() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def other_threads() -> set[int]:
+    """All threads of the process but the calling one."""
+    return _tasks() - {threading.get_native_id()}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .expert_models import EXPERT_VARIANTS, YARN
+from .family_variants import FAMILY_VARIANTS, LENGTH_VARIANTS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -21,13 +24,6 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     # Six query heads over two kv heads, and 6 * 16 != 48.
@@ -137,6 +133,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    **FAMILY_VARIANTS,
+    **LENGTH_VARIANTS,
+    **EXPERT_VARIANTS,
 }
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -147,6 +146,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
+    "pad_token_id": None,
     "tie_word_embeddings": True,
 }
 EOS_TOKEN_IDS = [13, 22]
@@ -154,10 +154,12 @@ EOS_TOKEN_IDS = [13, 22]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A checkpoint, and what transformers makes of it in float32."""
+    """A checkpoint, and what transformers makes of it in float32, computed once."""
 
     directory: Path
     reference: PreTrainedModel
+    _greedy: dict[str, list[list[int]]] = field(default_factory=dict, repr=False)
+    _logits: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -175,6 +177,14 @@ class TinyModel:
 
         Without an end-of-sequence token, unless `settings` name one; what follows it is padding.
         """
+        key = repr((prompts, new_tokens, sorted(settings.items())))
+        if key not in self._greedy:
+            self._greedy[key] = self._generate(prompts, new_tokens, settings)
+        return [list(row) for row in self._greedy[key]]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, settings: dict[str, Any]
+    ) -> list[list[int]]:
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -185,18 +195,30 @@ class TinyModel:
         output = self.reference.generate(
             ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options
         )
-        return output[:, longest:].tolist()
+        rows: list[list[int]] = output[:, longest:].tolist()
+        return rows
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits behind every token, float32 `[len(token_ids), V]`."""
-        return self.reference(torch.tensor([token_ids])).logits[0]
+        key = tuple(token_ids)
+        if key not in self._logits:
+            self._logits[key] = self.reference(torch.tensor([token_ids])).logits[0]
+        return self._logits[key].clone()
 
     def reload(self, dtype: torch.dtype) -> PreTrainedModel:
         """The checkpoint as transformers runs it in another dtype, soft caps included."""
         return AutoModelForCausalLM.from_pretrained(
             self.directory, dtype=dtype, attn_implementation="eager"
         ).eval()
+
+
+def apply_gate_settings(model: PreTrainedModel) -> None:
+    """Set the clamp and gain of gpt-oss experts; transformers 5.17 has constants instead."""
+    for module in model.modules():
+        for name, setting in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")):
+            if hasattr(module, name) and hasattr(model.config, setting):
+                setattr(module, name, getattr(model.config, setting))
 
 
 def randomize(model: PreTrainedModel) -> None:
@@ -212,7 +234,7 @@ def randomize(model: PreTrainedModel) -> None:
     one = 0.0 if gemma else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.3)
             elif name == "model.norm.weight":
                 parameter.normal_(20.0 if gemma else 1.5, 0.25)
@@ -222,6 +244,9 @@ def randomize(model: PreTrainedModel) -> None:
                 parameter.normal_(0.0, 0.02 if gemma else 0.3)
             else:
                 parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3)
 
 
 CORPUS = ["def main(): return 'the naïve café' # stop here, then there and over there"] * 8

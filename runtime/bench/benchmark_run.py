@@ -44,9 +44,17 @@ class StepMode(NamedTuple):
 
     mode: str
     kernels: str
+    model_impl: str = "auto"
+
+    @classmethod
+    def of(cls, config: EngineConfig | ResolvedConfig) -> StepMode:
+        """Return the mode of an engine."""
+        return cls(config.mode, config.kernels, config.model_impl)
 
     def __str__(self) -> str:
-        return self.mode if self.kernels == "auto" else f"{self.mode} with {self.kernels} kernels"
+        kernels = "" if self.kernels == "auto" else f" with {self.kernels} kernels"
+        layers = f", layers of {self.model_impl}" if self.model_impl == "transformers" else ""
+        return self.mode + kernels + layers
 
 
 def modes_of(device: torch.device) -> tuple[str, ...]:
@@ -63,7 +71,7 @@ def resolve_engine(model: str, config: EngineConfig) -> ResolvedConfig:
         CheckpointError: the model does not exist.
         ConfigError: it cannot run with this configuration: names the model and the reason.
     """
-    source = resolve_source(model, config_only=True).config
+    source = resolve_source(model, config_only=True, model_impl=config.model_impl).config
     try:
         return ResolvedConfig.resolve(config, source)
     except ConfigError as error:
@@ -111,16 +119,18 @@ class BenchmarkRun(ABC):
             **dict(zip(("dtype", "weight_dtype", "kv_dtype"), kind[1:], strict=True)),
             "mode": mode.mode,
             "kernels": mode.kernels,
+            "model_impl": mode.model_impl,
             "prefill_chunk": options.prefill_chunk,
             "prefix_cache": False,  # every repetition prefills its prompts
             "seed": options.seed,
+            "tensor_parallel": (options.tensor_parallel or [1])[0],
         }
         return EngineConfig(**fields | sizes)
 
     def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
         """Start an engine; `what` is what it is started for."""
         if what:
-            self.say(f"{kind} {StepMode(config.mode, config.kernels)}, {what}")
+            self.say(f"{kind} {StepMode.of(config)}, {what}")
         return Engine.from_pretrained(kind.model, config, progress=False)
 
     def measure_budgeted(
@@ -157,12 +167,14 @@ class BenchmarkRun(ABC):
         return entry
 
     def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
-        """Return every combination of modes and `--kernels` once.
+        """Return every combination of modes, `--kernels` and `--model-impl` once.
 
         Eager first: tokens and logits of the other modes are compared with it.
         """
         ordered = sorted(modes, key=MODES.index)
-        return list(dict.fromkeys(StepMode(m, k) for m in ordered for k in self.options.kernels))
+        options = self.options
+        every = itertools.product(ordered, options.kernels, options.model_impl)
+        return list(dict.fromkeys(StepMode(*values) for values in every))
 
     def _check_kinds(self) -> list[ModelKind]:
         """Return the models and dtypes to be measured, once each, in the order of the flags.

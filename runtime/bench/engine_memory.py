@@ -15,7 +15,7 @@ from ..engine.startup import layer_groups, plan_engine
 from ..errors import ConfigError
 from ..kernels import select_kernels
 from ..loading.loader import resolve_source
-from ..models.config import ModelConfig
+from ..models.decoder_model import DecoderConfig
 from ..resolved_config import ResolvedConfig
 
 __all__ = ["RequestBlocks", "share_memory"]
@@ -34,7 +34,7 @@ class RequestBlocks:
     """Over the layers of a group; equal in every group."""
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig, num_tokens: int) -> RequestBlocks:
+    def of(cls, model: DecoderConfig, config: EngineConfig, num_tokens: int) -> RequestBlocks:
         """Count the blocks of a request of `num_tokens` tokens, prompt and output.
 
         Raises:
@@ -101,7 +101,7 @@ def share_memory(
 
 
 def _plan(model: str, config: EngineConfig, memory: DeviceMemory) -> MemoryPlan:
-    source = resolve_source(model, config_only=True).config
+    source = resolve_source(model, config_only=True, model_impl=config.model_impl).config
     resolved = ResolvedConfig.resolve(config, source)
     kernels = select_kernels(
         resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels

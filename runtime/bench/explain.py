@@ -14,6 +14,8 @@ from ...profiling import bandwidth
 from ...profiling.command_line import CommandParser
 from ..config import EngineConfig
 from ..resolved_config import resolve_device
+from ..tools.group_report import explain_groups
+from ..tools.link_costs import NVLINK_4, Link
 from ..tools.memory_report import explain_memory
 from ..tools.step_report import explain_step
 from .console import REPORTED_ERRORS, exit_status, print_error, print_text
@@ -34,12 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     memory = topics.add_parser("memory", help="the memory plan, term by term, and what fits")
     memory.description = "Print the memory plan of an engine, term by term, and what fits."
-    add_flags(memory, *MODEL_FLAGS, "kernels", "prefill-chunk")
+    add_flags(memory, *MODEL_FLAGS, "model-impl", "kernels", "prefill-chunk")
     add_flags(memory, "mode", help="execution mode of steps (default: the fastest for the device)")
     memory_size = "memory of a hypothetical device, e.g. 80GB or 40GiB (default: this machine)"
     add_flags(memory, "device-memory", help=memory_size)
     rows = "decoding rows (default: {})"
     add_flags(memory, "batch-size", nargs=1, default=[8], metavar="ROWS", help=rows.format(8))
+    ranks = "numbers of devices that share the model: print the plan of one of them (default: 1)"
+    add_flags(memory, "tensor-parallel", help=ranks)
     step = topics.add_parser("step", help="the kernels of a decode step on a GPU")
     step.description = (
         "Print the bytes that each kernel of a decode step on a GPU reads and writes, and its"
@@ -51,30 +55,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(step, "batch-size", default=[1], metavar="ROWS", help=rows.format(1))
     context = "context of each row (default: 1024)"
     add_flags(step, "input-len", default=[1024], metavar="TOKENS", help=context)
+    groups = "numbers of GPUs that share the model: print their bytes, collectives and speed-up"
+    add_flags(step, "tensor-parallel", help=groups)
+    add_flags(step, "link-gb-s", "link-latency-us")
     options = parser.parse_args(arguments)
     run = run_explain_memory if options.topic == "memory" else run_explain_step
     return run(options, f"{_PROGRAM} {options.topic}")
 
 
 def run_explain_memory(options: argparse.Namespace, program: str) -> int:
-    """Print the memory plan of every model, dtype, mode and kernels; return the exit status."""
+    """Print the memory plan of every model, dtype, mode, kernels, model_impl and group."""
 
-    def explain(model: str, config: EngineConfig, mode: str, kernels: str) -> str:
+    def explain(
+        model: str, config: EngineConfig, mode: str, kernels: str, model_impl: str, ranks: int
+    ) -> str:
         config = dataclasses.replace(
             config,
             device=options.device,
             mode=mode,
+            model_impl=model_impl,
             kernels=kernels,
             max_num_seqs=max(options.batch_size),
             prefill_chunk=options.prefill_chunk,
+            tensor_parallel=ranks,
         )
         return explain_memory(model, config, options.device_memory)
 
-    return _explain_all(options, program, explain, options.mode or ["auto"], options.kernels)
+    lists = options.mode or ["auto"], options.kernels, options.model_impl
+    return _explain_all(options, program, explain, *lists, options.tensor_parallel or [1])
 
 
 def run_explain_step(options: argparse.Namespace, program: str) -> int:
-    """Print the kernels of a decode step for every point; return the exit status."""
+    """Print the kernels of a decode step, or groups of GPUs, for every point; return the status."""
     if options.bandwidth_gb_s is not None:
         reads = 1e9 * options.bandwidth_gb_s
     else:
@@ -89,10 +101,31 @@ def run_explain_step(options: argparse.Namespace, program: str) -> int:
             return 1
         reads = bandwidth.measure_read_bandwidth(device)
 
+    link = _link(options)
+
     def explain(model: str, config: EngineConfig, context: int, rows: int) -> str:
-        return explain_step(model, config, rows=rows, context=context, bandwidth=reads)
+        if not options.tensor_parallel:
+            return explain_step(model, config, rows=rows, context=context, bandwidth=reads)
+        return explain_groups(
+            model,
+            config,
+            ranks=options.tensor_parallel,
+            rows=rows,
+            context=context,
+            bandwidth=reads,
+            link=link,
+        )
 
     return _explain_all(options, program, explain, options.input_len, options.batch_size)
+
+
+def _link(options: argparse.Namespace) -> Link:
+    """Return the links between devices, by default NVLink 4."""
+    bandwidth, latency = options.link_gb_s, options.link_latency_us
+    return Link(
+        NVLINK_4.bytes_per_s if bandwidth is None else 1e9 * bandwidth,
+        NVLINK_4.latency_s if latency is None else 1e-6 * latency,
+    )
 
 
 def _explain_all(

@@ -9,7 +9,8 @@ from typing import Any
 from ...profiling.atomic_write import WriteError
 from ...profiling.command_line import CommandParser
 from ...profiling.plot import PlotError
-from ..config import MAX_SEED, EngineConfig
+from ..config import MAX_RANKS, MAX_SEED, EngineConfig
+from ..tools.link_costs import NVLINK_4
 from .console import program_name
 from .flag_types import file_path, integer, memory_size, number, step_range
 from .load.arrivals import ARRIVALS
@@ -22,7 +23,7 @@ __all__ = ["MODES", "add_flags", "parse_arguments"]
 
 MODES = ("eager", "compile", "graph")
 MODEL_FLAGS = ("model", "device", "dtype", "weight-dtype", "kv-dtype")
-ENGINE_FLAGS = ("mode", "kernels", "prefill-chunk")
+ENGINE_FLAGS = ("mode", "kernels", "model-impl", "prefill-chunk")
 
 _DESCRIPTION = """\
 Measure how fast a model decodes on this machine, and how far that is from its memory bandwidth.
@@ -32,6 +33,7 @@ Measure how fast a model decodes on this machine, and how far that is from its m
 %(prog)s --baseline transformers               compare with transformers, same weights
 %(prog)s --explain-memory --model preset:llama-3.1-8b --device-memory 24GB
 %(prog)s --explain-step --model preset:llama-3.2-1b --bandwidth-gb-s 4300
+%(prog)s --explain-step --model preset:llama-3.1-70b --bandwidth-gb-s 4300 --tensor-parallel 2 4 8
 %(prog)s --output-json new.json --compare old.json --fail-above 1.05
 %(prog)s --compare old.json new.json           compare two files without a measurement
 %(prog)s --profile torch                       a trace of some steps, for Perfetto
@@ -98,6 +100,13 @@ _FLAGS = {
         nargs="+",
         default=["auto"],
         choices=("auto", "native", "torch"),
+    ),
+    "model-impl": _flag(
+        "native: layers of our model families; transformers: layers of the package transformers,"
+        " compiled around our cache; auto: native if the family exists (default: auto)",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "native", "transformers"),
     ),
     "prefill-chunk": _flag(
         "maximum prompt tokens per step (default: %(default)s)",
@@ -220,10 +229,10 @@ _FLAGS = {
         action=argparse.BooleanOptionalAction,
     ),
     "baseline": _flag(
-        "run the same cases, interleaved, in transformers (continuous batching, and generate with a"
-        " static cache), and report the speedup of a step and the share of equal tokens (needs the"
-        " extra `baseline`)",
-        choices=("transformers",),
+        "run the same cases, interleaved, in transformers, and report the speedup of a step and the"
+        " share of equal tokens: transformers, continuous batching and generate with a static"
+        " cache; compiled, only the latter, compiled on a CPU, too (needs the extra `baseline`)",
+        choices=("transformers", "compiled"),
     ),
     "compare": _flag(
         "OLD.json: compare this run with the --output-json of an earlier run of the same scenario"
@@ -296,6 +305,27 @@ _FLAGS = {
         type=number("a positive number of gigabytes per second"),
         metavar="GB/S",
     ),
+    "tensor-parallel": _flag(
+        "for --explain-step: numbers of GPUs that share the model; prints their bytes, collective"
+        " operations and speed-up instead of the kernels. For --explain-memory: numbers of devices"
+        " that share it; prints the memory plan of one of them. For a scenario: processes of the"
+        " engine, see docs/tensor-parallel.md",
+        nargs="+",
+        type=integer(1, MAX_RANKS),
+        metavar="RANKS",
+    ),
+    "link-gb-s": _flag(
+        "for --tensor-parallel: bandwidth of the link of a GPU in one direction (default:"
+        f" {NVLINK_4.bytes_per_s / 1e9:g}, reached by NVLink 4)",
+        type=number("a positive number of gigabytes per second"),
+        metavar="GB/S",
+    ),
+    "link-latency-us": _flag(
+        "for --tensor-parallel: time of a collective operation without bytes (default:"
+        f" {NVLINK_4.latency_s * 1e6:g})",
+        type=number("a positive number of microseconds"),
+        metavar="US",
+    ),
 }
 _GROUPS = {
     "model and engine": (*MODEL_FLAGS, *ENGINE_FLAGS, "steps-per-launch"),
@@ -309,7 +339,9 @@ _GROUPS = {
     ),
     "results": ("output-json", "output-md", "plot", "compare", "fail-above"),
     "profile": ("profile", "profile-steps", "profile-output", "graph-trace"),
-    "explain": ("device-memory", "bandwidth-gb-s"),
+    "explain": (
+        *("device-memory", "bandwidth-gb-s", "tensor-parallel", "link-gb-s", "link-latency-us"),
+    ),
 }
 
 

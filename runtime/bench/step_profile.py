@@ -23,6 +23,7 @@ from ...profiling.nvtx_tool import require_nvtx
 from ...profiling.trace import torch_trace, trace_operations
 from ..config import EngineConfig
 from ..engine.engine import Engine
+from ..models.config import ModelConfig
 from ..tools.step_report import decode_operation_costs
 from .benchmark_run import ModelKind
 from .console import print_error, program_name
@@ -134,9 +135,11 @@ class ProfileRun(SteadyRun):
     def case_run(self, engine: Engine, case: BenchmarkCase) -> CaseRun:
         """Return the case, which begins and ends the profile."""
         steps = self.options.profile_steps
-        if engine.config.mode == "graph" and self.device.type == "cuda":
+        model = engine.model_config
+        on_gpu = engine.config.mode == "graph" and self.device.type == "cuda"
+        if on_gpu and isinstance(model, ModelConfig):
             self.names.costs = decode_operation_costs(
-                engine.model_config,
+                model,
                 engine.config,
                 rows=case.batch_size,
                 context=case.input_len + (steps.first + steps.end) // 2,

@@ -13,7 +13,7 @@ from ...profiling.timeline import StepRecord
 from ..engine.engine import Engine
 from ..engine.request_output import RequestOutput
 from ..models.layout import weights_per_step
-from ..models.plan import model_plan
+from ..models.plan import plan_of
 from ..sampling_params import SamplingParams
 
 __all__ = [
@@ -134,17 +134,20 @@ def decode_roofline(
         steps: number of steps that the rows belong to.
     """
     config = engine.model_config
+    attend = plan_of(config).layers[0].attend
     kv_bytes = sum(map(engine.kv_bytes_read, contexts))
     flops = step_flops(weights_per_step(config), len(contexts), 0, 0, 0, 0) + step_flops(
         0,
         1,
         sum(map(engine.positions_read, contexts)),
-        config.num_heads,
-        config.head_dim,
-        model_plan(config).layers[0].attend.value_dim,
+        attend.heads,
+        attend.head_dim,
+        attend.value_dim,
     )
     return Roofline(
-        engine.weight_bytes_per_step + round(kv_bytes / steps), round(flops / steps), bandwidth
+        engine.weight_bytes_read(len(contexts) / steps) + round(kv_bytes / steps),
+        round(flops / steps),
+        bandwidth,
     )
 
 

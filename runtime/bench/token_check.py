@@ -21,7 +21,13 @@ from ..engine.startup import layer_groups
 from ..kernels import RaggedBatch, select_kernels
 from ..loading.checkpoint import CheckpointReader
 from ..loading.loader import iter_weights, random_weights, resolve_source
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
+from ..models.rope_by_length import rope_lengths
+from ..models.transformers.config import TransformersConfig
+from ..models.transformers.loading import load_decoder
+from ..rope_lengths import RopeLengths
 
 __all__ = ["MOST_ROWS", "TOLERANCE", "TokenCheck"]
 
@@ -51,13 +57,20 @@ class TokenCheck:
         self._groups = layer_groups(engine.model_config, config)
         served = engine.decoder
         kernels = select_kernels(config.device, "eager", config.dtype, config.weights, "torch")
-        self._model = Decoder(
-            engine.model_config, kernels, config.dtype, config.device, self._groups, config.storage
-        )
-        if served.kernels.pack is None:
-            _share_weights(served, self._model)
+        sizes = kernels, config.dtype, config.device, self._groups, config.storage
+        self._model: DecoderModel
+        if isinstance(engine.model_config, ModelConfig):
+            self._model = reference = Decoder(engine.model_config, *sizes)
+            if isinstance(served, Decoder) and served.kernels.pack is None:
+                _share_weights(served, reference)
+            else:
+                _load_weights(reference, source, config.seed)
         else:
-            _load_weights(self._model, source, config.seed)
+            model = engine.model_config
+            directory = resolve_source(source, model_impl="transformers").directory
+            assert isinstance(model, TransformersConfig)
+            assert directory is not None
+            self._model = load_decoder(directory, model, *sizes)
 
     def check(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Collection[tuple[int, ...]]]
@@ -114,7 +127,21 @@ class TokenCheck:
 
     @torch.no_grad()
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """Yield the reference's logits from position `first` on, `[C, vocab_size]` at a time.
+        """Yield the reference's logits from position `first`, the last of the prompt, on.
+
+        `[C, vocab_size]` at a time. Sequences that outgrow their rotary parameters are computed
+        anew.
+        """
+        ropes = rope_lengths(self._model.config) or RopeLengths()
+        limit = ropes.outgrown_at(first + 1)
+        yield from self._prefilled(token_ids[:limit], first, first + 1)
+        if len(token_ids) > limit:
+            yield from self._prefilled(token_ids, limit, limit + 1)
+
+    def _prefilled(
+        self, token_ids: Sequence[int], first: int, rope_length: int
+    ) -> Iterator[torch.Tensor]:
+        """Yield the logits of a sequence from position `first` on.
 
         One row in a cache of its own, prefilled in chunks: row 0 of the block tables, row 1 null.
         """
@@ -140,8 +167,9 @@ class TokenCheck:
                 read_blocks=-(-end // size),
                 block_size=size,
                 tokens_per_row=end - start,
+                rope_lengths=(positions_C + 1).clamp(min=rope_length),
             )
-            hidden_CD = model(ids_T[start:end], arena.tensor, batch)
+            hidden_CD = model.decode(model.embed(ids_T[start:end]), arena.tensor, batch)
             if end > first:
                 yield model.logits(hidden_CD[max(0, first - start) :])
 
@@ -159,7 +187,7 @@ def _load_weights(reference: Decoder, source: str, seed: int) -> None:
     """Read a model's weights again, or draw those of a preset as its engine did."""
     found = resolve_source(source)
     if found.directory is None:
-        reference.store(random_weights(found.config, reference.dtype, seed))
+        reference.store(random_weights(found.native, reference.dtype, seed))
     else:
         with CheckpointReader(found.directory) as reader:
-            reference.store(iter_weights(reader, found.config, reference.dtype))
+            reference.store(iter_weights(reader, found.native, reference.dtype))

@@ -22,13 +22,16 @@ from ...profiling.trace import SUFFIX as TRACE_SUFFIX
 __all__ = ["SCENARIO_FLAGS", "StepRange", "kernels_path", "trace_path", "validate_args"]
 
 _MODEL = ("model", "device", "dtype", "weight_dtype", "kv_dtype")
-_ENGINE = (*_MODEL, "mode", "kernels", "prefill_chunk")
+_ENGINE = (*_MODEL, "mode", "kernels", "model_impl", "prefill_chunk")
 _FILES = ("scenario", "output_json", "output_md", "seed")
 _COMPARE = ("compare", "fail_above")
 _PROFILE = ("profile", "profile_steps", "profile_output", "graph_trace")
+_GROUP = ("tensor_parallel", "link_gb_s", "link_latency_us")
 _NEEDED = {
     "device_memory": "explain_memory",
     "bandwidth_gb_s": "explain_step",
+    "link_gb_s": "tensor_parallel",
+    "link_latency_us": "tensor_parallel",
     "fail_above": "compare",
 }
 """Flags that have no effect without another one."""
@@ -43,17 +46,17 @@ _REPEATED = {"num_warmup": 1, "num_iters": 3}
 
 SCENARIO_FLAGS = {
     "steady": _accepts(
-        *(*_FILES, *_ENGINE, *_COMPARE, *_PROFILE),
+        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", *_PROFILE),
         *("baseline", "steps_per_launch", "check", "plot"),
         **{"batch_size": [1, 8], "input_len": [128, 1024], "output_len": [64]},
         **_REPEATED,
     ),
     "interference": _accepts(
-        *(*_FILES, *_ENGINE, *_COMPARE, "max_itl_ms", "plot"),
+        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms", "plot"),
         **{"batch_size": [8], "input_len": [1024], "num_steps": 200},
     ),
     "churn": _accepts(
-        *(*_FILES, *_ENGINE, *_COMPARE, "max_itl_ms", "plot"),
+        *(*_FILES, *_ENGINE, *_COMPARE, "tensor_parallel", "max_itl_ms", "plot"),
         **{"batch_size": [8], "input_len": [256], "output_len": [32], "num_steps": 400},
     ),
     "prefix": _accepts(
@@ -158,10 +161,10 @@ def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> Non
         )
     accepted: Sequence[str] | dict[str, Any]
     if options.explain_memory:
-        accepted = ("explain_memory", "device_memory", *_ENGINE, "batch_size")
+        accepted = ("explain_memory", "device_memory", *_ENGINE, "batch_size", "tensor_parallel")
         what = "--explain-memory"
     elif options.explain_step:
-        accepted = ("explain_step", "bandwidth_gb_s", *_MODEL, "batch_size", "input_len")
+        accepted = ("explain_step", "bandwidth_gb_s", *_MODEL, "batch_size", "input_len", *_GROUP)
         what = "--explain-step"
     elif compared == 2:
         accepted = (*_COMPARE, "output_json", "output_md")
@@ -171,6 +174,9 @@ def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> Non
     others = [_flag(name) for name in given if name not in accepted]
     if others:
         raise ValueError(f"{', '.join(others)}: no effect together with {what}")
+    measured = not (options.explain_memory or options.explain_step)
+    if measured and len(options.tensor_parallel or ()) > 1:
+        raise ValueError("--tensor-parallel takes one number of ranks in a measurement")
     unused = [_flag(name) for name in given if name in _PROFILE[1:]]
     if unused and options.profile == "none":
         raise ValueError(f"{unused[0]} has no effect without --profile")
@@ -218,7 +224,7 @@ def _validate_profile(options: argparse.Namespace, given: Sequence[str]) -> None
     for name in ("baseline", "compare", "plot"):
         if name in given:
             raise ValueError(f"--{name} cannot go with --profile: a profiled run is slower")
-    for name in (*_MODEL, "mode", "kernels", "batch_size", "input_len", "output_len"):
+    for name in (*_MODEL, "mode", "kernels", "model_impl", "batch_size", "input_len", "output_len"):
         values = getattr(options, name)
         if isinstance(values, list) and len(values) > 1:
             listed = " ".join(map(str, values))

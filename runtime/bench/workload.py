@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..engine.engine import Engine
-from ..models.config import ModelConfig
+from ..models.decoder_model import DecoderConfig
 from ..sampling_params import SamplingParams
 
 __all__ = ["abort_all", "equal_share", "greedy", "interleave", "random_prompts", "spread"]
 
 
-def random_prompts(config: ModelConfig, count: int, length: int, seed: int) -> list[list[int]]:
+def random_prompts(config: DecoderConfig, count: int, length: int, seed: int) -> list[list[int]]:
     """Return prompts of random token ids, the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = torch.randint(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,14 +49,14 @@ def preemption_policy(
     inward = [(i, i + 1) for i in range(count)]
 
     def copy() -> None:
-        host.swap_out(outward)
-        host.swap_in(inward)
+        runner.copy_blocks("to_host", outward)
+        runner.copy_blocks("from_host", inward)
 
     widest = runner.sizes.read_blocks.largest
     key = runner.sizes.prefill_key(runner.sizes.tokens.largest, widest, False)
 
     def prefill() -> None:
-        runner.library.run(key)
+        runner.run(key)
 
     return PreemptionPolicy(
         "auto",
@@ -101,7 +102,6 @@ class _NullSteps:
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
         self._runner = runner
-        self._inputs = runner.inputs.device
         self._last = max_model_len - 1
 
     def seconds(self, phase: Literal["decode", "prefill"], size: int, context: int) -> float:
@@ -114,18 +114,15 @@ class _NullSteps:
         blocks = last // runner.block_size + 1
         if phase == "decode":
             key = sizes.decode_key(size, blocks, False)
-            runner.state.positions[runner.null_row] = last  # the step itself puts it back
+            runner.place_padding(last, 0, 0, 0)  # the step itself puts it back
         else:
             key = sizes.prefill_key(size, blocks, False)
-            positions = torch.arange(context, context + size, device=runner.device)
-            self._inputs.positions[:size] = positions.clamp(max=last)
-        step = runner.library.lookup(key)
-        return _seconds(step.run, runner.device)
+            runner.place_padding(0, context, size, last)
+        return _seconds(partial(runner.run, key), runner.device)
 
     def clean(self) -> None:
         """Reset the inputs."""
-        self._inputs.positions.zero_()
-        self._runner.state.positions[self._runner.null_row] = 0
+        self._runner.place_padding(0, 0, 0, 0)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -292,7 +292,11 @@ class Engine(StartedEngine):
                 f" {self.max_model_len}, one predicted token included"
             )
         forced = token_ids[prompt_len:]
-        params = SamplingParams(max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True)
+        # Greedy steps of a tensor-parallel group do not gather the logits of all ranks.
+        logprobs = None if self.config.user.tensor_parallel == 1 else 0
+        params = SamplingParams(
+            max_tokens=len(forced) + 1, temperature=0.0, ignore_eos=True, logprobs=logprobs
+        )
         accept = partial(self._intake.accept, prompt=token_ids[:prompt_len], params=params)
         return self._shared.score(accept, forced)
 

@@ -10,10 +10,11 @@ from ...cache.arena import Arena
 from ...cache.memory.handler import MemoryPlan, Reconciliation
 from ...cache.memory.memory_plan import format_bytes
 from ...cache.spec import LayerGroup
+from ..distributed.rank_group import RankGroup
 from ..execution.runner import Runner
 from ..loading.tokenizer import TextTokenizer
 from ..memory.measurement import Phase, StepMemory
-from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
 from ..resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class EngineParts:
     """The parts of a started engine."""
 
     config: ResolvedConfig
-    model: Decoder
+    model: DecoderModel
     tokenizer: TextTokenizer | None
     groups: tuple[LayerGroup, ...]
     plan: MemoryPlan
@@ -65,6 +66,8 @@ class EngineParts:
     code_cache: CodeCache
     compiled_kernels: CompiledKernels | None = None
     """Triton kernels that were compiled ahead of the steps; None where there are none."""
+    group: RankGroup | None = None
+    """The processes of a tensor-parallel engine, of which this is one."""
 
     @property
     def load_seconds(self) -> float:

@@ -26,12 +26,16 @@ def engine_stats(
     library, scheduler = parts.runner.library, loop.scheduler
     library_file = parts.model.kernels.library
     counters, reports, cache = library.stats(), library.reports(), scheduler.cache
+    collectives = parts.model.kernels.collectives
     return {
         "healthy": healthy,
         "device": str(parts.config.device),
+        "model_impl": parts.config.model_impl,
         "mode": parts.config.mode,
         "kernels": parts.model.kernels.name,
         "threads": None if library_file is None else parts.config.threads,
+        "tensor_parallel": parts.config.user.tensor_parallel,
+        "collectives": None if collectives is None else type(collectives).__name__,
         "kernel_fallbacks": [asdict(fallback) for fallback in parts.model.kernels.fallbacks],
         "max_model_len": max_model_len,
         "steps": loop.num_steps,

@@ -13,6 +13,7 @@ from ..config import MAX_ROWS
 from ..execution.sample_steps import SampleCase, SampleSteps, sample_cases, sample_config
 from ..execution.step_functions import StepOutput
 from ..kernels import Kernels, paged_attention, reference_paged_attention
+from ..kernels.ops.experts_operator import opaque_experts
 from ..kernels.result_check import (
     DEPENDENT_LAUNCH,
     Fallback,
@@ -43,7 +44,8 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
     size = config.block_size
     checks = OperationChecks(config.dtype, config.storage, size, config.device)
     both = _with_operations(kernels, gpu_kernels(config.weights, checks.operations))
-    both = dataclasses.replace(both, attention=checks.operations.paged_attention)
+    checked = checks.operations
+    both = dataclasses.replace(both, attention=checked.paged_attention, experts=checked.mixture)
     # Two layers: in some families the second one adds the residual of the first.
     cut = sample_config(model, layers=2, vocabulary=model.vocab_size)
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +72,8 @@ def check_gpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed
     if "paged_attention" in checks.failures:
         plain = paged_attention if config.device.type == "cuda" else reference_paged_attention
         mixed = dataclasses.replace(mixed, attention=plain)
+    if not {"route", "experts"}.isdisjoint(checks.failures):
+        mixed = dataclasses.replace(mixed, experts=opaque_experts)
     if not _ATTENTION.isdisjoint(checks.failures):
         mixed = dataclasses.replace(mixed, bounded_by_length=False, masks=1)
     if mixed.sampler == "triton":
@@ -159,11 +163,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_operations(kernels: Kernels, operations: Kernels) -> Kernels:
     """Return `kernels` with other operations for their native layers, if they have any."""
-    if kernels.make_decode_step is None:
+    if kernels.make_stack is None:
         return kernels
+    fused = kernels.make_decode_step is not None  # not where rotations depend on lengths
     return dataclasses.replace(
         kernels,
         linear=operations.linear,
         make_stack=operations.make_stack,
-        make_decode_step=operations.make_decode_step,
+        make_decode_step=operations.make_decode_step if fused else None,
     )

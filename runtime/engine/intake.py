@@ -17,7 +17,8 @@ from ..loading.chat_template import ChatPrompt
 from ..loading.detokenizer import IncrementalDetokenizer
 from ..loading.tokenizer import TextTokenizer
 from ..logprobs import PromptLogprobs
-from ..models.config import ModelConfig
+from ..models.decoder_model import DecoderConfig
+from ..models.rope_by_length import rope_lengths
 from ..prompt_embeds import EmbeddedSpan, PromptEmbeds, check_spans
 from ..prompt_ids import plain_text, plain_token_ids, too_long, type_name
 from ..request import Request, RequestGroup
@@ -37,7 +38,7 @@ class Intake:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         tokenizer: TextTokenizer | None,
         *,
         longest_sequence: int,
@@ -56,9 +57,10 @@ class Intake:
         self._seed = seed
         self._prefix_block_size = prefix_block_size
         self._embeds_dtype = embeds_dtype
+        self._rope_lengths = rope_lengths(config)
         self._arrivals = itertools.count(1)  # atomic: prompts arrive from any thread
 
-    def for_model(self, config: ModelConfig, tokenizer: TextTokenizer | None) -> Intake:
+    def for_model(self, config: DecoderConfig, tokenizer: TextTokenizer | None) -> Intake:
         """Return an intake for a model of the same sizes; it continues the order of arrivals."""
         other = copy.copy(self)
         other._config, other._tokenizer = config, tokenizer
@@ -98,7 +100,7 @@ class Intake:
                 f"min_tokens allows at most {MAX_ROW_STOP_IDS} stop token ids, those of the model"
                 f" included, and there are {len(stops)}: give fewer in stop_token_ids"
             )
-        hashes = self._hashes(cache_salt)
+        hashes = self._hashes(cache_salt, len(prompt_ids))
         requests = [
             Request(
                 id=f"{group_id}/{index}",
@@ -111,6 +113,7 @@ class Intake:
                 detokenizer=self._detokenizer(prompt_ids, params),
                 arrival_ns=arrival_ns,
                 embeds=embeds,
+                rope_length=len(prompt_ids),
             )
             for index in range(params.n)
         ]
@@ -128,12 +131,13 @@ class Intake:
                 request.prefix_hashes = hashes.copy()
         return RequestGroup(group_id, prompt_ids, requests)
 
-    def _hashes(self, cache_salt: str | None) -> PrefixHashes | None:
+    def _hashes(self, cache_salt: str | None, num_tokens: int) -> PrefixHashes | None:
         if cache_salt is not None:
             _check_salt(cache_salt)
         if self._prefix_block_size is None:
             return None
-        return PrefixHashes(self._prefix_block_size, cache_salt or "")
+        variant = b"" if self._rope_lengths is None else self._rope_lengths.variant(num_tokens)
+        return PrefixHashes(self._prefix_block_size, cache_salt or "", variant)
 
     def _embeds(self, prompt: PromptEmbeds, num_tokens: int) -> tuple[EmbeddedSpan, ...]:
         if self._embeds_dtype is None:

@@ -32,6 +32,8 @@ import torch
 from ...profiling import ranges
 from ...profiling.collector import CollectorWatch
 from ...profiling.timeline import Timeline
+from ..distributed.rank_group import RankGroup
+from ..errors import RankError
 from ..execution.outputs import LaunchedStep
 from ..execution.runner import Runner
 from ..request import AbortReason, Request, RequestGroup, RequestStatus
@@ -59,6 +61,7 @@ class StepLoop:
         *,
         in_flight: int,
         step_budget: StepBudget | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Create a loop over a scheduler and a runner.
 
@@ -68,9 +71,11 @@ class StepLoop:
             in_flight: maximum steps in flight when `step` returns: 1 for an asynchronous device,
                 0 for the CPU.
             step_budget: receives the time of every step; None without a latency budget.
+            group: the processes of a tensor-parallel engine; it ends with the loop.
         """
         self.scheduler = scheduler
         self.runner = runner
+        self.group = group
         self.timeline = Timeline(TIMELINE_STEPS, is_async_device=in_flight > 0)
         self.collector = CollectorWatch()
         self.requests = OpenRequests(scheduler)
@@ -92,6 +97,11 @@ class StepLoop:
     def has_unfinished(self) -> bool:
         """Whether the next step has work or outputs."""
         return bool(self.requests.groups or self._launched)
+
+    @property
+    def lost_ranks(self) -> bool:
+        """Whether another rank of a tensor-parallel engine has failed."""
+        return self.group is not None and self.group.segment.aborted
 
     @property
     def num_posted(self) -> int:
@@ -190,7 +200,10 @@ class StepLoop:
         """
         self.intact = False
         step = self._launch(self.scheduler.plan(single=True))
-        assert step is not None, "a lone request always has something to do"
+        if step is None:  # preempted, to be computed anew
+            assert request.row is None, "a lone request with a row always has something to do"
+            self.intact = True
+            return
         ((lanes, output),) = step.parts
         if lanes[0] is not None:  # otherwise a chunk before the end of the prompt
             # Copied, because the next launch may overwrite these logits.
@@ -286,7 +299,7 @@ class StepLoop:
                     self.scheduler.undo(plan, admission)
 
     def _note_failed_copies(self, where: str, error: Exception) -> None:
-        if isinstance(error, AssertionError):  # a bug, and nothing was copied
+        if isinstance(error, AssertionError | RankError):  # a bug, or the other ranks are lost
             raise error
         self._counts["failed_copies"] += 1
         logger.error(

@@ -44,7 +44,12 @@ _STEP_TOLERANCES = 4
 
 
 def check_kernels(
-    kernels: Kernels, model: ModelConfig, config: ResolvedConfig, *, required: bool
+    kernels: Kernels,
+    model: ModelConfig,
+    config: ResolvedConfig,
+    *,
+    required: bool,
+    seed: int | None = None,
 ) -> Kernels:
     """Return `kernels`, with plain versions of the operations that fail.
 
@@ -53,6 +58,8 @@ def check_kernels(
         model: of the engine.
         config: of the engine.
         required: whether every native kernel must pass (`kernels="native"`).
+        seed: of the samples; the same on all ranks of a group, which run the same steps. None: a
+            new one.
 
     Raises:
         KernelSelfTestError: a required kernel fails, or a kernel left the device unusable.
@@ -63,7 +70,8 @@ def check_kernels(
     if plain or kernels.attention is reference_paged_attention:
         return kernels
     started = time.perf_counter()
-    seed = int(torch.randint(1 << 30, (), generator=_fresh()))
+    if seed is None:
+        seed = int(torch.randint(1 << 30, (), generator=_fresh()))
     with torch.no_grad(), on_device(config.device):
         check = check_gpu if on_cuda or layers else _check_cpu
         checked = check(kernels, model, config, seed)
@@ -92,7 +100,10 @@ def _refusal(fallbacks: tuple[Fallback, ...]) -> str:
 
 
 def _check_cpu(kernels: Kernels, model: ModelConfig, config: ResolvedConfig, seed: int) -> Kernels:
-    reference = select_kernels(config.device, "eager", config.dtype, config.weights)
+    reference = dataclasses.replace(
+        select_kernels(config.device, "eager", config.dtype, config.weights),
+        collectives=kernels.collectives,
+    )
     # Plain layers around the attention operator, and plain attention where that fails too.
     around = dataclasses.replace(
         reference,

@@ -16,7 +16,13 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import EngineClosedError, EngineFailedError, EngineForkedError, RequestError
+from ..errors import (
+    EngineClosedError,
+    EngineFailedError,
+    EngineForkedError,
+    RankError,
+    RequestError,
+)
 from ..request import AbortReason, RequestGroup
 from .access import LoopAccess
 from .forks import call_in_children
@@ -66,7 +72,7 @@ class SharedLoop:
     def healthy(self) -> bool:
         """Whether no operation has failed or was interrupted."""
         loop = self._loop
-        if self._failure is not None or loop is None:
+        if self._failure is not None or loop is None or loop.lost_ranks:
             return False
         # An operation may end between the two checks, which looks like an interrupted one: retry.
         return any(loop.intact or self._access.held for _ in range(8))
@@ -312,12 +318,17 @@ class SharedLoop:
     def _fail(self, error: BaseException, name: str | None = None) -> None:
         """Record the failure of an operation; raise `EngineFailedError` for an `Exception`.
 
-        `name` is the operation in the message; None for the current step.
+        `name` is the operation in the message; None for the current step. The failure of a rank is
+        a `RankError`, which is raised as it is.
         """
         loop = self.open_loop
         if loop.intact:
             return
+        if loop.group is not None:
+            error = loop.group.end(error)
         self._failure = error
+        if isinstance(error, RankError):
+            raise error
         if isinstance(error, Exception):
             failed = name or f"step {loop.num_steps}"
             raise EngineFailedError(f"{failed} failed: {error}") from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +15,10 @@ import torch
 
 from ...cache.memory.handler import MemoryPlan
 from ...profiling.timeline import Timeline
+from ..errors import RankError
 from ..loading.opened_source import OpenedSource
 from ..loading.tokenizer import TextTokenizer
-from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..request import RequestGroup
 from .calibration import calibrated_step_budget
 from .encoded_contents import EncodedContents
@@ -26,9 +27,10 @@ from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .intake import Intake
 from .loop import StepLoop
+from .rank_start import agree_on_weights
 from .shared_loop import SharedLoop
 from .startup import make_loop
-from .weight_reload import open_replacement
+from .weight_reload import open_replacement, overwriting
 
 __all__ = ["StartedEngine"]
 
@@ -40,7 +42,7 @@ class StartedEngine:
         """Take the parts that `startup.start` made, and make the loop."""
         config = parts.config
         self.config = config
-        self.model_config = parts.model.config
+        self.model_config: DecoderConfig = parts.model.config
         self.max_model_len = config.max_model_len
         """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
@@ -92,8 +94,12 @@ class StartedEngine:
         if device.type == "cuda" and self._shared.healthy:
             torch.cuda.synchronize(device)  # launched steps still write to the arena
         loop.close()
+        if self._parts.group is not None:
+            _end_ranks(self._parts)
         if self._parts.model.stack is not None:
             self._parts.model.stack.close()
+        if self._parts.model.kernels.collectives is not None:
+            self._parts.model.kernels.collectives.close()
         if self._parts.runner.host_arena is not None:
             self._parts.runner.host_arena.close()
         self._parts = None
@@ -113,18 +119,35 @@ class StartedEngine:
         """
         self._shared.run("reset_prefix_cache", StepLoop.forget_contents)
 
+    def cached_hashes(self) -> Callable[[int], list[bytes]]:
+        """Return a function that lists the hashes of the cached blocks at this moment.
+
+        It takes the most hashes to return, held blocks first, then those that are evicted last, and
+        reads a copy: another thread may call it while steps run. Each hash is that of a prefix up
+        to the end of a block (`PrefixHashes`). Without `prefix_cache` there are none.
+
+        Raises:
+            EngineBusyError: called by a signal handler or a callback within a step.
+            EngineClosedError, EngineFailedError: the engine is closed, or a step failed.
+        """
+        keys, suffix = self._shared.run(
+            "cached_hashes", lambda loop: loop.scheduler.cache.cached_keys()
+        )
+        return partial(keys.latest, suffix=suffix)
+
     def reload_weights(self, source: str | Path) -> None:
         """Replace the weights by those of another checkpoint, without preparing steps again.
 
         The weights are copied into the present tensors one by one; captured graphs and compiled
-        code stay valid. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
+        code stay valid. With `model_impl="transformers"` all of them are in memory twice
+        meanwhile. Tokenizer, chat templates and end-of-sequence tokens are replaced too; the
         prefix cache and the cache of `encode` are cleared. Prompts that another thread adds during
         the call may be tokenised by the previous tokenizer.
 
         Args:
             source: see `from_pretrained`. Its config must be that of the engine's model, except for
                 `bos_token_id`, `eos_token_id`, a dtype that `EngineConfig.dtype` overrides, and
-                `max_position_embeddings` where `max_model_len` is given.
+                `max_position_embeddings` of a native family where `max_model_len` is given.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, unsupported or inconsistent.
@@ -140,18 +163,24 @@ class StartedEngine:
         self._shared.check_usable()
         parts = self._open_parts()
         with open_replacement(source, parts.model.config, parts.config.user) as new:
-            self._shared.run_idle("reload_weights", partial(self._take_model, new))
+            self._shared.run_idle("reload_weights", partial(self._take_model, str(source), new))
 
-    def _take_model(self, new: OpenedSource, loop: StepLoop) -> None:
+    def _take_model(self, source: str, new: OpenedSource, loop: StepLoop) -> None:
         """Replace the weights, and all that reads the tokenizer or the config."""
         parts = self._open_parts()
-        model, config = parts.model, parts.config
+        config = parts.config
+        overwrite = overwriting(parts.model, new, config)
 
         def change() -> None:
-            model.overwrite(new.weights(config.dtype, seed=config.seed))
+            commands = parts.runner.commands
+            if commands is not None:
+                commands.reload(source)
+            overwrite()
+            if parts.group is not None:
+                agree_on_weights(parts.group, parts.model)
             if config.device.type == "cuda":
                 torch.cuda.synchronize(config.device)  # steps may run in another stream
-            model.config = self.model_config = new.config
+            self.model_config = new.config
             self._parts = dataclasses.replace(parts, tokenizer=new.tokenizer)
             self._intake = self._intake.for_model(new.config, new.tokenizer)
             self._encoded.clear()
@@ -192,7 +221,7 @@ class StartedEngine:
         return self._open_parts().tokenizer
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DecoderModel:
         """The loaded model, its weights stored as the kernels need them."""
         return self._open_parts().model
 
@@ -203,8 +232,15 @@ class StartedEngine:
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """Bytes of the weights that a decode step reads."""
-        return self._open_parts().model.weight_bytes_per_step
+        """Bytes of the weights that a decode step of one row reads."""
+        return self.weight_bytes_read(1)
+
+    def weight_bytes_read(self, rows: float) -> int:
+        """Bytes of the weights that a decode step of `rows` rows reads.
+
+        Only experts depend on the rows: this is the expectation if all are equally likely.
+        """
+        return self._open_parts().model.weight_bytes_read(rows)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -231,6 +267,8 @@ class StartedEngine:
         `NonFiniteLogitsError`), and `scored_prompt_tokens` (for `prompt_logprobs`, by uncaptured
         operations after a prefill step).
 
+        - `tensor_parallel`: processes of the engine; `collectives`: the class of the operations
+          between them, or None.
         - `kernel_fallbacks`: native operations that plain PyTorch replaces, with the reason.
         - `blocks`: blocks by state. `cache`: known and cached tokens at first admissions
           (`queried_tokens`, `hit_tokens`), forks, copied and swapped blocks. `encoder_cache`:
@@ -289,3 +327,12 @@ class StartedEngine:
         _ = self._loop
         assert self._parts is not None
         return self._parts
+
+
+def _end_ranks(parts: EngineParts) -> None:
+    """End the other processes of a tensor-parallel engine."""
+    assert parts.group is not None
+    if parts.runner.commands is not None:
+        with suppress(RankError):  # they have ended
+            parts.runner.commands.close()
+    parts.group.close()

@@ -12,44 +12,79 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudgetError, MemoryPlan, plan_memory
+from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
 from ...cache.memory.memory_plan import format_bytes
 from ...cache.spec import LayerGroup, group_layers
 from ...profiling import ranges
 from ..config import EngineConfig
+from ..distributed.rank_group import RankGroup
+from ..distributed.torchrun import TorchrunProcess
 from ..errors import ConfigError, StepgraphError, StepPreparationError
+from ..execution.compiled_parts import constant_floats
+from ..execution.follower import Follower
+from ..execution.rank_commands import CommandSender
 from ..execution.runner import Runner
 from ..execution.step_functions import StepKey
-from ..kernels import Kernels, kernels_for, limit_threads, native_gaps, select_kernels
+from ..kernels import Gap, Kernels, kernels_for, limit_threads, native_gaps, select_kernels
 from ..kernels.result_check import Fallback, brief, warn
+from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource, find_source, open_source
 from ..memory.footprint import model_footprint
-from ..memory.measurement import CapturePeaks, PhaseLog, add_scoring, measure_steps
+from ..memory.measurement import (
+    CapturePeaks,
+    PhaseLog,
+    StepMemory,
+    add_scoring,
+    measure_steps,
+)
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
-from ..models.plan import model_plan
+from ..models.decoder_model import DecoderConfig, DecoderModel
+from ..models.plan import plan_of
+from ..models.rope_by_length import rope_lengths
+from ..models.transformers.config import TransformersConfig
+from ..models.transformers.loading import load_decoder
+from ..models.transformers.scopes import add_scopes
 from ..resolved_config import ResolvedConfig
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_budget import StepBudget
 from .calibration import preemption_policy
 from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
+from .rank_collectives import serve_collectives, with_collectives
+from .rank_start import (
+    agree_on_plan,
+    agree_on_start,
+    agree_on_task,
+    agree_on_weights,
+    check_can_split,
+    encoded_task,
+    of_rank,
+    share_of_memory,
+    spawn_group,
+)
 from .self_test import check_kernels
+from .weight_reload import reload_rank
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["RESERVE_BYTES", "layer_groups", "make_loop", "plan_engine", "start"]
+__all__ = [
+    "RESERVE_BYTES",
+    "follow",
+    "layer_groups",
+    "make_loop",
+    "plan_engine",
+    "resolved_source",
+    "start",
+]
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -61,23 +96,99 @@ _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_a
 
 
 def start(source: str | Path, config: EngineConfig, *, progress: bool) -> EngineParts:
-    """Make the parts of an engine; see `Engine.from_pretrained` for what it raises."""
+    """Make the parts of an engine; see `Engine.from_pretrained` for what it raises.
+
+    With `tensor_parallel`, a process that torchrun started with another rank than 0 runs its share
+    until rank 0 closes its engine, and raises `SystemExit`.
+    """
+    began = time.perf_counter()
+    found, resolved = resolved_source(source, config)
+    if config.tensor_parallel == 1:
+        return start_parts(found, resolved, began=began, progress=progress)
+    check_can_split(found, resolved)
+    launch = TorchrunProcess.of_environment()
+    if launch is None:
+        group, device = spawn_group(source, resolved), 0
+    else:
+        launch.check(config.tensor_parallel)
+        group, device = RankGroup(launch.meet(), launch.rank, launch.ranks), launch.device
+    try:
+        if launch is not None:
+            agree_on_task(group, encoded_task(source, resolved))
+        found, resolved = of_rank(found, resolved, group, device)
+        if group.rank:
+            follow(found, resolved, group)
+            raise SystemExit(0)
+        return start_parts(found, resolved, group, began=began, progress=progress)
+    except SystemExit:
+        group.close()
+        raise
+    except BaseException as error:
+        group.fail(error)
+        group.close()
+        raise
+
+
+def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
+    """Run the share of a rank above 0, until rank 0 closes its engine.
+
+    Raises:
+        RankError: the group has failed.
+        Exception: as `start`.
+    """
+    parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
+    try:
+        Follower(parts.runner, group, partial(reload_rank, parts, group)).follow()
+    finally:
+        parts.runner.close()
+
+
+def resolved_source(source: str | Path, config: EngineConfig) -> tuple[Source, ResolvedConfig]:
+    """Return the model, and the configuration of its engine on this machine."""
+    found = find_source(source, tied=config.tie_word_embeddings, model_impl=config.model_impl)
+    resolved = ResolvedConfig.resolve(config, found.config)
+    if isinstance(found.config, TransformersConfig):
+        found.config.check_length(resolved.max_model_len)
+    return found, resolved
+
+
+def start_parts(
+    found: Source,
+    config: ResolvedConfig,
+    group: RankGroup | None = None,
+    *,
+    began: float,
+    progress: bool,
+) -> EngineParts:
+    """Make the parts of an engine, or of one rank of a group: those that all ranks make."""
     with ExitStack() as open_files, _within_memory():
-        return _start(source, config, open_files, progress=progress)
+        return _start(found, config, group, open_files, began, progress=progress)
 
 
 def _start(
-    source: str | Path, config: EngineConfig, open_files: ExitStack, *, progress: bool
+    found: Source,
+    resolved: ResolvedConfig,
+    group: RankGroup | None,
+    open_files: ExitStack,
+    began: float,
+    *,
+    progress: bool,
 ) -> EngineParts:
-    began, code_before = time.perf_counter(), CodeCache.now()
-    found = find_source(source, tied=config.tie_word_embeddings)
-    resolved = ResolvedConfig.resolve(config, found.config)
+    code_before, config = CodeCache.now(), resolved.user
     opened = open_source(found, open_files, check_head=config.tie_word_embeddings is None)
     log = PhaseLog(resolved.device)
     with log.phase("kernels"):
-        kernels = _checked_kernels(found.config, resolved)
+        kernels = _checked_kernels(found.config, resolved, group)
+    if group is not None:
+        agree_on_start(group, opened, kernels)
     groups = layer_groups(found.config, resolved)
-    plan = plan_engine(found.config, resolved, kernels, groups, DeviceMemory.of(resolved.device))
+    memory = DeviceMemory.of(resolved.device)
+    if group is not None:
+        memory = share_of_memory(memory, group.ranks)
+    planned = partial(plan_engine, found.config, resolved, kernels, groups, memory)
+    plan = planned()
+    if group is not None:
+        plan = agree_on_plan(group, plan, lambda blocks, tokens: planned((blocks, tokens)))
     logger.info("memory plan\n%s", plan.format())
     # No sequence outgrows the cache: block tables and reads need not be wider.
     resolved = resolved.fit_to_cache(
@@ -86,6 +197,8 @@ def _start(
     with log.phase("load"), ranges.span(ranges.LOAD, plan.weights):
         model = _load(opened, resolved, kernels, groups, progress=progress)
     open_files.close()
+    if group is not None:
+        agree_on_weights(group, model)
     with log.phase("cache"):
         arena = Arena(
             groups,
@@ -100,19 +213,30 @@ def _start(
         with log.phase("host_cache"):
             host = HostArena(arena, plan.host_blocks)
     with log.phase("static_buffers"):
-        runner = Runner(model, resolved, arena, groups, host)
+        commands = CommandSender(group) if group is not None and group.rank == 0 else None
+        runner = Runner(model, resolved, arena, groups, host, commands)
     compiled_kernels = None
     if resolved.device.type == "cuda" and resolved.mode != "eager" and find_spec("triton"):
         with log.phase("compile_kernels"):
             compiled_kernels = runner.steps.compile_kernels()
     with log.phase("prepare"):
         captured = CapturePeaks(resolved.device) if resolved.mode == "graph" else None
-        with _preparation_bar(shown=progress) as report:
+        compiles = resolved.compiled and model.stack is None
+        with (
+            _preparation_bar(shown=progress) as report,
+            constant_floats() if compiles else nullcontext(),
+        ):
             runner.library.prepare(report, captured)
-    with log.phase("measure"):
-        have_run = resolved.mode != "eager"
-        step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
-        step_memory = add_scoring(step_memory, runner)
+    if group is not None:
+        group.exchange(None)
+        group.serve(config.rank_timeout)
+        serve_collectives(kernels.collectives, group, config.rank_timeout)
+    step_memory = StepMemory({})
+    if group is None or group.rank == 0:  # the other ranks run the same steps as followers
+        with log.phase("measure"):
+            have_run = resolved.mode != "eager"
+            step_memory = measure_steps(runner, kernels, captured, have_run=have_run)
+            step_memory = add_scoring(step_memory, runner)
     parts = EngineParts(
         resolved,
         model,
@@ -126,12 +250,18 @@ def _start(
         time.perf_counter() - began,
         CodeCache.now().since(code_before),
         compiled_kernels,
+        group,
     )
     logger.info("memory as measured\n%s", parts.reconcile().format())
     return parts
 
 
-def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
+_LAYERS_GAP = "decoder layers"
+
+
+def _checked_kernels(
+    model: DecoderConfig, config: ResolvedConfig, group: RankGroup | None
+) -> Kernels:
     """Return the kernels of an engine, with plain PyTorch for gaps and failed self-tests."""
     kernels = select_kernels(
         config.device, config.mode, config.dtype, config.weights, config.kernels
@@ -139,12 +269,22 @@ def _checked_kernels(model: ModelConfig, config: ResolvedConfig) -> Kernels:
     if kernels.library is not None:
         limit_threads(config.threads)
     kernels = dataclasses.replace(kernels, dependent_launch=config.dependent_launch)
-    plan = model_plan(model)
+    plan = plan_of(model)
     fitting = kernels_for(kernels, plan)
     gaps = native_gaps(config.device.type, config.dtype, config.weights, plan)
     if config.kernels == "torch":  # has native attention at most
         gaps = tuple(gap for gap in gaps if gap.name == "attention" and fitting is not kernels)
-    kernels = check_kernels(fitting, model, config, required=config.user.kernels == "native")
+    if isinstance(model, ModelConfig):
+        seed = None
+        if group is not None:
+            fitting = with_collectives(fitting, group, model, config)
+            seed = group.exchange(time.time_ns() % 2**30)[0]
+        required = config.user.kernels == "native"
+        kernels = check_kernels(fitting, model, config, required=required, seed=seed)
+    else:
+        kernels, gaps = fitting, tuple(gap for gap in gaps if gap.name != _LAYERS_GAP)
+        if config.user.model_impl == "auto":
+            gaps = (Gap(_LAYERS_GAP, "no family of ours, transformers makes them"), *gaps)
     dtype = str(config.dtype).removeprefix("torch.")
     fallbacks = [Fallback(gap.name, f"{model.model_type} in {dtype}", gap.reason) for gap in gaps]
     for fallback in fallbacks:
@@ -174,25 +314,33 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
         preemption=preemption_policy(parts.runner, config.preemption),
         step_budget=step_budget,
         steps_per_launch=config.steps_per_launch,
+        rope_lengths=rope_lengths(parts.model.config),
     )
     return StepLoop(
-        scheduler, parts.runner, in_flight=int(config.is_async_device), step_budget=step_budget
+        scheduler,
+        parts.runner,
+        in_flight=int(config.is_async_device),
+        step_budget=step_budget,
+        group=parts.group,
     )
 
 
-def layer_groups(model: ModelConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
+def layer_groups(model: DecoderConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
     """Return the layer groups of a model for the cache of a configuration."""
     return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
 
 
 def plan_engine(
-    model: ModelConfig,
+    model: DecoderConfig,
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
+    agreed: tuple[int, int] | None = None,
 ) -> MemoryPlan:
     """Return the memory plan, which needs no weights and no device but `memory`.
+
+    `agreed` fixes blocks and batch tokens: those of the rank with the least memory.
 
     A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
     `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
@@ -207,12 +355,17 @@ def plan_engine(
     # A share of the free memory is a limit; memory_bytes on a device with own memory an amount.
     capped = memory.shared_with_os or user.memory_bytes is None
     footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
+    budget, fixed, tokens = (
+        (user.memory_budget(config.device), user.fixed_blocks, user.max_batch_tokens)
+        if agreed is None
+        else (MemoryBudget(num_blocks=agreed[0]), None, agreed[1])
+    )
     plan = plan_memory(
         footprint,
-        user.memory_budget(config.device),
+        budget,
         available_bytes=memory.available,
-        num_blocks=user.fixed_blocks,
-        max_batch_tokens=user.max_batch_tokens,
+        num_blocks=fixed,
+        max_batch_tokens=tokens,
         # As many batch tokens as slots; the plan caps them at what a step can use.
         batch_tokens_per_block=config.block_size,
         cap_blocks=footprint.most_blocks if capped else None,
@@ -240,7 +393,22 @@ def _load(
     groups: tuple[LayerGroup, ...],
     *,
     progress: bool,
-) -> Decoder:
+) -> DecoderModel:
+    if not isinstance(source.config, ModelConfig):
+        assert source.reader is not None
+        assert isinstance(source.config, TransformersConfig)
+        loaded = load_decoder(
+            source.reader.directory,
+            source.config,
+            kernels,
+            config.dtype,
+            config.device,
+            groups,
+            config.storage,
+        )
+        if not config.compiled:  # compiled code has one scope
+            add_scopes(loaded.model, source.config.probe)
+        return loaded
     model = Decoder(source.config, kernels, config.dtype, config.device, groups, config.storage)
     model.store(source.weights(config.dtype, seed=config.seed, progress=progress))
     return model.eval()

@@ -1,61 +1,134 @@
 """Compiles the parts of a step with `torch.compile`, at their first call.
 
-All buckets share the compiled code of a part and a sampler: one version for any number of tokens,
-and one for a single token, which torch specialises. Inputs are small copies, so that they differ
-only in length: torch recompiles for views at other offsets, and for two arguments that are the same
-tensor.
+All buckets share the compiled code of a part: one version for any number of tokens, and one for a
+single token, which torch specialises. Inputs are small copies, so that they differ only in length:
+torch recompiles for views at other offsets, and for two arguments that are the same tensor.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
 
+from ...graphs.step_errors import StepCompilationError
+from ..bounded_repr import bounded_text
 from ..operation_scopes import operation
 
-__all__ = ["CompiledParts"]
+__all__ = ["CompiledParts", "constant_floats"]
 
 _serial = itertools.count()
+_FEW_THREADS = 4
+_one_at_a_time = threading.RLock()
+_OF_SELF = re.compile(r"\bself\b")
 
 
 class CompiledParts:
     """Compiled code of methods by name; other methods run as they are."""
 
     def __init__(self, static: Iterable[torch.Tensor]) -> None:
-        """`static`: tensors that the parts use and whose addresses never change."""
+        """`static`: tensors that the parts use and whose addresses and sizes never change."""
         self._static = tuple(static)
         self._compiled: dict[str, Callable[..., Any]] = {}
 
-    def add(self, part: Callable[..., Any]) -> None:
-        """Compile a bound method at its first call."""
+    def add(self, part: Callable[..., Any], *, few_tokens: bool = False) -> None:
+        """Compile a bound method at its first call.
+
+        With `few_tokens`, and on a CPU with few threads, its elementwise code runs in the calling
+        thread: OpenMP's threads wait for each other after each loop, which takes longer than the
+        work of few tokens, and many times as long where another process has their core.
+        """
         for tensor in self._static:
             torch._dynamo.mark_static_address(tensor)
-        code = torch.compile(_own_code(part), fullgraph=True, dynamic=True)
+            # torch lets sizes vary that happen to equal those of inputs, but only together.
+            torch._dynamo.mark_static(tensor)
+        few_threads = torch.get_num_threads() <= _FEW_THREADS
+        code = torch.compile(
+            _own_code(part),
+            fullgraph=True,
+            dynamic=True,
+            options={
+                "guard_filter_fn": _guards_of_arguments,
+                **({"cpp.threads": 1} if few_tokens or few_threads else {}),
+            },
+        )
         self._compiled[part.__name__] = code
+
+    def compiles(self, part: Callable[..., Any]) -> bool:
+        """Whether a part is compiled."""
+        return part.__name__ in self._compiled
 
     def inputs(self, part: Callable[..., Any], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the inputs of a part, as copies if it is compiled."""
-        if part.__name__ not in self._compiled:
+        if not self.compiles(part):
             return tensors
         with operation("inputs"):
             return [tensor.clone() for tensor in tensors]
 
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a part, or its compiled code within one profiler scope."""
+        """Run a part, or its compiled code within one profiler scope.
+
+        Raises:
+            StepCompilationError: the code cannot be compiled as one graph; names the line.
+        """
         compiled = self._compiled.get(part.__name__)
         if compiled is None:
             return part(*arguments)
         with operation("compiled"):
-            return compiled(*arguments)
+            try:
+                return compiled(*arguments)
+            except RuntimeError as error:
+                if not isinstance(error, torch._dynamo.exc.Unsupported):
+                    raise
+                refusal = _refusal(error)
+        raise refusal
 
     def close(self) -> None:
         """Release compiled code, which references the object of the methods."""
         self._compiled = {}
         self._static = ()
+
+
+@contextmanager
+def constant_floats() -> Iterator[None]:
+    """Let torch compile numbers of modules, such as the epsilon of a norm, as constants.
+
+    As inputs of the graph they would make it trace the step twice: it finds late that the operators
+    need constants. One thread at a time, as older versions of torch have one setting per process.
+    """
+    config: Any = torch._dynamo.config
+    with _one_at_a_time:
+        before, config.specialize_float = config.specialize_float, True
+        try:
+            yield
+        finally:
+            config.specialize_float = before
+
+
+def _guards_of_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Keep the guards on arguments and on torch's global state.
+
+    The object of a method and the modules below it never change once its steps run. Their guards,
+    several per module, would be checked at each call.
+    """
+    return [not (guard.is_global or _OF_SELF.search(guard.name)) for guard in guards]
+
+
+def _refusal(error: RuntimeError) -> StepCompilationError:
+    """Return the error for code that torch.compile cannot put in one graph."""
+    stack = getattr(error, "real_stack", None)
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
+    reason = bounded_text(str(error).partition("\n")[0], 200)
+    return StepCompilationError(
+        f"torch.compile cannot compile the step as one graph, because of {place}: {reason}. Use"
+        " mode='eager'"
+    )
 
 
 def _own_code(bound: Callable[..., Any]) -> MethodType:

@@ -30,6 +30,7 @@ __all__ = [
     "DraftInputs",
     "EmbedInputs",
     "StepInputs",
+    "prefill_fields",
     "write_decode_rows",
     "write_drafts",
     "write_embeds",
@@ -167,6 +168,15 @@ def write_prefill(
     host.token_ids[offset:bucket] = 0
     host.positions[offset:bucket] = 0
     host.token_rows[offset:bucket] = null_row
+
+
+def prefill_fields(bucket: int, prefill_rows: int) -> dict[str, int]:
+    """Return the fields that `write_prefill` writes, with the number of elements of each."""
+    return {
+        **dict.fromkeys(("token_ids", "positions", "token_rows"), bucket),
+        **dict.fromkeys(("prefill_rows", "sample_rows"), prefill_rows),
+        "query_start_loc": prefill_rows + 1,
+    }
 
 
 def write_embeds(chunks: Sequence[RowSpan], host: EmbedInputs[torch.Tensor]) -> None:

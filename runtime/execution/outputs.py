@@ -25,6 +25,7 @@ __all__ = [
     "LaunchedStep",
     "OutputEvents",
     "Sampled",
+    "checked_tokens",
     "current_stream",
     "sampled_tokens",
     "timed_event",
@@ -217,6 +218,11 @@ class _HostViews(NamedTuple):
         packed = whole[: steps.numel() * size].view(*steps, size)
         details = SampleOutput.unpack(packed, lanes, tops)
         return cls(details.tokens, details)
+
+
+def checked_tokens(output: StepOutput, lanes: int) -> bytes:
+    """Return the tokens of the first `lanes` lanes, for the comparison of ranks."""
+    return output.tokens[..., :lanes].numpy().tobytes()
 
 
 def sampled_tokens(launched: LaunchedStep) -> Iterable[Sampled]:

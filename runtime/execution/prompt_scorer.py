@@ -23,10 +23,11 @@ from ...graphs.buffers import StaticBuffers, TensorSpec
 from ..kernels.ops.draws import largest
 from ..kernels.triton.dependent import dependent_launch
 from ..logprobs import Float32Array, Int64Array
-from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
 from ..request import Request
 from ..sampling_params import MAX_LOGPROBS
 from ..scheduling.plan import RowSpan
+from .rank_commands import CommandSender
 from .step_functions import on_device
 
 __all__ = ["LaunchedScores", "PromptScorer", "Score", "ScoreArrays", "ScoreInputs", "slice_tokens"]
@@ -117,13 +118,26 @@ class PromptScorer:
     """Hidden states of the last prefill step, and the scores computed from them."""
 
     def __init__(
-        self, model: Decoder, *, prefill_tokens: int, max_num_seqs: int, host_sets: int
+        self,
+        model: DecoderModel,
+        *,
+        prefill_tokens: int,
+        max_num_seqs: int,
+        host_sets: int,
+        commands: CommandSender | None = None,
     ) -> None:
         """Allocate buffers for prefill steps of up to `prefill_tokens`.
 
-        `host_sets`: steps whose scores are kept on the host at a time; 0 if the device is the host.
+        Args:
+            model: whose head makes the logits.
+            prefill_tokens: maximum tokens of a prefill step.
+            max_num_seqs: rows of a decode step.
+            host_sets: steps whose scores are kept on the host at a time; 0 if the device is the
+                host.
+            commands: sends inputs and runs to the other ranks of a tensor-parallel group.
         """
         self._model = model
+        self._commands = commands
         device, best = model.device, min(MAX_LOGPROBS, model.config.vocab_size)
         hidden = (prefill_tokens + 1, model.config.hidden_size)
         self.hidden = torch.zeros(hidden, dtype=model.dtype, device=device)
@@ -193,6 +207,8 @@ class PromptScorer:
         padded = -(-end // self._slice) * self._slice
         arrays.tokens[end:padded] = 0
         arrays.next_ids[end:padded] = 0
+        if self._commands is not None:
+            self._commands.inputs("scores", arrays, {"tokens": padded, "next_ids": padded})
         self.inputs.copy_to_device()
 
     def launch(self, number: int, chunks: Sequence[RowSpan]) -> LaunchedScores | None:
@@ -213,7 +229,12 @@ class PromptScorer:
         return LaunchedScores(scored, host)
 
     def run(self, count: int, num_top: int) -> None:
-        """Score the first `count` of `inputs`, with `num_top` most probable tokens each."""
+        """Score the first `count` of `inputs`, with `num_top` most probable tokens each.
+
+        On all ranks of a tensor-parallel group.
+        """
+        if self._commands is not None:
+            self._commands.score(count, num_top)
         with (
             on_device(self.hidden.device),
             dependent_launch(self._model.kernels.dependent_launch),

@@ -28,6 +28,9 @@ class RowState:
     may contain blocks of other rows. They are never read, because reads begin with the window and
     end at the row's position."""
     sampling: SamplingState
+    rope_lengths: torch.Tensor | None = None
+    """int64 `[R]`: rope length of each row's request (see `rope_lengths.py`); None where rotations
+    do not depend on the length."""
 
     @classmethod
     def allocate(
@@ -37,9 +40,14 @@ class RowState:
         max_blocks_per_row: int,
         vocab_size: int,
         device: torch.device,
+        *,
+        rope_by_length: bool = False,
     ) -> RowState:
         """Allocate the state of `max_num_seqs` rows and the null row."""
         rows = max_num_seqs + 1
+        rope_lengths = None
+        if rope_by_length:
+            rope_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(
             token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -47,6 +55,7 @@ class RowState:
                 num_groups, rows, max_blocks_per_row, dtype=torch.int32, device=device
             ),
             sampling=SamplingState.allocate(max_num_seqs, vocab_size, device),
+            rope_lengths=rope_lengths,
         )
 
     @property
@@ -61,15 +70,23 @@ class RowState:
 
     @staticmethod
     def bytes_for(
-        max_num_seqs: int, num_groups: int, max_blocks_per_row: int, vocab_size: int
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        *,
+        rope_by_length: bool = False,
     ) -> int:
         """Bytes that `allocate` will allocate."""
-        own = (max_num_seqs + 1) * (8 + 8 + 4 * num_groups * max_blocks_per_row)
+        per_row = 8 + 8 + 4 * num_groups * max_blocks_per_row + 8 * rope_by_length
+        own = (max_num_seqs + 1) * per_row
         return own + SamplingState.bytes_for(max_num_seqs, vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
         own = {name: getattr(self, name) for name in ("token_ids", "positions", "block_tables")}
+        if self.rope_lengths is not None:
+            own["rope_lengths"] = self.rope_lengths
         sampling = {f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)}
         return own | {f"sampling.{name}": tensor for name, tensor in sampling.items()}
 

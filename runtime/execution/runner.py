@@ -9,30 +9,44 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from ...cache.arena import Arena, HostArena
 from ...cache.spec import LayerGroup
 from ...graphs.buffers import StaticBuffers
 from ...profiling import ranges
+from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
-from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
+from ..models.plan import plan_of
 from ..request import Request
 from ..resolved_config import ResolvedConfig
+from ..sampling.sampling_state import RowParameters
 from ..scheduling.plan import StepPlan, TableUpdate
 from .inputs import (
     EmbedInputs,
     Int64Array,
     StepInputs,
+    prefill_fields,
     write_decode_rows,
     write_embeds,
     write_prefill,
     write_table_updates,
 )
-from .outputs import OUTPUT_SETS, HostOutputs, LaunchedStep, Sampled, sampled_tokens
+from .outputs import (
+    OUTPUT_SETS,
+    HostOutputs,
+    LaunchedStep,
+    Sampled,
+    checked_tokens,
+    sampled_tokens,
+)
 from .prepared_steps import PreparedSteps
 from .prompt_scorer import LaunchedScores, PromptScorer, Score
+from .rank_commands import BlockCopy, CommandSender
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
 from .step_sizes import StepSizes, most_table_updates
@@ -45,18 +59,28 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         config: ResolvedConfig,
         arena: Arena,
         groups: Sequence[LayerGroup],
         host: HostArena | None = None,
+        commands: CommandSender | None = None,
     ) -> None:
         """Allocate row state and input buffers of the sizes of `config`.
 
-        `host` is the arena for swapped requests; None: no swapping.
+        Args:
+            model: what steps run.
+            config: of the engine.
+            arena: the cache.
+            groups: its layer groups.
+            host: the arena for swapped requests; None: no swapping.
+            commands: sends all changes and steps to the other ranks of a tensor-parallel group;
+                None: there are none, or this is one of them.
         """
         device = config.device
         self.device = device
+        self.commands = commands
+        self._collectives = model.kernels.collectives
         self.block_size = config.block_size
         self.max_prefill_rows = config.max_prefill_rows
         self.state = RowState.allocate(
@@ -65,6 +89,7 @@ class Runner:
             config.max_blocks_per_row,
             model.config.vocab_size,
             device,
+            rope_by_length=plan_of(model.config).rope_by_length,
         )
         self.null_row = self.state.null_row
         self.inputs = StaticBuffers.allocate(
@@ -92,14 +117,15 @@ class Runner:
             prefill_tokens=config.prefill_chunk,
             max_num_seqs=config.max_num_seqs,
             host_sets=OUTPUT_SETS if config.is_async_device else 0,
+            commands=commands,
         )
-        self._threads = None if model.kernels.library is None else config.threads
+        self.threads = None if model.kernels.library is None else config.threads
         self._embeds_shown = False  # set by the last prefill step
         self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
-        self._outputs: HostOutputs | None = None
+        self.outputs: HostOutputs | None = None
         if config.is_async_device:
-            self._outputs = HostOutputs(
+            self.outputs = HostOutputs(
                 config.max_num_seqs,
                 self.max_prefill_rows,
                 model.config.vocab_size,
@@ -138,7 +164,7 @@ class Runner:
     def host_nbytes(self) -> int:
         """Bytes of host buffers for an asynchronous device: input mirrors and outputs."""
         embeds = 0 if self.embeds is None else self.embeds.nbytes
-        outputs = 0 if self._outputs is None else self._outputs.nbytes
+        outputs = 0 if self.outputs is None else self.outputs.nbytes
         return self.inputs.nbytes + embeds + outputs + self.scorer.host_nbytes
 
     def addresses(self) -> dict[str, int]:
@@ -173,9 +199,8 @@ class Runner:
             return
         pairs = [pair for preemption in plan.preempted for pair in preemption.swap_out or ()]
         if pairs:
-            assert self.host_arena is not None, "requests are swapped without a host arena"
             with ranges.span(ranges.SWAP, len(pairs)):
-                self.host_arena.swap_out(pairs)
+                self.copy_blocks("to_host", pairs)
 
     def copy_in(self, plan: StepPlan) -> None:
         """Issue the copies for admitted requests: forked blocks, and blocks from the host."""
@@ -184,20 +209,41 @@ class Runner:
         copies = [pair for admission in plan.admitted for pair in admission.found.copies]
         if copies:
             with ranges.span(ranges.FORK, len(copies)):
-                self._arena.copy_blocks(copies)
+                self.copy_blocks("within", copies)
         pairs = [pair for admission in plan.admitted for pair in admission.found.swap_in]
         if pairs:
-            assert self.host_arena is not None, "requests are swapped without a host arena"
             with ranges.span(ranges.SWAP, len(pairs)):
-                self.host_arena.swap_in(pairs)
+                self.copy_blocks("from_host", pairs)
+
+    def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
+        """Issue the copies of (source, destination) blocks, on all ranks."""
+        if self.commands is not None:
+            self.commands.copy_blocks(copy, pairs)
+        if copy == "within":
+            self._arena.copy_blocks(pairs)
+            return
+        assert self.host_arena is not None, "requests are swapped without a host arena"
+        if copy == "to_host":
+            self.host_arena.swap_out(pairs)
+        else:
+            self.host_arena.swap_in(pairs)
+
+    def run(self, key: StepKey, lanes: int = 0) -> StepOutput:
+        """Run the step for `key` on all ranks, and return its output.
+
+        Ranks compare the first `lanes` tokens; see `read`.
+        """
+        if self.commands is not None:
+            self.commands.run(key, lanes)
+        return self.library.run(key)
 
     def launch(self, number: int, plan: StepPlan) -> LaunchedStep:
         """Launch step `number`; returns without waiting for it, except on a CPU.
 
         The decode part runs first, so that prefill does not delay its tokens.
         """
-        if self._threads is not None:
-            limit_threads(self._threads)
+        if self.threads is not None:
+            limit_threads(self.threads)
         if plan.admitted:
             with ranges.span(ranges.PREPARE, len(plan.admitted)):
                 for admission in plan.admitted:
@@ -207,7 +253,7 @@ class Runner:
         parts: list[tuple[Sequence[Request | None], StepOutput]] = []
         scores: LaunchedScores | None = None
         clock, launched, worked, bucket = time.perf_counter_ns, 0, 0, 0
-        began = None if self._outputs is None else self._outputs.begin(number)
+        began = None if self.outputs is None else self.outputs.begin(number)
         if plan.decode:
             key = self._decode_key(plan.steps)
             bucket, rows = key.size, len(plan.decode)
@@ -216,7 +262,7 @@ class Runner:
                 ranges.REPLAY, number, rows, bucket, tokens, plan.blocks_in_use, lanes - tokens
             ):
                 launched = clock()
-                output = self.library.run(key)
+                output = self.run(key, rows)
                 worked = clock() - launched
                 parts.append((plan.decode, self._copy_outputs(number, key, output)))
             self.library.record_padding(tokens, lanes)
@@ -229,17 +275,17 @@ class Runner:
             ):
                 started = clock()
                 launched = launched or started
-                output = self.library.run(key)
+                output = self.run(key, len(plan.prefill))
                 output = self._copy_outputs(number, key, output)
                 scores = self.scorer.launch(number, plan.prefill)
                 worked += clock() - started
             self.library.record_padding(tokens, lanes)
             parts.append(([c.request if c.samples else None for c in plan.prefill], output))
-        if self._outputs is None:
+        if self.outputs is None:
             return LaunchedStep(
                 number, plan, bucket, launched, tuple(parts), None, worked, scores=scores
             )
-        arrived = self._outputs.record_event(number, began)
+        arrived = self.outputs.record_event(number, began)
         return LaunchedStep(
             number, plan, bucket, launched, tuple(parts), arrived, 0, began=began, scores=scores
         )
@@ -247,18 +293,36 @@ class Runner:
     @property
     def times_device(self) -> bool:
         """Whether steps are timed by device events; always False on a CPU."""
-        return self._outputs is not None and self._outputs.timed
+        return self.outputs is not None and self.outputs.timed
 
     @times_device.setter
     def times_device(self, enabled: bool) -> None:
-        if self._outputs is not None:
-            self._outputs.timed = enabled
+        if self.outputs is not None:
+            self.outputs.timed = enabled
 
     def read(self, step: LaunchedStep) -> Iterable[Sampled]:
-        """Wait for the tokens of a launch and return them. Later work is not waited for."""
-        if step.arrived is not None:
+        """Wait for the tokens of a launch and return them. Later work is not waited for.
+
+        Raises:
+            RankError: a rank of the tensor-parallel group has failed.
+        """
+        if self.commands is not None:
+            group = self.commands.group
+            if step.arrived is not None:
+                while not step.arrived.query():  # a step whose peers have died may never end
+                    group.check()
+                self.check_peers()
+            for lanes, output in step.parts:
+                group.check_in(checked_tokens(output, len(lanes)))
+        elif step.arrived is not None:
             step.arrived.synchronize()
         return sampled_tokens(step)
+
+    def check_peers(self) -> None:
+        """Raise `RankError` if a kernel of an ended step waited in vain for another rank."""
+        failure = getattr(self._collectives, "failure", None)
+        if failure is not None:
+            raise RankError(failure)
 
     def read_scores(self, step: LaunchedStep) -> Iterable[Score]:
         """Return the scores of prompt tokens of a launch, after `read`."""
@@ -267,23 +331,52 @@ class Runner:
     def _copy_outputs(self, number: int, key: StepKey, output: StepOutput) -> StepOutput:
         """Issue the copy of an output to the host, before another launch can overwrite it."""
         return (
-            output if self._outputs is None else self._outputs.copy_async(number, key.phase, output)
+            output if self.outputs is None else self.outputs.copy_async(number, key.phase, output)
         )
 
     def force_token(self, row: int, token_id: int) -> None:
         """Replace the last sampled token of a row."""
+        if self.commands is not None:
+            self.commands.force_token(row, token_id)
         self.state.token_ids[row] = token_id
 
     def _take_row(self, request: Request, row: int) -> None:
-        """Overwrite the row's sampling parameters with those of a request."""
-        self.state.sampling.write_row(
-            row,
+        """Overwrite the row's sampling parameters and rope length with those of a request."""
+        parameters = self.state.sampling.row_parameters(
             request.params,
             seed=request.seed,
             prompt_ids=request.prompt_ids,
             output_ids=request.output_ids,
             stop_token_ids=sorted(request.stop_token_ids),
         )
+        if self.commands is not None:
+            self.commands.row(row, request.rope_length, parameters)
+        self.assign_row(row, request.rope_length, parameters)
+
+    def assign_row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
+        """Overwrite a row's sampling parameters and rope length."""
+        if self.state.rope_lengths is not None:
+            self.state.rope_lengths[row] = rope_length
+        self.state.sampling.store_row(row, parameters)
+
+    def place_padding(self, null_position: int, start: int, count: int, last: int) -> None:
+        """Move the padding of steps, for measurements; zeros put it back.
+
+        Args:
+            null_position: position of the null row.
+            start: position of the first padded token of prefill steps.
+            count: tokens that get positions from `start` on; 0: all get position 0.
+            last: the largest position of these tokens.
+        """
+        if self.commands is not None:
+            self.commands.padding(null_position, start, count, last)
+        self.state.positions[self.null_row] = null_position
+        positions = self.inputs.device.positions
+        if count:
+            place = torch.arange(start, start + count, device=self.device)
+            positions[:count] = place.clamp(max=last)
+        else:
+            positions.zero_()
 
     def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write changed inputs to the mirror and copy them to the device, if any changed."""
@@ -297,21 +390,24 @@ class Runner:
             return
         most = self._host.table_updates.shape[0]
         while len(updates) > most:
-            self._copy_updates(updates[:most])
+            self._copy_updates(updates[:most], {})
             updates = updates[most:]
         with ranges.span(ranges.PREPARE, len(rows)):
             self.inputs.begin_write()
+            changed: dict[str, int] = {}
             if rows != self._decode_rows:
                 write_decode_rows(rows, self.null_row, self._host)
                 self._decode_rows = rows
+                changed["decode_rows"] = len(self._host.decode_rows)
             if prefill_key is not None:
                 write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
+                changed |= prefill_fields(prefill_key.size, self.max_prefill_rows)
                 self._write_embeds(plan)
                 self.scorer.write(plan.prefill)
         if updates:
-            self._copy_updates(updates)
+            self._copy_updates(updates, changed)
         else:
-            self._copy()
+            self._copy(changed)
 
     def _write_embeds(self, plan: StepPlan) -> None:
         """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
@@ -321,18 +417,27 @@ class Runner:
         if shown or self._embeds_shown:
             self.embeds.begin_write()
             write_embeds(plan.prefill, self.embeds.host)
+            if self.commands is not None:
+                arrays = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
+                tokens = plan.prefill_tokens if shown else 0
+                counts = {"embeds": tokens, "mask": len(arrays.mask)}
+                self.commands.inputs("embeds", arrays, counts)
             self.embeds.copy_to_device()
         self._embeds_shown = shown
 
-    def _copy_updates(self, updates: Sequence[TableUpdate]) -> None:
+    def _copy_updates(self, updates: Sequence[TableUpdate], changed: dict[str, int]) -> None:
         self.inputs.begin_write()
         write_table_updates(updates, self._host)
-        self._copy()
-        self.state.update_tables(self.inputs.device.table_updates[: len(updates)])
+        self._copy(changed | {"table_updates": len(updates)}, len(updates))
 
-    def _copy(self) -> None:
+    def _copy(self, changed: dict[str, int], updates: int = 0) -> None:
+        """Copy the inputs, of which these fields have changed, and update the block tables."""
+        if self.commands is not None:
+            self.commands.inputs("steps", self._host, changed, updates)
         with ranges.span(ranges.COPY, self.inputs.nbytes):
             self.inputs.copy_to_device()
+        if updates:
+            self.state.update_tables(self.inputs.device.table_updates[:updates])
 
     def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the decode step: the last one while it is valid."""

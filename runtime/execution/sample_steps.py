@@ -21,6 +21,7 @@ from ..kernels.ops.kv_storage import read_blocks, write_blocks
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, attention_specs
 from ..models.layout import fused_layout
+from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
 from .inputs import StepInputs
 from .row_state import RowState
@@ -60,13 +61,22 @@ class SampleCase(NamedTuple):
 
 def sample_config(model: ModelConfig, *, layers: int, vocabulary: int) -> ModelConfig:
     """Return the model with one layer of each kind, at least `layers`, and at most `vocabulary`
-    tokens."""
-    types = tuple(dict.fromkeys(model.layer_types))
-    types = types * layers if len(types) == 1 else types
+    tokens.
+
+    Of experts it has as many as a token uses: a rounding cannot change the choice, and a layer
+    takes little memory.
+    """
+    plans = model_plan(model).layers
+    kinds = [plans.index(plan) for plan in dict.fromkeys(plans)]
+    cut = model.with_layers((kinds * layers)[: max(layers, len(kinds))])
+    if (experts := cut.experts) is not None:
+        count = experts.num_experts_per_tok
+        experts = dataclasses.replace(
+            experts, num_experts=count, n_group=1, topk_group=1, group_score="max"
+        )
     return dataclasses.replace(
-        model,
-        num_layers=max(layers, len(types)),
-        layer_types=types,
+        cut,
+        experts=experts,
         vocab_size=min(model.vocab_size, vocabulary),
         bos_token_id=None,
         eos_token_ids=(),
@@ -167,7 +177,14 @@ class SampleSteps:
         self.arena = arena.tensor
         rows = max(config.max_num_seqs, max(len(case.chunks) for case in cases))
         columns = max(case.key.read_blocks for case in cases)
-        self.state = RowState.allocate(rows, len(self.groups), columns, model.vocab_size, device)
+        self.state = RowState.allocate(
+            rows,
+            len(self.groups),
+            columns,
+            model.vocab_size,
+            device,
+            rope_by_length=self.model.plan.rope_by_length,
+        )
         layout = StepInputs.layout(
             max_num_seqs=rows,
             prefill_tokens=max(

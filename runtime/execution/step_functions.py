@@ -9,8 +9,10 @@ tokens back.
     prefill  chunk -> slot -> forward -> sample at the last token of each chunk -> token, position
 
 Steps with native layers are not compiled: there is nothing to fuse, and compiled code has to check
-its guards. Only a plain PyTorch sampler is compiled, on its own. Other steps are compiled as a
-whole: forward pass, head, sampling and token feedback (see `compiled_parts.py`).
+its guards. Other greedy steps are compiled as a whole: forward pass, head, sampling and token
+feedback (see `compiled_parts.py`). Any other step is a greedy one, followed by the full sampler,
+whose tokens replace the greedy ones: so both share the compiled forward pass. A plain PyTorch
+sampler is compiled, on its own.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..kernels import DecodeStep, RaggedBatch
 from ..kernels.ops.feedback import Feedback
 from ..kernels.triton.dependent import dependent_launch
-from ..models.decoder import Decoder
+from ..models.decoder_model import DecoderModel
 from ..operation_scopes import operation
 from ..sampling.drafts import sample_drafts
 from ..sampling.sample_output import SampleOutput
-from ..sampling.samplers import SAMPLERS
+from ..sampling.samplers import SAMPLERS, torch_sampler
 from .compiled_parts import CompiledParts
 from .inputs import DraftInputs, EmbedInputs, StepInputs
 from .row_state import RowState
@@ -66,9 +68,21 @@ class StepOutput:
     tokens: torch.Tensor
     """int64 `[B]`: sampled tokens; undefined for padded lanes."""
     logits: torch.Tensor
-    """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling."""
+    """`[B, vocab_size]` in the model's dtype: logits of the (last) step, before sampling. After a
+    greedy step of a rank of a tensor-parallel group, those of its own tokens."""
     details: SampleOutput | None
     """Log-probabilities; only the full sampler returns them."""
+
+
+class _Forward(NamedTuple):
+    """A forward pass with its logits, and perhaps greedy tokens. B: tokens to sample."""
+
+    logits: torch.Tensor
+    """`[B, vocab_size]`, or those of the rank's own tokens."""
+    positions: torch.Tensor
+    """int64 `[B]`: the positions after which tokens are sampled."""
+    tokens: torch.Tensor | None
+    """int64 `[B]`: greedy tokens, which are stored; None: not sampled yet."""
 
 
 class StepFunctions:
@@ -76,7 +90,7 @@ class StepFunctions:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         arena: torch.Tensor,
         block_size: int,
         state: RowState,
@@ -105,11 +119,11 @@ class StepFunctions:
         if compiled and model.stack is None:
             if model.kernels.sampler == "triton":  # torch.compile cannot trace its launches
                 self._sampler = SAMPLERS["torch"]
-            self._parts.add(self._decode_parts)
+            self._parts.add(self._decode_parts, few_tokens=True)
             self._parts.add(self._prefill_parts)
             if drafts is not None:
                 self._parts.add(self._verify_parts)
-        elif compiled and model.kernels.sampler == "torch":
+        if compiled and self._sampler is torch_sampler:
             self._parts.add(self._sampled)
 
     def bind(self, key: StepKey) -> Callable[[], StepOutput]:
@@ -153,20 +167,41 @@ class StepFunctions:
     def _decode_step(self, key: StepKey) -> StepOutput:
         if self.model.decode_step is not None:
             return self._decode_fused(self.model.decode_step, key)
-        rows_B = self.inputs.decode_rows[: key.size]
-        tensors = self._parts.inputs(self._decode_parts, rows_B)
-        return self._call(self._decode_parts, *tensors, key.read_blocks, key.full_sampler)
+        part, rows_B = self._decode_parts, self.inputs.decode_rows[: key.size]
+        (rows_B,) = self._parts.inputs(part, rows_B)
+        result = self._parts.call(part, rows_B, key.read_blocks, self._greedy(part, key))
+        return self._finished(result, rows_B, key)
 
-    def _decode_parts(
-        self, rows_B: torch.Tensor, read_blocks: int, full_sampler: bool
-    ) -> StepOutput:
-        """A decode step of the rows `[B]`, int64."""
+    def _decode_parts(self, rows_B: torch.Tensor, read_blocks: int, greedy: bool) -> _Forward:
+        """A decode step of the rows `[B]`, int64; with `greedy`, it samples."""
         with operation("inputs"):
             positions_B, token_ids_B = self.state.positions[rows_B], self.state.token_ids[rows_B]
         batch = self._batch(positions_B, rows_B, rows_B, read_blocks, tokens_per_row=1)
         hidden_BD = self._forward_pass(token_ids_B, batch)
-        logits_BV = self.model.logits(hidden_BD)
-        return self._sampled(logits_BV, rows_B, positions_B, full_sampler)
+        return self._forward_output(hidden_BD, rows_B, positions_B, greedy)
+
+    def _greedy(self, part: Callable[..., _Forward], key: StepKey) -> bool:
+        """Whether a part samples greedy tokens; compiled ones always do, to be one version."""
+        return self._parts.compiles(part) or not key.full_sampler
+
+    def _forward_output(
+        self,
+        hidden_BD: torch.Tensor,
+        rows_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        greedy: bool,
+    ) -> _Forward:
+        """Compute logits, and with `greedy` sample."""
+        logits_BV = self.model.own_logits(hidden_BD)
+        tokens_B = self._sampled(logits_BV, rows_B, positions_B, False).tokens if greedy else None
+        return _Forward(logits_BV, positions_B, tokens_B)
+
+    def _finished(self, result: _Forward, rows_B: torch.Tensor, key: StepKey) -> StepOutput:
+        """Sample with the full sampler if the step needs it."""
+        if key.full_sampler:
+            return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+        assert result.tokens is not None
+        return StepOutput(result.tokens, result.logits, None)
 
     def _decode_fused(self, decode_step: DecodeStep, key: StepKey) -> StepOutput:
         """As `_decode_step`, with kernels that read the state and, if greedy, update it."""
@@ -183,6 +218,8 @@ class StepFunctions:
         if key.full_sampler:
             rows_B = rows_B if self._sampler.full_step else rows_B.clone()
             return self._call(self._sampled, result.logits, rows_B, result.positions, True)
+        if self.model.vocabulary is not None:
+            return self._sampled(result.logits, rows_B, result.positions, False)
         tokens = decode_step.pick(result, rows_B, state.token_ids, state.positions)
         return StepOutput(tokens, result.logits, None)
 
@@ -228,10 +265,11 @@ class StepFunctions:
         )
         batch = dataclasses.replace(batch, slots=torch.where(counts_BN.flatten(), batch.slots, 0))
         hidden_TD = self._forward_pass(token_ids_BN.flatten(), batch)
-        logits_NBV = self.model.logits(hidden_TD).unflatten(0, (-1, n)).transpose(0, 1)
+        compute = self.model.logits if full_sampler else self.model.own_logits
+        logits_NBV = compute(hidden_TD).unflatten(0, (-1, n)).transpose(0, 1)
         with operation("sample" if full_sampler else "greedy"):
             if not full_sampler:
-                tokens_T = self._sampler.greedy(logits_NBV.flatten(0, 1))
+                tokens_T = self._greedy_tokens(logits_NBV.flatten(0, 1))
                 return StepOutput(tokens_T.unflatten(0, (n, -1)), logits_NBV, None)
             details = sample_drafts(
                 self._sampler, logits_NBV, state.sampling, rows_B, positions_BN, drafts_BK
@@ -240,9 +278,9 @@ class StepFunctions:
 
     def prefill(self, key: StepKey) -> StepOutput:
         """Write the keys and values of the chunks; sample a token for each chunk that samples."""
-        inputs, size = self.inputs, key.size
+        inputs, size, part = self.inputs, key.size, self._prefill_parts
         tensors = self._parts.inputs(
-            self._prefill_parts,
+            part,
             inputs.token_ids[:size],
             inputs.positions[:size],
             inputs.token_rows[:size],
@@ -250,9 +288,10 @@ class StepFunctions:
             inputs.query_start_loc,
             inputs.sample_rows,
         )
-        embeds = self._parts.inputs(self._prefill_parts, *self._embeds(size))
-        sizes = key.read_blocks, key.full_sampler
-        return self._call(self._prefill_parts, *tensors, *sizes, *embeds)
+        embeds = self._parts.inputs(part, *self._embeds(size))
+        constants = key.read_blocks, self._greedy(part, key)
+        result = self._parts.call(part, *tensors, *constants, *embeds)
+        return self._finished(result, tensors[-1], key)
 
     def _prefill_parts(
         self,
@@ -263,10 +302,10 @@ class StepFunctions:
         query_start_loc: torch.Tensor,
         sample_rows_R: torch.Tensor,
         read_blocks: int,
-        full_sampler: bool,
+        greedy: bool,
         *embeds: torch.Tensor,
-    ) -> StepOutput:
-        """A prefill step, which samples after the last token of each chunk."""
+    ) -> _Forward:
+        """A prefill step; with `greedy`, it samples after the last token of each chunk."""
         batch = self._batch(
             positions_T, token_rows_T, rows_R, read_blocks, query_start_loc=query_start_loc
         )
@@ -277,8 +316,7 @@ class StepFunctions:
             # Rows of padding have no tokens; clamp their index, which can be -1.
             last_R = (query_start_loc[1:] - 1).clamp(min=0)
             hidden_RD, positions_R = hidden_TD[last_R], positions_T[last_R]
-        logits_RV = self.model.logits(hidden_RD)
-        return self._sampled(logits_RV, sample_rows_R, positions_R, full_sampler)
+        return self._forward_output(hidden_RD, sample_rows_R, positions_R, greedy)
 
     def _embeds(self, size: int) -> tuple[torch.Tensor, ...]:
         """Return embeddings and mask of a prefill step, or () without `prompt_embeds`."""
@@ -312,6 +350,10 @@ class StepFunctions:
         with operation("begin"):
             blocks_GT = block_tables[:, token_rows_T, positions_T // size]
             slots_GT = blocks_GT.to(torch.int64) * size + positions_T % size
+            rope_lengths_T = None
+            if self.state.rope_lengths is not None:
+                own_T = self.state.rope_lengths[token_rows_T]
+                rope_lengths_T = torch.maximum(positions_T + 1, own_T)
         return RaggedBatch(
             positions=positions_T,
             slots=slots_GT,
@@ -322,6 +364,7 @@ class StepFunctions:
             block_size=size,
             tokens_per_row=tokens_per_row,
             query_start_loc=query_start_loc,
+            rope_lengths=rope_lengths_T,
         )
 
     def _forward_pass(
@@ -346,22 +389,29 @@ class StepFunctions:
         full_sampler: bool,
     ) -> StepOutput:
         """Sample the token after each position, and store it as the row's newest."""
-        sampler, state = self._sampler, self.state
+        sampler, state, vocabulary = self._sampler, self.state, self.model.vocabulary
         feedback = Feedback(rows_B, positions_B, state.token_ids, state.positions)
         if not full_sampler:
             with operation("greedy"):
-                if sampler.greedy_step is not None:
+                if sampler.greedy_step is not None and vocabulary is None:
                     return StepOutput(sampler.greedy_step(logits_BV, feedback), logits_BV, None)
-                tokens_B = sampler.greedy(logits_BV)
+                tokens_B = self._greedy_tokens(logits_BV)
                 feedback.store(tokens_B)
                 return StepOutput(tokens_B, logits_BV, None)
         with operation("sample"):
+            if vocabulary is not None:
+                logits_BV = vocabulary.gather(logits_BV)
             if sampler.full_step is not None:
                 details = sampler.full_step(logits_BV, state.sampling, feedback)
             else:
                 details = sampler.full(logits_BV, state.sampling, rows_B, positions_B + 1)
                 feedback.store(details.tokens)
             return StepOutput(details.tokens, logits_BV, details)
+
+    def _greedy_tokens(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the most probable tokens, int64 `[B]`, of logits or of a rank's part of them."""
+        sample, vocabulary = self._sampler.greedy, self.model.vocabulary
+        return sample(logits_BV) if vocabulary is None else vocabulary.greedy(logits_BV, sample)
 
     def close(self) -> None:
         """Release compiled code, which references this object."""

@@ -26,6 +26,9 @@ from .ops.attention import (
     reference_paged_attention,
 )
 from .ops.batch import LayerPlace, RaggedBatch
+from .ops.expert_operations import Experts, Routing
+from .ops.experts import ExpertTensors, reference_experts, reference_route
+from .ops.experts_operator import opaque_experts, packed_experts
 from .ops.linear import (
     can_pack,
     pack_linear,
@@ -89,6 +92,7 @@ def select_kernels(
             name="torch",
             attention=reference_paged_attention,
             linear=reference_linear,
+            experts=reference_experts,
             pack=None,
             bounded_by_length=False,
             masks=1,
@@ -105,6 +109,7 @@ def select_kernels(
         name="torch",
         attention=attention,
         linear=reference_linear,
+        experts=opaque_experts,
         pack=None,
         bounded_by_length=native_attention,
         masks=0 if native_attention else 1,
@@ -120,6 +125,7 @@ def _cpu_kernels(dtype: torch.dtype, weights: WeightStorage) -> Kernels:
         name="cpu" if packs else "cpu, torch linear",
         attention=paged_attention,
         linear=packed_linear if packs else reference_linear,
+        experts=packed_experts if packs else opaque_experts,
         pack=pack_linear if packs else None,
         bounded_by_length=True,
         masks=0,
@@ -151,6 +157,8 @@ __all__ = [
     "DecodeResult",
     "DecodeStep",
     "DecoderStack",
+    "ExpertTensors",
+    "Experts",
     "KernelChoice",
     "KernelLibrary",
     "Kernels",
@@ -158,13 +166,18 @@ __all__ = [
     "LayerPlace",
     "PackedMemory",
     "RaggedBatch",
+    "Routing",
     "Stack",
     "WeightStorage",
     "select_kernels",
     "paged_attention",
     "reference_paged_attention",
+    "opaque_experts",
+    "packed_experts",
     "packed_linear",
+    "reference_experts",
     "reference_linear",
+    "reference_route",
     "pack_linear",
     "unpack_linear",
     "packed_bytes",

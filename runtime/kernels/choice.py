@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .cpu.build import KernelLibrary
 from .ops.bound_model import BoundModel
+from .ops.collectives import Collectives, StackCollectives
+from .ops.expert_operations import Experts
+from .ops.experts import ExpertTensors
 from .ops.layer_plan import ModelPlan
 from .ops.linear import packed_bytes
 from .ops.stack import DecodeStep, Stack
@@ -32,8 +35,12 @@ class Kernels:
     linear: Callable[[Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
     """`linear(x_TK, weight, bias_N or None, out_features, scales or None)`; the weight as `pack`
     returns it, the scales as `quantise_weight` does."""
+    experts: Callable[[Experts, Tensor, ExpertTensors, Tensor | None], Tensor]
+    """Signature of `ops.experts.reference_experts`; the weights of each expert as `pack` returns
+    them, concatenated."""
     pack: Callable[[Tensor], Tensor] | None
-    """Applied once to each `[N, K]` weight of a linear layer; None: weights stay as they are."""
+    """Applied once to each `[N, K]` weight of a linear layer or of an expert; None: weights stay as
+    they are."""
     bounded_by_length: bool
     """Whether the time of attention depends on the rows' lengths and not on the read width, so that
     steps need only one read width."""
@@ -55,17 +62,26 @@ class Kernels:
     """Native operations that plain PyTorch replaces, and dependent launch if it was disabled."""
     dependent_launch: bool = True
     """Whether Triton kernels may begin while their predecessors run, if the device supports it."""
+    collectives: Collectives | None = None
+    """Of the tensor-parallel group; None: the model is on one device."""
 
     def runs_stack(self, plan: ModelPlan) -> bool:
         """Whether all layers of the model are one operation."""
-        return self.make_stack is not None and self.stack_obstacle(plan) is None
+        if self.make_stack is None or self.stack_obstacle(plan) is not None:
+            return False
+        # The C++ stack adds over ranks itself, through shared memory only.
+        own_sums = self.library is not None and self.collectives is not None
+        return not own_sums or isinstance(self.collectives, StackCollectives)
 
-    def stored_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
-        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all."""
+    def stored_bytes(self, n: int, k: int, dtype: torch.dtype, matrices: int = 1) -> int:
+        """Bytes of a `[n, k]` weight of a model in `dtype`, as stored: padding, scales and all.
+
+        It consists of so many stacked `matrices`, each of which is packed.
+        """
         if self.pack is None:
             return stored_bytes(self.weights, n, k, dtype)
-        packed = packed_bytes(n, k, quantised_dtype(self.weights) or dtype)
-        return packed + scale_bytes(self.weights, n, k)
+        packed = packed_bytes(n // matrices, k, quantised_dtype(self.weights) or dtype)
+        return matrices * packed + scale_bytes(self.weights, n, k)
 
     def unpacked_bytes(self, n: int, k: int) -> int:
         """Temporary bytes of a linear layer that converts its `[n, k]` weight."""

@@ -10,7 +10,7 @@ import torch
 
 from .choice import Kernels
 from .ops.attention import plain_paged_attention, reference_paged_attention
-from .ops.layer_operations import KNOWN_TO_ATTENTION, KNOWN_TO_LAYERS, Attend, unsupported
+from .ops.layer_operations import KNOWN_TO_ATTENTION, Attend, unsupported
 from .ops.layer_plan import ModelPlan
 from .ops.linear import can_pack
 from .ops.stack import stack_obstacle
@@ -67,12 +67,9 @@ def native_gaps(
         gaps.append(Gap("decoder layers", why))
     if (missing := attention_obstacle(plan)) is not None:
         gaps.append(Gap("attention", f"native kernels do not support {missing}"))
-    if device_type != "cpu" and obstacle is None:
-        for operation in plan.operations:
-            missing = unsupported(operation, KNOWN_TO_LAYERS)
-            if missing is not None and not isinstance(operation, Attend):
-                why = f"native kernels do not support {missing}"
-                gaps.append(Gap(operation.name, why))
+    if device_type != "cpu" and plan.rope_by_length:
+        why = "its rotations do not depend on the length of a sequence; the layers run one by one"
+        gaps.append(Gap("fused decode step", why))
     return tuple(gaps)
 
 
@@ -85,14 +82,17 @@ def native_obstacle(
 
 
 def attention_obstacle(plan: ModelPlan) -> str | None:
-    """Return what the paged attention kernels do not support in a model, or None."""
+    """Return what paged attention kernels do not support in a model, or None."""
     attends = (op for op in plan.operations if isinstance(op, Attend))
     missing = (unsupported(op, KNOWN_TO_ATTENTION) for op in attends)
     return next(filter(None, missing), None)
 
 
 def kernels_for(kernels: Kernels, plan: ModelPlan) -> Kernels:
-    """Return the kernels, with plain attention if no kernel supports the model's attention."""
+    """Return the kernels, without those that do not support the model: its attention, or the
+    fused decode step."""
+    if plan.rope_by_length:
+        kernels = replace(kernels, make_decode_step=None)
     if attention_obstacle(plan) is None or kernels.attention is reference_paged_attention:
         return kernels
     return replace(kernels, attention=plain_paged_attention, bounded_by_length=False, masks=1)

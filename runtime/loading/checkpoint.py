@@ -15,8 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError, MemoryBudgetError
+from ..errors import CheckpointError, ConfigError, MemoryBudgetError
 from ..models.config import ModelConfig
+from ..models.decoder_model import DecoderConfig
+from ..models.families import family_of
+from ..models.family import Json
+from ..models.layout import Source
+from ..models.transformers.config import read_transformers_config
+from . import mxfp4
 from .checkpoint_files import has_file, read_json_object
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointReader", "Shape", "TensorHeader", "read_config"]
@@ -37,15 +43,21 @@ class TensorHeader(NamedTuple):
     """The header of a tensor, without its data."""
 
     dtype: str
-    """The safetensors name of the dtype, for example `BF16`."""
+    """The safetensors name of the dtype, for example `BF16`, or `MXFP4`."""
     shape: Shape
     file: Path
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, model_impl: str = "auto") -> DecoderConfig:
     """Read `config.json`, and `generation_config.json` for more end-of-sequence tokens.
 
-    Raises `CheckpointError`, which names the file.
+    Args:
+        directory: of the checkpoint.
+        model_impl: as `EngineConfig.model_impl`.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of an unsupported model; it names the file.
+        ConfigError: the package transformers is needed and missing.
     """
     path = directory / "config.json"
     if not has_file(path):
@@ -56,9 +68,29 @@ def read_config(directory: Path) -> ModelConfig:
         generation = read_json_object(generation_path, _CONFIG_BYTES)
     config = read_json_object(path, _CONFIG_BYTES)
     try:
+        if model_impl == "transformers":
+            return read_transformers_config(directory, config, generation)
+        try:
+            family_of(config)
+        except CheckpointError as error:
+            if model_impl == "native":
+                raise CheckpointError(
+                    f"{error}. model_impl='transformers' runs other models, with transformers"
+                ) from error
+            return _without_family(directory, config, generation, error)
         return ModelConfig.from_hf(config, generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _without_family(
+    directory: Path, config: Json, generation: Json | None, native: CheckpointError
+) -> DecoderConfig:
+    """Read the config of a model without native family; `native` says that there is none."""
+    try:
+        return read_transformers_config(directory, config, generation)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{native}. As a model of transformers: {error}") from error
 
 
 class CheckpointReader:
@@ -74,6 +106,7 @@ class CheckpointReader:
         self.directory = directory
         self._stack = ExitStack()
         self._headers: dict[str, TensorHeader] = {}
+        self._paths: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
         index = _weight_files(directory)
         try:
@@ -84,6 +117,7 @@ class CheckpointReader:
                     raise CheckpointError(
                         f"{path} does not hold {bounded_text(name)}, which the index expects"
                     )
+            self._join_mxfp4()
         except (CheckpointError, MemoryBudgetError):
             self.close()
             raise
@@ -100,12 +134,27 @@ class CheckpointReader:
         self._stack.close()
 
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Return the dtype, shape and file of every tensor, by its name in the checkpoint."""
+        """Return the dtype, shape and file of every tensor, by its name in the checkpoint.
+
+        Blocks and scales of mxfp4 are one tensor, with the name of the blocks.
+        """
         return self._headers
+
+    def read(self, source: Source) -> torch.Tensor:
+        """Return the rows of a source; they may share the mapped file's memory.
+
+        Of mxfp4 tensors only these rows are decoded.
+        """
+        assert source.name is not None, "zeros have no tensor"
+        if self._headers[source.name].dtype != mxfp4.DTYPE:
+            return source.read(self.tensor(source.name))
+        scales = mxfp4.scales_name(source.name)
+        assert scales is not None, "the header of a pair"
+        return mxfp4.read(source.selection, self.tensor(source.name), self.tensor(scales))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; it may share the mapped file's memory, so copy it to keep it."""
-        path = self._headers[name].file
+        path = self._paths[name]
         try:
             tensor: torch.Tensor = self._files[path].get_tensor(name)
         except SafetensorError as error:
@@ -113,6 +162,18 @@ class CheckpointReader:
                 f"{path}: {name} cannot be read: {bounded_text(error)}"
             ) from error
         return tensor
+
+    def _join_mxfp4(self) -> None:
+        """Replace the headers of blocks and scales by those of what they decode to."""
+        for name, blocks in list(self._headers.items()):
+            scales_name = mxfp4.scales_name(name)
+            if scales_name is None or scales_name not in self._headers:
+                continue
+            scales = self._headers[scales_name]
+            shape = mxfp4.decoded_shape(blocks[:2], scales[:2])
+            if shape is not None:
+                self._headers[name] = TensorHeader(mxfp4.DTYPE, shape, blocks.file)
+                del self._headers[scales_name]
 
     def _open(self, path: Path, index: Mapping[str, Path]) -> None:
         has_file(path)  # or raise: the library would block on a FIFO
@@ -123,6 +184,7 @@ class CheckpointReader:
                 if index.get(name, path) != path:
                     continue  # the index names another shard for it
                 view = file.get_slice(name)
+                self._paths[name] = path
                 self._headers[name] = TensorHeader(
                     str(view.get_dtype()), tuple(view.get_shape()), path
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,20 @@ from pathlib import Path
 import torch
 
 from ..bounded_repr import bounded_repr, bounded_text
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..models.config import ModelConfig
-from ..models.layout import Parameter, fused_layout
+from ..models.decoder_model import DecoderConfig
+from ..models.layout import Cut, Parameter, fused_layout
 from ..models.presets import preset
 from .checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
-    Shape,
     TensorHeader,
     read_config,
 )
 from .checkpoint_files import is_directory
+from .tensor_check import check_tensors, check_tied_head
 
 __all__ = [
     "CheckpointReader",
@@ -46,13 +47,7 @@ __all__ = [
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 _PRESET_PREFIX = "preset:"
-_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
-_PROBLEMS_SHOWN = 10
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ELEMENTS_COMPARED = 1 << 24
-"""Elements of two tensors compared at a time, which bounds their copies in float32."""
 _INITIAL_STD = 0.02
 _NORMAL_POOL = 262_147
 """Most normal values drawn for a tensor; larger tensors repeat them. A prime, so that the rows of a
@@ -65,19 +60,33 @@ class Source:
 
     name: str
     """The name as given by the user."""
-    config: ModelConfig
+    config: DecoderConfig
     directory: Path | None
     """The checkpoint; None for a preset, whose weights are random."""
 
+    @property
+    def native(self) -> ModelConfig:
+        """The config of a model of a native family; `ConfigError` for one of transformers."""
+        if not isinstance(self.config, ModelConfig):
+            raise ConfigError(
+                f"{bounded_text(self.name)} (model_type"
+                f" {bounded_repr(self.config.model_type, 60)}) is run by transformers: this works"
+                " with native families only"
+            )
+        return self.config
 
-def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
+
+def resolve_source(
+    source: str | Path, *, config_only: bool = False, model_impl: str = "auto"
+) -> Source:
     """Find a checkpoint and read its config.
 
     `source` is a directory in the Hugging Face layout, `"demo"` (the model that ships with the
     package), `"preset:NAME"`, or the id of a repository on the Hugging Face hub, which is read from
     the local cache if it is complete there and downloaded otherwise. A `Path` is always a
-    directory. With `config_only` only the config must exist and is downloaded. Raises
-    `CheckpointError` if there is no such checkpoint, `ConfigError` for an unknown preset.
+    directory. With `config_only` only the config must exist and is downloaded. `model_impl` is that
+    of `EngineConfig`. Raises `CheckpointError` if there is no such checkpoint, `ConfigError` for an
+    unknown preset or one that `model_impl` excludes.
     """
     if not isinstance(source, str | Path) or not str(source):
         raise CheckpointError(
@@ -85,6 +94,11 @@ def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
         )
     name = str(source)
     if isinstance(source, str) and source.startswith(_PRESET_PREFIX):
+        if model_impl == "transformers":
+            raise ConfigError(
+                f"{source} is a preset of a native family, model_impl='transformers' needs a"
+                " checkpoint: give a directory or a hub id, or use model_impl='auto'"
+            )
         return Source(name, preset(source.removeprefix(_PRESET_PREFIX)), None)
     if source == "demo":
         directory = Path(__file__).parents[1] / "demo"
@@ -102,7 +116,7 @@ def resolve_source(source: str | Path, *, config_only: bool = False) -> Source:
                     f"config.json and {SINGLE_FILE} or {INDEX_FILE}"
                 )
             directory = _hub_snapshot(source, config_only=config_only)
-    return Source(name, read_config(directory), directory)
+    return Source(name, read_config(directory, model_impl), directory)
 
 
 def _hub_snapshot(repository: str, *, config_only: bool) -> Path:
@@ -149,106 +163,17 @@ def iter_weights(
         total = sum(math.prod(fused.shape) for fused in layout.values())
         with _progress_bar(total, shown=progress) as advance:
             for name, fused in layout.items():
-                tensor = torch.empty(fused.shape, dtype=dtype)
+                tensor = torch.empty(fused.shape, dtype=fused.dtype or dtype)
                 for source, part in fused.parts(tensor):
-                    if source is None:
+                    if source.name is None:
                         part.zero_()
                     else:
-                        part.copy_(reader.tensor(source))
+                        part.copy_(reader.read(source))
                 advance(tensor.numel())
                 yield name, tensor
                 del tensor, part  # before the next one is allocated
 
     return read()
-
-
-def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
-    """Compare the headers of a checkpoint with its config; return the layout that both agree on.
-
-    Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
-    unsupported dtypes. A config with more layers than the files is refused before anything is
-    allocated per layer.
-    """
-    headers = reader.headers()
-    held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
-    if config.num_layers > len(held):
-        raise CheckpointError(
-            f"the tensors in {reader.directory} do not fit its config.json: num_hidden_layers = "
-            f"{config.num_layers}, but there are tensors of {len(held)} layers"
-        )
-    layout = fused_layout(config)
-    problems = _contradictions(headers, layout, tied=config.tie_word_embeddings)
-    if problems:
-        rest = len(problems) - _PROBLEMS_SHOWN
-        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
-        raise CheckpointError(
-            f"the tensors in {reader.directory} do not fit its config.json:\n  "
-            + "\n  ".join(shown)
-        )
-    return layout
-
-
-def check_tied_head(reader: CheckpointReader) -> None:
-    """Refuse a checkpoint with a head that differs from the embedding its config ties it to.
-
-    transformers uses such a head, other loaders drop it: only the user can know which one the model
-    was trained with.
-
-    Raises:
-        CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
-    """
-    headers = reader.headers()
-    head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)
-    if head is None or embedding is None:
-        return
-    equal = head.shape == embedding.shape
-    if equal:
-        stored, embeddings = reader.tensor(_HEAD), reader.tensor(_EMBEDDING)
-        rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
-        equal = all(
-            torch.equal(ours.float(), theirs.float())
-            for ours, theirs in zip(stored.split(rows), embeddings.split(rows), strict=True)
-        )
-    if not equal:
-        raise CheckpointError(
-            f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though config.json says that they are"
-            " tied (tie_word_embeddings). EngineConfig(tie_word_embeddings=False) uses the stored"
-            " head, as transformers does; EngineConfig(tie_word_embeddings=True) ignores it"
-        )
-
-
-def _contradictions(
-    headers: Mapping[str, TensorHeader], layout: Mapping[str, Parameter], *, tied: bool
-) -> list[str]:
-    """Return a line for each tensor of a checkpoint that does not match the layout."""
-    expected = {
-        source: shape
-        for fused in layout.values()
-        for source, shape in zip(fused.sources, fused.source_shapes, strict=True)
-        if source is not None
-    }
-    problems = []
-    for name, shape in expected.items():
-        header = headers.get(name)
-        if header is None:
-            problems.append(f"missing: {name} {list(shape)}")
-        elif header.shape != shape:
-            problems.append(f"shape: {name} expected {list(shape)}, found {_shown(header.shape)}")
-        elif header.dtype not in _LOADABLE_DTYPES:
-            supported = ", ".join(sorted(_LOADABLE_DTYPES))
-            problems.append(
-                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
-            )
-    for name in sorted(headers.keys() - expected.keys()):
-        # Frequencies are computed from the config; with tied embeddings the head is a copy.
-        harmless = name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-        if not harmless:
-            problems.append(f"unexpected: {bounded_text(name)} {_shown(headers[name].shape)}")
-    return problems
-
-
-def _shown(shape: Shape) -> str:
-    return bounded_repr(list(shape), 80)
 
 
 @contextmanager
@@ -272,24 +197,53 @@ def random_weights(
     """Yield (our name, CPU tensor of `dtype`) for a model without a checkpoint.
 
     Norms are neutral, other weights are normal with standard deviation 0.02; parts without a source
-    tensor are zero. A tensor depends on its name and the seed only. Tensors of more than 262 147
-    elements repeat their values, so that large models are made at memory bandwidth.
+    tensor are zero. A tensor depends on its name and the seed only, and that of a shard is a part
+    of the tensor of the whole model. Tensors of more than 262 147 elements repeat their values, so
+    that large models are made at memory bandwidth.
     """
     for name, fused in fused_layout(config).items():
+        dtype_here = fused.dtype or dtype
         if name.endswith("norm.weight"):
-            neutral = 0.0 if config.family.offset_norms else 1.0
-            yield name, torch.full(fused.shape, neutral, dtype=dtype)
+            named = fused.sources[0].name is not None
+            neutral = 1.0 if named and not config.family.offset_norms else 0.0
+            yield name, torch.full(fused.shape, neutral, dtype=dtype_here)
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        flat = torch.empty(math.prod(fused.shape), dtype=dtype)
-        pool = torch.empty(min(flat.numel(), _NORMAL_POOL), dtype=torch.float32)
-        pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype)
-        for part in torch.split(flat, _NORMAL_POOL):
-            part.copy_(pool[: part.numel()])
-        tensor = flat.view(fused.shape)
+        whole = fused.shape if fused.cut is None else fused.cut.whole
+        pool = torch.empty(min(math.prod(whole), _NORMAL_POOL), dtype=torch.float32)
+        pool = pool.normal_(0.0, _INITIAL_STD, generator=generator).to(dtype_here)
+        tensor = torch.empty(fused.shape, dtype=dtype_here)
+        _fill_from_pool(tensor.view(fused.stacked_shape), pool, fused.cut)
         for source, part in fused.parts(tensor):
-            if source is None:
+            if source.name is None:
                 part.zero_()
         yield name, tensor
-        del flat, tensor, part  # before the next one is allocated
+        del tensor, part  # before the next one is allocated
+
+
+def _fill_from_pool(tensor: torch.Tensor, pool: torch.Tensor, cut: Cut | None) -> None:
+    """Fill a tensor, or the part of one, with the values of the pool, one after the other."""
+    if cut is None or cut.columns is None:
+        row = math.prod(tensor.shape[1:])
+        rows = [range(len(tensor))] if cut is None else cut.rows
+        for target, held in zip(tensor.split(list(map(len, rows))), rows, strict=True):
+            _repeat(target.view(-1), pool, held.start * row)
+        return
+    (rows_held,) = cut.rows
+    assert len(rows_held) == cut.whole[0], "columns of all rows"
+    columns, at_once = cut.columns, max(1, _NORMAL_POOL // cut.whole[1])
+    for start in range(0, len(tensor), at_once):
+        target = tensor[start : start + at_once]
+        rows_here = torch.empty(len(target), cut.whole[1], dtype=tensor.dtype)
+        _repeat(rows_here.view(-1), pool, start * cut.whole[1])
+        target.copy_(rows_here[:, columns.start : columns.stop])
+
+
+def _repeat(flat: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    """Write the values from index `start` on of the endlessly repeated pool."""
+    first = start % len(pool)
+    head = min(len(flat), len(pool) - first)
+    flat[:head].copy_(pool[first : first + head])
+    for part in torch.split(flat[head:], len(pool)):
+        part.copy_(pool[: len(part)])

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch
 
+from ..errors import ConfigError
 from ..models.config import ModelConfig
+from ..models.decoder_model import DecoderConfig
+from ..models.transformers.config import TransformersConfig
+from ..models.transformers.headers import check_headers
 from .checkpoint import CheckpointReader
 from .loader import (
     Source,
@@ -29,7 +33,7 @@ __all__ = ["OpenedSource", "find_source", "open_source"]
 class OpenedSource:
     """A checkpoint whose headers agree with its config, or a preset."""
 
-    config: ModelConfig
+    config: DecoderConfig
     tokenizer: TextTokenizer | None
     reader: CheckpointReader | None
     """Reads the weights; None for a preset, whose weights are random."""
@@ -37,21 +41,32 @@ class OpenedSource:
     def weights(
         self, dtype: torch.dtype, *, seed: int, progress: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the weights one by one, as `iter_weights`; `seed` is that of random ones."""
+        """Return the weights one by one, as `iter_weights`; `seed` is that of random ones.
+
+        transformers loads the weights of its models itself.
+        """
+        assert isinstance(self.config, ModelConfig), "transformers loads its models"
         if self.reader is None:
             return random_weights(self.config, dtype, seed)
         return iter_weights(self.reader, self.config, dtype, progress=progress)
 
 
-def find_source(source: str | Path, *, tied: bool | None) -> Source:
+def find_source(source: str | Path, *, tied: bool | None, model_impl: str = "auto") -> Source:
     """Find a model and read its config; `tied` replaces its `tie_word_embeddings` unless None.
+
+    `model_impl` is that of `EngineConfig`.
 
     Raises:
         CheckpointError, ConfigError: as `resolve_source`.
     """
-    found = resolve_source(source)
-    if tied is None:
+    found = resolve_source(source, model_impl=model_impl)
+    if tied is None or tied == found.config.tie_word_embeddings:
         return found
+    if not isinstance(found.config, ModelConfig):
+        raise ConfigError(
+            f"tie_word_embeddings={tied}, but the class of transformers has"
+            f" {found.config.tie_word_embeddings}: change it in config.json, or leave it out"
+        )
     config = dataclasses.replace(found.config, tie_word_embeddings=tied)
     return dataclasses.replace(found, config=config)
 
@@ -70,8 +85,12 @@ def open_source(found: Source, open_files: ExitStack, *, check_head: bool) -> Op
     reader = tokenizer = None
     if found.directory is not None:
         reader = open_files.enter_context(CheckpointReader(found.directory))
-        check_tensors(reader, found.config)
-        if found.config.tie_word_embeddings and check_head:
-            check_tied_head(reader)
+        if isinstance(found.config, ModelConfig):
+            check_tensors(reader, found.config)
+            if found.config.tie_word_embeddings and check_head:
+                check_tied_head(reader)
+        else:
+            assert isinstance(found.config, TransformersConfig)
+            check_headers(reader.headers(), found.config)
         tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
     return OpenedSource(found.config, tokenizer, reader)

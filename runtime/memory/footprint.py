@@ -18,14 +18,25 @@ from ..execution.outputs import OUTPUT_SETS, HostOutputs
 from ..execution.prompt_scorer import PromptScorer, ScoreInputs, slice_tokens
 from ..execution.row_state import RowState
 from ..execution.step_sizes import StepSizes, most_table_updates
-from ..kernels import Kernels
-from ..kernels.ops.layer_operations import Activate, Attend, Norm, Operation
+from ..kernels import Experts, Kernels, reference_experts
+from ..kernels.ops.expert_bytes import activation_bytes, converted_bytes
+from ..kernels.ops.experts_operator import opaque_experts
+from ..kernels.ops.layer_operations import (
+    Activate,
+    AllReduce,
+    Attend,
+    Norm,
+    Opaque,
+    Operation,
+)
 from ..kernels.ops.layer_plan import ModelPlan
-from ..models.config import ModelConfig
-from ..models.plan import model_plan
+from ..kernels.ops.parameter import Parameter
+from ..kernels.ops.weight_storage import quantised_dtype
+from ..models.decoder_model import DecoderConfig
+from ..models.plan import plan_of
 from ..resolved_config import ResolvedConfig
 
-__all__ = ["model_footprint", "weight_bytes"]
+__all__ = ["model_footprint", "parameter_bytes", "weight_bytes"]
 
 GRAPH_BYTES_PER_STEP = 4 << 20
 """Memory of a captured step outside of the shared pool: its kernel nodes. An estimate, which the
@@ -43,18 +54,19 @@ of the kernel's counters."""
 
 def weight_bytes(plan: ModelPlan, kernels: Kernels, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters as the kernels store them."""
-    total = 0
-    for parameter in plan.parameters():
-        if parameter.is_matrix:
-            rows, columns = parameter.shape
-            total += kernels.stored_bytes(rows, columns, dtype)
-        else:
-            total += parameter.elements * dtype.itemsize
-    return total
+    return sum(parameter_bytes(parameter, kernels, dtype) for parameter in plan.parameters())
+
+
+def parameter_bytes(parameter: Parameter, kernels: Kernels, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter as the kernels store it."""
+    if not parameter.is_matrix:
+        return parameter.elements * (parameter.dtype or dtype).itemsize
+    rows, columns = parameter.shape
+    return kernels.stored_bytes(rows, columns, dtype, parameter.matrices)
 
 
 def model_footprint(
-    model: ModelConfig,
+    model: DecoderConfig,
     config: ResolvedConfig,
     kernels: Kernels,
     groups: tuple[LayerGroup, ...],
@@ -71,8 +83,8 @@ def model_footprint(
     on_cpu = config.device.type == "cpu"
     heap = CPU_HEAP_FACTOR if on_cpu else Fraction(1)
     steps = StepSizes.choose(config, kernels).keys()
-    plan = model_plan(model)
-    layer_weight, head_weight = _unpacked_bytes(plan, kernels)
+    plan = plan_of(model)
+    layer_weight, head_weight = _unpacked_bytes(plan, kernels, config)
     attends = [operation for operation in plan.operations if isinstance(operation, Attend)]
     footprint = ModelFootprint(
         weight_bytes=weight_bytes(plan, kernels, config.dtype),
@@ -91,8 +103,8 @@ def model_footprint(
         ),
         logits_bytes_fixed=(CPU_STEP_BYTES if on_cpu else 0)
         + head_weight
-        + _scoring_bytes(model, config),
-        logits_bytes_per_row=model.vocab_size * _logit_bytes(config),
+        + _scoring_bytes(model, plan, config),
+        logits_bytes_per_row=model.vocab_size * _logit_bytes(config) + _own_logits(plan, config),
         static_bytes=_static_bytes(model, config, len(groups)),
         graph_bytes=sum(key.steps for key in steps) * GRAPH_BYTES_PER_STEP
         if config.mode == "graph"
@@ -138,11 +150,17 @@ def _live_bytes(operation: Operation, hidden: int, config: ResolvedConfig) -> in
             return held + (12 * queries if eager else 0)
         case Activate():
             return size * ((4 if eager else 3) * operation.features + 3 * hidden)
+        case Experts():
+            return activation_bytes(operation, hidden, size)
+        case AllReduce():  # the value, the sum in float32, and the result
+            return (2 * size + 4) * operation.features
+        case Opaque():
+            return operation.activation_bytes
         case _:
             return 0
 
 
-def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
+def _unpacked_bytes(plan: ModelPlan, kernels: Kernels, config: ResolvedConfig) -> tuple[int, int]:
     """Unpacked weights of the largest linear layer, and of the head, while they run."""
     if kernels.runs_stack(plan):
         return 0, 0  # its linear layers read stored weights directly
@@ -150,9 +168,22 @@ def _unpacked_bytes(plan: ModelPlan, kernels: Kernels) -> tuple[int, int]:
         kernels.unpacked_bytes(*parameter.shape)
         for operation in plan.operations
         for parameter in operation.parameters
-        if parameter.is_matrix
+        if parameter.is_matrix and not isinstance(operation, Experts)
     ]
-    return max(layers), kernels.unpacked_bytes(*plan.head.weight.shape)
+    if kernels.experts in (reference_experts, opaque_experts):
+        layers += [
+            converted_bytes(
+                operation,
+                plan.hidden_size,
+                (quantised_dtype(config.weights) or config.dtype).itemsize,
+                quantised=config.weights != "model",
+                on_cpu=config.device.type == "cpu",
+            )
+            for operation in plan.operations
+            if isinstance(operation, Experts)
+        ]
+    head = plan.head.weight
+    return max(layers, default=0), kernels.unpacked_bytes(*head.shape) if head.is_matrix else 0
 
 
 def _gathered_bytes(attend: Attend, config: ResolvedConfig) -> int:
@@ -194,24 +225,38 @@ def _logit_bytes(config: ResolvedConfig) -> int:
     return 2 * held if eager else held * 3 // 2
 
 
-def _scoring_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+def _own_logits(plan: ModelPlan, config: ResolvedConfig) -> int:
+    """Logits of a rank's own tokens, in addition to those that it gathers from all ranks."""
+    return 0 if plan.shard is None else len(plan.shard.vocab) * config.dtype.itemsize
+
+
+def _scoring_bytes(model: DecoderConfig, plan: ModelPlan, config: ResolvedConfig) -> int:
     """Memory that scoring of prompt tokens needs in addition to that of sampling.
 
     For each logit of a slice: the logit, in float32, and two more such tensors in the log-softmax.
     Captured steps keep the memory of sampling to themselves.
     """
-    held = config.dtype.itemsize + 12
-    scoring = slice_tokens(config.max_num_seqs) * model.vocab_size * held
+    own = _own_logits(plan, config)
+    per_row = model.vocab_size * (config.dtype.itemsize + 12) + own
+    scoring = slice_tokens(config.max_num_seqs) * per_row
     if config.mode == "graph":
         return scoring
-    return max(0, scoring - config.max_num_seqs * model.vocab_size * _logit_bytes(config))
+    sampling = model.vocab_size * _logit_bytes(config) + own
+    return max(0, scoring - config.max_num_seqs * sampling)
 
 
-def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+def _static_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     inputs = _input_bytes(model, config, num_groups)
+    by_length = plan_of(model).rope_by_length
 
     def static_bytes(prefill_tokens: int, row_blocks: int) -> int:
-        rows = RowState.bytes_for(config.max_num_seqs, num_groups, row_blocks, model.vocab_size)
+        rows = RowState.bytes_for(
+            config.max_num_seqs,
+            num_groups,
+            row_blocks,
+            model.vocab_size,
+            rope_by_length=by_length,
+        )
         scores = PromptScorer.bytes_for(
             prefill_tokens, model.hidden_size, model.vocab_size, config.dtype
         )
@@ -220,7 +265,7 @@ def _static_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -
     return static_bytes
 
 
-def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+def _input_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """Bytes of the input buffers of the runner, alignment included."""
     alignment = CUDA_ALIGNMENT if config.device.type == "cuda" else CPU_ALIGNMENT
 
@@ -246,7 +291,7 @@ def _input_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) ->
     return input_bytes
 
 
-def _host_bytes(model: ModelConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
+def _host_bytes(model: DecoderConfig, config: ResolvedConfig, num_groups: int) -> BufferBytes:
     """Bytes of the runner on the host: mirrors of the inputs, and copies of outputs."""
     inputs = _input_bytes(model, config, num_groups)
     outputs = HostOutputs.bytes_for(

@@ -191,7 +191,7 @@ def _watch_steps(runner: Runner, kernels: Kernels, have_run: bool) -> dict[StepK
     peaks: dict[StepKey, int] = {}
 
     def run(key: StepKey) -> None:
-        runner.library.run(key)
+        runner.run(key)
 
     def series(keys: Sequence[StepKey], seconds: float) -> dict[StepKey, float]:
         measured = _measure_series(keys, run, runner.device, seconds, have_run)

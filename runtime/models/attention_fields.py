@@ -2,18 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError
-from .families import LAYER_TYPES, Family, Json, LayerType, read_field, read_optional
-from .rope import Rope, RopeScaling, RopeType
+from ..kernels.ops.layer_operations import AttentionTemperature
+from .family import LAYER_TYPES, Family, Json, LayerType, read_field, read_optional
+from .latent_config import LatentConfig
+from .rope_fields import read_ropes
 
-__all__ = ["read_ropes", "read_windows", "refuse_experts"]
+__all__ = ["MULTIPLIERS", "read_attention"]
+
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+"""Of Granite; keys of `config.json` and fields of `ModelConfig`."""
 
 
-def read_windows(
+def read_attention(config: Json, family: Family) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` that describe the layers and their attention."""
+    num_layers = read_field(config, "num_hidden_layers", int)
+    heads = read_field(config, "num_attention_heads", int)
+    hidden_size = read_field(config, "hidden_size", int)
+    rope, sliding_rope = read_ropes(config, family)
+    layer_types, window = _read_windows(config, family, num_layers)
+    fields: dict[str, Any] = {
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "hidden_size": hidden_size,
+        "max_position_embeddings": read_field(config, "max_position_embeddings", int),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "partial_rotary_factor": rope.partial,
+        "sliding_rope": sliding_rope,
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "unrotated_layers": tuple(
+            layer for layer in range(num_layers) if family.is_unrotated(config, layer)
+        ),
+        "attention_bias": read_field(config, "attention_bias", bool, False),
+    }
+    if family.multipliers:
+        for name in MULTIPLIERS:
+            fields[name] = read_field(config, name, float, 1.0)
+    if family.clamped_activation:
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            fields[name] = read_field(config, name, float)
+    if family.qk_norm == "unweighted":
+        fields["use_qk_norm"] = read_field(config, "use_qk_norm", bool)
+    if family.tempered and read_field(config, "attn_temperature_tuning", bool):
+        fields["temperature"] = AttentionTemperature(
+            read_field(config, "floor_scale", int), read_field(config, "attn_scale", float)
+        )
+    if family.query_scalar:
+        fields["query_pre_attn_scalar"] = read_field(config, "query_pre_attn_scalar", float)
+    if family.score_softcap:
+        fields["attn_logit_softcapping"] = read_optional(config, "attn_logit_softcapping", float)
+    if family.latent:
+        return fields | _latent_fields(config, family, heads)
+    if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
+        raise CheckpointError(
+            f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
+            "where the config has no head_dim"
+        )
+    fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
+    fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
+    return fields
+
+
+def _latent_fields(config: Json, family: Family, heads: int) -> dict[str, Any]:
+    kv_heads = read_field(config, "num_key_value_heads", int, heads)
+    if kv_heads != heads:
+        raise CheckpointError(
+            f"num_key_value_heads = {kv_heads} must be num_attention_heads = {heads}: latent "
+            "attention shares its cache among all heads"
+        )
+    interleave = family.rope_interleaved
+    if interleave is None:
+        interleave = read_field(config, "rope_interleave", bool)
+    latent = LatentConfig(
+        q_lora_rank=read_optional(config, "q_lora_rank", int),
+        kv_lora_rank=read_field(config, "kv_lora_rank", int),
+        qk_nope_head_dim=read_field(config, "qk_nope_head_dim", int),
+        qk_rope_head_dim=read_field(config, "qk_rope_head_dim", int),
+        v_head_dim=read_field(config, "v_head_dim", int),
+        rope_interleave=interleave,
+    )
+    return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
+
+
+def _read_windows(
     config: Json, family: Family, num_layers: int
 ) -> tuple[tuple[LayerType, ...], int | None]:
     """Return the type of each layer and the window of those that slide.
@@ -42,114 +123,3 @@ def read_windows(
                 f"layers are {bounded_repr(list(implied))}"
             )
     return (types, window) if "sliding_attention" in types else ((), None)
-
-
-def read_ropes(config: Json, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
-    """Return the rotation of the layers and, where a family has two, that of sliding layers.
-
-    Reads `rope_parameters` (transformers 5) or `rope_scaling` with a separate base (4). Raises
-    `CheckpointError` if both are present and contradict each other.
-    """
-    parameters = _rope_object(config, "rope_parameters")
-    scaling = _rope_object(config, "rope_scaling")
-    nested = {name: _rope_object(parameters, name) for name in LAYER_TYPES if name in parameters}
-    if not family.two_ropes:
-        if nested:
-            raise CheckpointError(
-                "rope_parameters must be the same for all layers of "
-                f"{family.architecture}, not by layer type: " + bounded_repr(dict(parameters))
-            )
-        # transformers: outside the object it has priority over what is said inside.
-        first = read_optional(config, "original_max_position_embeddings", int)
-        return _full_rope(config, parameters, scaling, max_positions, first), None
-    if parameters and not nested:
-        raise CheckpointError(
-            f"rope_parameters of {family.architecture} must be by layer type "
-            f"({', '.join(LAYER_TYPES)}), not {bounded_repr(dict(parameters))}"
-        )
-    full, sliding = (nested.get(name, {}) for name in LAYER_TYPES)
-    return (
-        _full_rope(config, full, scaling, max_positions),
-        _rope(config, sliding, "rope_local_base_freq", max_positions),
-    )
-
-
-def _full_rope(
-    config: Json, parameters: Json, scaling: Json, max_positions: int, first: int | None = None
-) -> Rope:
-    """Read the rotation of full attention from the one object that is there, or from both."""
-    rope = _rope(config, parameters or scaling, "rope_theta", max_positions, first)
-    if parameters and scaling:
-        # The base may stand in the newer one only.
-        with_base = {"rope_theta": rope.theta, **scaling}
-        if _rope(config, with_base, "rope_theta", max_positions, first) != rope:
-            raise CheckpointError(
-                f"rope_parameters = {bounded_repr(dict(parameters))} and rope_scaling = "
-                f"{bounded_repr(dict(scaling))} contradict each other: the config must have one of "
-                "them, or both alike"
-            )
-    return rope
-
-
-def _rope_object(config: Json, name: str) -> Json:
-    value = config.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"{name} must be an object, not {bounded_repr(value)}")
-    return value or {}
-
-
-def _rope(
-    config: Json, rope: Json, theta_key: str, max_positions: int, first: int | None = None
-) -> Rope:
-    """Read one rotation; its base may be outside the object, under `theta_key`.
-
-    `first`: positions of the first training, whatever the object says.
-    """
-    holder = rope if "partial_rotary_factor" in rope else config
-    if (partial := read_optional(holder, "partial_rotary_factor", float)) not in (None, 1.0):
-        raise CheckpointError(
-            f"partial_rotary_factor = {partial} is not supported; every element of a head must "
-            "be rotated"
-        )
-    theta = read_optional(rope, "rope_theta", float)
-    if theta is None:
-        theta = read_field(config, theta_key, float, 10000.0)
-    return Rope(theta, _rope_scaling(rope, max_positions, first))
-
-
-def _rope_scaling(rope: Json, max_positions: int, first: int | None) -> RopeScaling:
-    kind = cast(RopeType, rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in ("linear", "llama3", "yarn"):
-        return RopeScaling(type=kind)
-    scaling: dict[str, Any] = {
-        "factor": read_field(rope, "factor", float),
-        "mscale_all_dim": read_optional(rope, "mscale_all_dim", float),
-    }
-    if kind != "linear":
-        if first is None:
-            first = read_field(rope, "original_max_position_embeddings", int, max_positions)
-        scaling["original_max_position_embeddings"] = first
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            scaling[name] = read_field(rope, name, float)
-    if kind == "yarn":
-        scaling |= {
-            "beta_fast": read_field(rope, "beta_fast", float, 32.0),
-            "beta_slow": read_field(rope, "beta_slow", float, 1.0),
-            "truncate": read_field(rope, "truncate", bool, True),
-            "attention_factor": read_optional(rope, "attention_factor", float),
-            "mscale": read_optional(rope, "mscale", float),
-        }
-    return RopeScaling(type=kind, **scaling)
-
-
-def refuse_experts(config: Json, num_layers: int) -> None:
-    """Raise `CheckpointError` if a layer of a DeepSeek config is a mixture of experts."""
-    experts = read_optional(config, "n_routed_experts", int)
-    dense = read_field(config, "first_k_dense_replace", int, 0)
-    if experts and dense < num_layers:
-        raise CheckpointError(
-            f"n_routed_experts = {experts} with first_k_dense_replace = {dense} makes layers "
-            f"{dense} to {num_layers - 1} mixtures of experts, which are not supported; only "
-            f"dense layers are (first_k_dense_replace of at least {num_layers})"
-        )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bounded_repr import bounded_repr
 from ..errors import CheckpointError, ConfigError
-from .attention_fields import read_ropes, read_windows, refuse_experts
-from .families import FAMILIES, Family, LayerType, family_of, read_field, read_optional
+from ..kernels.ops.layer_operations import AttentionTemperature
+from .attention_fields import MULTIPLIERS, read_attention
+from .experts_config import ExpertsConfig
+from .experts_fields import read_experts
+from .families import FAMILIES, family_of
+from .family import Family, Json, LayerType, read_field, read_optional
 from .latent_config import LatentConfig
-from .limits import check_theta, require_layers, require_numbers, require_sizes
-from .rope import UNSCALED, Rope, RopeScaling, RopeType
+from .limits import MOST_SIZE, check_rope, require_layers, require_numbers, require_sizes
+from .rope import UNROTATED, UNSCALED, Rope, RopeScaling, RopeType
 
 __all__ = [
+    "AttentionTemperature",
+    "ExpertsConfig",
     "LatentConfig",
     "LayerType",
     "ModelConfig",
@@ -63,14 +69,19 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = UNSCALED
+    partial_rotary_factor: float = 1.0
+    """Share of the elements of a head, from the first on, that is rotated."""
     sliding_rope: Rope | None = None
     """The rotation of sliding layers; None: the same as the other layers."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers whose queries and keys are not rotated."""
     max_position_embeddings: int
     """Tokens of context the model was trained for."""
     tie_word_embeddings: bool
     """Whether the output projection is the embedding."""
     attention_bias: bool = False
-    """Whether the q, k, v and output projections have biases."""
+    """Whether the q, k and v projections have biases; in most families the output projection too.
+    """
     mlp_bias: bool = False
     """Whether the gate, up and down projections have biases."""
     hidden_act: str = "silu"
@@ -78,21 +89,40 @@ class ModelConfig:
     """Type of each layer; empty: all have full attention."""
     sliding_window: int | None = None
     """Tokens that a token of a sliding layer attends to, itself included."""
+    use_qk_norm: bool = True
+    """Whether queries and keys are normed, in families that norm them without weight."""
+    temperature: AttentionTemperature | None = None
+    """Of the queries of layers without rotation."""
     query_pre_attn_scalar: float | None = None
     """Scores are multiplied by this to the power of -1/2; None: by that of `head_dim`."""
+    attention_multiplier: float | None = None
+    """Factor of the scores; None: as `query_pre_attn_scalar` says."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits."""
     attn_logit_softcapping: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     swiglu_limit: float | None = None
     """What gate and up of the MLP are clamped to, in families with such an activation."""
+    swiglu_alpha: float = 1.702
+    """Factor of the gate in the sigmoid, in families with such an activation."""
     final_logit_softcapping: float | None = None
     """Logits x become cap * tanh(x / cap)."""
     latent: LatentConfig | None = None
     """The dimensions of multi-head latent attention."""
+    experts: ExpertsConfig | None = None
+    """The mixtures of experts; None: every layer has an MLP."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Each of these ends an output."""
     torch_dtype: str = "float32"
     """The dtype of the checkpoint's weights, as torch names it."""
+    shard: tuple[int, int] | None = None
+    """Rank and number of ranks: the plan of the model is that of one rank of a tensor-parallel
+    group. All other fields describe the whole model. None: the plan is that of the whole model."""
 
     def __post_init__(self) -> None:
         _require_supported("model_type", self.model_type, FAMILIES)
@@ -118,12 +148,11 @@ class ModelConfig:
                 "query_pre_attn_scalar",
                 "attn_logit_softcapping",
                 "swiglu_limit",
+                "swiglu_alpha",
                 "final_logit_softcapping",
+                *MULTIPLIERS,
             ),
         )
-        for rope in (Rope(self.rope_theta, self.rope_scaling), self.sliding_rope):
-            if rope is not None:
-                check_theta(rope)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads = {self.num_heads} must be a multiple of "
@@ -133,6 +162,9 @@ class ModelConfig:
             raise ConfigError(
                 f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs of elements"
             )
+        for rope in (self._full_rope, self.sliding_rope):
+            if rope is not None:
+                check_rope(rope, self.rotated_head_dim)
         self._check_layers()
         self._check_token_ids()
 
@@ -150,6 +182,10 @@ class ModelConfig:
             require_sizes(self, ("sliding_window",))
         if (self.latent is not None) != self.family.latent:
             raise ConfigError(f"latent = {self.latent} contradicts model_type {self.model_type!r}")
+        if self.experts is not None and self.family.experts is None:
+            raise ConfigError(f"experts contradict model_type {self.model_type!r}")
+        if (temperature := self.temperature) is not None and temperature.floor < 1:
+            raise ConfigError(f"floor_scale = {temperature.floor} must be at least 1")
         if self.latent is not None:
             if self.layer_types:
                 raise ConfigError("layer_types must be empty with latent attention")
@@ -192,9 +228,63 @@ class ModelConfig:
 
     def rope(self, layer: int) -> Rope:
         """The rotation of the layer."""
+        if layer in self.unrotated_layers:
+            return UNROTATED
         if self.sliding_rope is not None and self._slides(layer):
             return self.sliding_rope
-        return Rope(self.rope_theta, self.rope_scaling)
+        rope = self._full_rope
+        if self.norms_rotated and rope.scaling.amplitude != 1.0:
+            rope = rope._replace(scaling=replace(rope.scaling, attention_factor=1.0))
+        return rope
+
+    @property
+    def norms_rotated(self) -> bool:
+        """Whether queries and keys are normed without weight after they are rotated, which cancels
+        the amplitude of the rotation."""
+        return self.family.qk_norm == "unweighted" and self.use_qk_norm
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer has experts instead of an MLP."""
+        return self.experts is not None and self.experts.is_mixture(layer)
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Elements of a head of which `partial_rotary_factor` is a share."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def _full_rope(self) -> Rope:
+        return Rope(self.rope_theta, self.rope_scaling, self.partial_rotary_factor)
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence: `max_position_embeddings`, times the factor of a `dynamic`
+        rope."""
+        scalings = (self.rope(layer).scaling for layer in range(self.num_layers))
+        factor = max((s.factor for s in scalings if s.type == "dynamic"), default=1.0)
+        return min(int(self.max_position_embeddings * factor), MOST_SIZE)
+
+    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """Return the config of a model that has only these layers, in this order."""
+
+        def chosen(of: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(index for index, layer in enumerate(layers) if layer in of)
+
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, dense_layers=chosen(experts.dense_layers))
+        return replace(
+            self,
+            num_layers=len(layers),
+            layer_types=tuple(self.layer_types[layer] for layer in layers if self.layer_types),
+            unrotated_layers=chosen(self.unrotated_layers),
+            experts=experts,
+        )
+
+    @property
+    def whole(self) -> ModelConfig:
+        """The config of the whole model."""
+        return self if self.shard is None else replace(self, shard=None)
 
     def _slides(self, layer: int) -> bool:
         return bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
@@ -208,25 +298,30 @@ class ModelConfig:
         Keys that are left out have the values that transformers assumes for the family.
         End-of-text tokens are those of `config` followed by those of `generation_config`. Raises
         `CheckpointError` for unsupported models (unknown architecture, activation, rope type,
-        mixtures of experts, quantized weights) and for missing, mistyped or contradictory fields.
+        quantized weights) and for missing, mistyped or contradictory fields.
         """
         model_type, family = family_of(config)
-        if config.get("quantization_config") is not None:
-            raise CheckpointError(
-                "the checkpoint is quantized (quantization_config is set); only checkpoints in "
-                + ", ".join(_DTYPES)
-                + " can be loaded"
-            )
+        _refuse_quantised(config, family)
         if read_optional(config, "use_bidirectional_attention", bool):
             raise CheckpointError("use_bidirectional_attention is set; only causal models decode")
-        names = {**_CONFIG_JSON_NAMES, "hidden_act": family.activation_key}
-        config = {**family.defaults, **config}
-        eos = _token_ids(config) + _token_ids(generation_config or {})
+        names = {
+            **_CONFIG_JSON_NAMES,
+            "hidden_act": family.activation_key,
+            "intermediate_size": family.inner_size_key,
+            **(family.experts.keys if family.experts is not None else {}),
+        }
         try:
+            # Before anything is listed for each layer.
+            require_layers(read_field(config, "num_hidden_layers", int))
+            config = family.prepare({**family.defaults, **config, **family.fixed})
+            config = _in_vocabulary(config, config, family)
+            eos = _token_ids(config) + _token_ids(
+                _in_vocabulary(generation_config or {}, config, family)
+            )
             return ModelConfig(
                 model_type=model_type,
                 vocab_size=read_field(config, "vocab_size", int),
-                intermediate_size=read_field(config, "intermediate_size", int),
+                intermediate_size=read_field(config, family.inner_size_key, int),
                 rms_norm_eps=read_field(config, "rms_norm_eps", float, 1e-6),
                 tie_word_embeddings=read_field(config, "tie_word_embeddings", bool, False),
                 mlp_bias=family.mlp_bias and read_field(config, "mlp_bias", bool, False),
@@ -234,85 +329,52 @@ class ModelConfig:
                 final_logit_softcapping=read_optional(config, "final_logit_softcapping", float)
                 if family.logits_softcap
                 else None,
-                swiglu_limit=read_optional(config, "swiglu_limit", float)
-                if family.clamped_activation
-                else None,
+                experts=None if family.experts is None else read_experts(config, family.experts),
                 bos_token_id=read_optional(config, "bos_token_id", int),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 torch_dtype=_dtype_name(config),
-                **_attention_fields(config, family),
+                **read_attention(config, family),
             )
         except ConfigError as error:
             message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
             raise CheckpointError(message) from error
 
 
-def _attention_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` that describe the layers and their attention."""
-    num_layers = read_field(config, "num_hidden_layers", int)
-    require_layers(num_layers)  # before types are listed for so many
-    heads = read_field(config, "num_attention_heads", int)
-    hidden_size = read_field(config, "hidden_size", int)
-    max_positions = read_field(config, "max_position_embeddings", int)
-    rope, sliding_rope = read_ropes(config, family, max_positions)
-    layer_types, window = read_windows(config, family, num_layers)
-    fields: dict[str, Any] = {
-        "num_layers": num_layers,
-        "num_heads": heads,
-        "hidden_size": hidden_size,
-        "max_position_embeddings": max_positions,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
-        "sliding_rope": sliding_rope,
-        "layer_types": layer_types,
-        "sliding_window": window,
-        "attention_bias": family.attention_bias
-        and read_field(config, "attention_bias", bool, False),
-    }
-    if family.query_scalar:
-        fields["query_pre_attn_scalar"] = read_field(config, "query_pre_attn_scalar", float)
-    if family.score_softcap:
-        fields["attn_logit_softcapping"] = read_optional(config, "attn_logit_softcapping", float)
-    if family.latent:
-        return fields | _latent_fields(config, family, num_layers, heads)
-    if config.get("head_dim") is None and heads > 0 and hidden_size % heads:
-        raise CheckpointError(
-            f"hidden_size = {hidden_size} must be a multiple of num_attention_heads = {heads} "
-            "where the config has no head_dim"
-        )
-    fields["num_kv_heads"] = read_field(config, "num_key_value_heads", int, heads)
-    fields["head_dim"] = read_field(config, "head_dim", int, hidden_size // max(heads, 1))
-    return fields
-
-
-def _latent_fields(
-    config: Mapping[str, Any], family: Family, num_layers: int, heads: int
-) -> dict[str, Any]:
-    refuse_experts(config, num_layers)
-    kv_heads = read_field(config, "num_key_value_heads", int, heads)
-    if kv_heads != heads:
-        raise CheckpointError(
-            f"num_key_value_heads = {kv_heads} must be num_attention_heads = {heads}: latent "
-            "attention shares its cache among all heads"
-        )
-    interleave = family.rope_interleaved
-    if interleave is None:
-        interleave = read_field(config, "rope_interleave", bool)
-    latent = LatentConfig(
-        q_lora_rank=read_optional(config, "q_lora_rank", int),
-        kv_lora_rank=read_field(config, "kv_lora_rank", int),
-        qk_nope_head_dim=read_field(config, "qk_nope_head_dim", int),
-        qk_rope_head_dim=read_field(config, "qk_rope_head_dim", int),
-        v_head_dim=read_field(config, "v_head_dim", int),
-        rope_interleave=interleave,
-    )
-    return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.cached_dim}
-
-
 def _require_supported(field: str, value: str, supported: Iterable[str]) -> None:
     if value not in supported:
         names = ", ".join(map(repr, supported))
         raise ConfigError(f"{field} = {bounded_repr(value)} is not supported; supported: {names}")
+
+
+def _in_vocabulary(tokens: Json, config: Json, family: Family) -> Json:
+    """Return `tokens` without the default tokens of a family that the vocabulary does not have.
+
+    transformers writes its defaults to the files of a model with a smaller vocabulary.
+    """
+    size = read_field(config, "vocab_size", int)
+    found = dict(tokens)
+    for name in ("bos_token_id", "eos_token_id"):
+        default = family.defaults.get(name)
+        if default is not None and tokens.get(name) == default:
+            known = [i for i in (default if isinstance(default, list) else [default]) if i < size]
+            found[name] = known if name == "eos_token_id" else next(iter(known), None)
+    return found
+
+
+def _refuse_quantised(config: Mapping[str, Any], family: Family) -> None:
+    """Raise `CheckpointError` for weights that are stored in a format that is not read."""
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    if method == "mxfp4" and family.experts is not None and family.experts.mxfp4:
+        return
+    raise CheckpointError(
+        f"the checkpoint is quantized (quantization_config has quant_method = "
+        f"{bounded_repr(method, 60)}); only checkpoints in {', '.join(_DTYPES)}, and experts of "
+        "gpt_oss in mxfp4, can be loaded. Use the original checkpoint, or save a dequantized one "
+        "with transformers; EngineConfig(weight_dtype='int8') quantizes it while it is loaded"
+    )
 
 
 def _token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:

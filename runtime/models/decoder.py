@@ -21,7 +21,7 @@ from ...cache.spec import (
     SlidingWindowSpec,
 )
 from ..errors import CheckpointError
-from ..kernels import DecodeStep, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
+from ..kernels import DecodeStep, Experts, Kernels, LayerPlace, PackedMemory, RaggedBatch, Stack
 from ..kernels.cpu.elementwise import (
     cap_logits,
     reference_cap_logits,
@@ -29,17 +29,23 @@ from ..kernels.cpu.elementwise import (
     rotations,
 )
 from ..kernels.ops.bound_model import BoundModel
-from ..kernels.ops.layer_operations import Parameter, Residual
+from ..kernels.ops.layer_operations import Residual
 from ..kernels.ops.layer_plan import LayerPlan
+from ..kernels.ops.parameter import Parameter
 from ..operation_scopes import operation
 from .config import ModelConfig
+from .decoder_model import DecoderConfig
 from .layout import fused_layout
-from .modules import Projection, RMSNorm
-from .operations import LayerStep, bind
-from .plan import model_plan, rope_kinds
-from .rope import inverse_frequencies
+from .modules import Projection, RMSNorm, Vector
+from .operations import LayerStep, bind, collectives_of
+from .plan import model_plan, plan_of, rope_kinds
+from .rope import inverse_frequencies, pair_amplitudes
+from .rope_by_length import FrequenciesByLength
+from .sharded_vocabulary import ShardedVocabulary
 
 __all__ = ["Decoder", "attention_specs"]
+
+_SOURCES_SHOWN = 4
 
 
 class Layer(nn.Module):
@@ -52,12 +58,13 @@ class Layer(nn.Module):
         self._operations = [
             (
                 op.name,
-                None
+                op.scale
                 if isinstance(op, Residual)
                 else bind(op, self._module, kernels, place, storage),
             )
             for op in plan.operations
         ]
+        """Name and function of each operation; of residual additions, the factor of the value."""
 
     def _module(self, parameter: Parameter, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that holds a parameter, in the tree that its name describes."""
@@ -75,10 +82,10 @@ class Layer(nn.Module):
         value: Any = x_TD
         for name, run in self._operations:
             with operation(name):
-                if run is not None:
+                if not isinstance(run, float):
                     value = run(value, step)
                 else:
-                    x_TD = value = x_TD + value
+                    x_TD = value = x_TD + (value if run == 1.0 else value * run)
         return x_TD
 
 
@@ -86,7 +93,8 @@ class Decoder(nn.Module):
     """Token ids to hidden states to logits, reading and writing the arena.
 
     Built empty; `store` gives it its weights one by one, under the names of
-    `layout.fused_layout`.
+    `layout.fused_layout`. That of a config with a `shard` is the part of one rank: all ranks run
+    the same steps, and its kernels have the collectives of their group.
     """
 
     def __init__(
@@ -108,6 +116,9 @@ class Decoder(nn.Module):
         self.stack: Stack | None = None
         self.decode_step: DecodeStep | None = None
         self.plan = plan = model_plan(config)
+        self.vocabulary = (
+            None if plan.shard is None else ShardedVocabulary(plan.shard, collectives_of(kernels))
+        )
         places = {
             layer: LayerPlace(group.index, position)
             for group in groups
@@ -123,17 +134,22 @@ class Decoder(nn.Module):
         self.lm_head = (
             self.embed_tokens if plan.tied else Projection(kernels, *plan.head.weight.shape)
         )
-        # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
-        self.embedding_factor: float = torch.tensor(plan.embedding_scale).to(dtype).item()
+        self.embedding_factor = plan.embedding_scale
+        if config.family.scaled_embeddings:
+            # Rounded like the embeddings themselves: in bfloat16 the root of 1152 is 34.
+            self.embedding_factor = torch.tensor(plan.embedding_scale).to(dtype).item()
         self.logit_softcap = plan.logit_softcap
         kinds = rope_kinds(config)
         frequencies_KE = torch.stack([inverse_frequencies(r, plan.rope_dim) for r in kinds])
         self.inverse_frequencies = nn.Buffer(frequencies_KE.to(device), persistent=False)
-        amplitudes = [rope.scaling.amplitude for rope in kinds]
+        self._frequencies_by_length: FrequenciesByLength | None = None
+        if plan.rope_by_length:
+            self._frequencies_by_length = FrequenciesByLength(kinds, plan.rope_dim, device)
+        amplitudes_KE = torch.stack([pair_amplitudes(r, plan.rope_dim) for r in kinds])
         self.amplitudes: torch.Tensor | None = (
             None
-            if all(amplitude == 1.0 for amplitude in amplitudes)
-            else nn.Buffer(torch.tensor(amplitudes, device=device)[:, None, None], persistent=False)
+            if bool((amplitudes_KE == 1.0).all())
+            else nn.Buffer(amplitudes_KE[:, None].to(device), persistent=False)
         )
 
     def store(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -176,7 +192,8 @@ class Decoder(nn.Module):
         """Return the module of a weight, and the values of its attributes on the device."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
-        tensor = tensor.to(self.dtype)
+        own = module.dtype if isinstance(module, Vector) else None
+        tensor = tensor.to(own or self.dtype)
         if not isinstance(module, Projection) or leaf != "weight":
             assert leaf in ("weight", "bias"), name
             return module, {leaf: tensor.to(self.device)}
@@ -190,7 +207,7 @@ class Decoder(nn.Module):
         if self.kernels.pack is None or self.kernels.make_stack is None:
             return None
         sizes = [
-            self.kernels.stored_bytes(module.out_features, module.in_features, self.dtype)
+            module.stored_bytes(self.dtype)
             for module in self.modules()
             if isinstance(module, Projection)
         ]
@@ -204,7 +221,7 @@ class Decoder(nn.Module):
             return
         amplitudes = self.amplitudes
         if amplitudes is None:
-            amplitudes = self.inverse_frequencies.new_ones(len(self.inverse_frequencies))
+            amplitudes = torch.ones_like(self.inverse_frequencies)
         model = BoundModel(
             plan=self.plan,
             tensors={name: tensor.detach() for name, tensor in self.named_parameters()},
@@ -212,14 +229,18 @@ class Decoder(nn.Module):
             storage=self.storage,
             embedding_factor=self.embedding_factor,
             frequencies=self.inverse_frequencies,
-            amplitudes=amplitudes.flatten(),
+            amplitudes=amplitudes.view_as(self.inverse_frequencies),
+            collectives=kernels.collectives,
         )
         self.stack = kernels.make_stack(model)
         if kernels.make_decode_step is not None:
             self.decode_step = kernels.make_decode_step(self.stack, model)
 
     def _unfit(self, name: str, error: ValueError) -> str:
-        sources = ", ".join(filter(None, fused_layout(self.config)[name].sources))
+        names = fused_layout(self.config)[name].source_names
+        rest = len(names) - _SOURCES_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        sources = ", ".join(names[:_SOURCES_SHOWN]) + more
         return (
             f"{name} cannot be stored as {self.kernels.weights}: {error} (it is made of {sources});"
             " look at the checkpoint, or use weight_dtype='auto'"
@@ -230,15 +251,23 @@ class Decoder(nn.Module):
         """Bytes of all parameters as stored, a tied embedding counted once."""
         return sum(p.nbytes for p in self.parameters())
 
-    @property
-    def weight_bytes_per_step(self) -> int:
-        """Bytes of the parameters that a decode step reads in full.
+    def weight_bytes_read(self, rows: float) -> int:
+        """Return the bytes of the parameters that a decode step of `rows` rows reads.
 
-        An untied input embedding is left out: a step reads one of its rows per sequence.
+        Of experts it reads those that the rows use (`Experts.expected_experts`). An untied input
+        embedding is left out: a step reads one of its rows per sequence.
         """
-        if self.lm_head is self.embed_tokens:
-            return self.weight_bytes
-        return self.weight_bytes - sum(p.nbytes for p in self.embed_tokens.parameters())
+        unread = 0.0
+        if self.lm_head is not self.embed_tokens:
+            unread += sum(p.nbytes for p in self.embed_tokens.parameters())
+        for plan, layer in zip(self.plan.layers, self.layers, strict=True):
+            for op in plan.operations:
+                if isinstance(op, Experts):
+                    unused = 1 - op.expected_experts(rows) / op.total
+                    for weight in (op.gate_up, op.down):
+                        module = layer.get_submodule(weight.name.removesuffix(".weight"))
+                        unread += unused * sum(p.nbytes for p in module.parameters())
+        return self.weight_bytes - round(unread)
 
     @property
     def _runs_natively_on_cpu(self) -> bool:
@@ -246,7 +275,10 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[T, hidden_size]` as the first layer takes them."""
-        x_TD = self.embed_tokens.rows(token_ids_T)
+        if self.vocabulary is None:
+            x_TD = self.embed_tokens.rows(token_ids_T)
+        else:
+            x_TD = self.vocabulary.embed(token_ids_T, self.embed_tokens.rows)
         return x_TD if self.embedding_factor == 1.0 else x_TD * self.embedding_factor
 
     def forward(
@@ -258,10 +290,7 @@ class Decoder(nn.Module):
     def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """As `forward`, from embeddings."""
         with operation("rotations"):
-            rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
-            cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
-            if self.amplitudes is not None:
-                cos_KTE, sin_KTE = cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
+            cos_KTE, sin_KTE = self._rotations(batch)
         if self.stack is not None:
             with operation("layers"):
                 return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)
@@ -273,10 +302,33 @@ class Decoder(nn.Module):
             normed: torch.Tensor = self.norm(x_TD)
         return normed
 
+    def _rotations(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of the tokens, float32 `[K, T, E]`."""
+        if self._frequencies_by_length is not None:
+            lengths_T = batch.rope_lengths
+            if lengths_T is None:
+                lengths_T = batch.positions + 1
+            frequencies_KTE = self._frequencies_by_length(lengths_T)
+            angles_KTE = batch.positions[:, None].float() * frequencies_KTE
+            cos_KTE, sin_KTE = angles_KTE.cos(), angles_KTE.sin()
+        else:
+            rotations_of = rotations if self._runs_natively_on_cpu else reference_rotations
+            cos_KTE, sin_KTE = rotations_of(batch.positions, self.inverse_frequencies)
+        if self.amplitudes is None:
+            return cos_KTE, sin_KTE
+        return cos_KTE * self.amplitudes, sin_KTE * self.amplitudes
+
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, vocab_size]` in the model's dtype."""
+        logits_BW = self.own_logits(hidden_BD)
+        return logits_BW if self.vocabulary is None else self.vocabulary.gather(logits_BW)
+
+    def own_logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens whose rows of the head this rank holds."""
         with operation("head"):
             logits: torch.Tensor = self.lm_head(hidden_BD)
+            if self.plan.logit_scale != 1.0:
+                logits = logits * self.plan.logit_scale
             cap = self.logit_softcap
             if not cap:
                 return logits
@@ -285,20 +337,20 @@ class Decoder(nn.Module):
 
 
 def attention_specs(
-    config: ModelConfig, element_bytes: int, scale_bytes: int = 0
+    config: DecoderConfig, element_bytes: int, scale_bytes: int = 0
 ) -> list[LayerSpec]:
     """Return the cache layout of each layer.
 
     `element_bytes` is the size of a stored element, `scale_bytes` that of the scale of a vector.
     """
     specs: list[LayerSpec] = []
-    for layer in model_plan(config).layers:
+    for layer in plan_of(config).layers:
         attend = layer.attend
         sizes = (attend.kv_heads, attend.head_dim, element_bytes, scale_bytes)
         if attend.shared_values:
             specs.append(LatentSpec(*sizes))
-        elif attend.window:
-            specs.append(SlidingWindowSpec(*sizes, window=attend.window))
+        elif attend.reach:
+            specs.append(SlidingWindowSpec(*sizes, window=attend.reach))
         else:
             specs.append(FullAttentionSpec(*sizes))
     return specs

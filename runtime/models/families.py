@@ -1,44 +1,24 @@
-"""The supported decoder families, and readers for the keys of their `config.json`.
+"""The supported decoder families.
 
 A family is data: the traits of its layers, and the defaults of transformers for absent keys.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from ..bounded_repr import bounded_repr, bounded_text
 from ..errors import CheckpointError
+from . import experts_families, llama4
+from .dense_families import DENSE_FAMILIES, sliding_if_windowed
+from .family import Family, Json, LayerNorms, read_field
 
-__all__ = [
-    "FAMILIES",
-    "LAYER_TYPES",
-    "Family",
-    "Json",
-    "LayerType",
-    "family_of",
-    "read_field",
-    "read_optional",
-]
-
-LayerType = Literal["full_attention", "sliding_attention"]
-LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
-
-Json = Mapping[str, Any]
-T = TypeVar("T")
-
-_MOST_INT = 2**63 - 1
+__all__ = ["FAMILIES", "family_of"]
 
 
-def _full(config: Json, layer: int) -> bool:
-    return False
-
-
-def _sliding_if_windowed(config: Json, layer: int) -> bool:
-    return config.get("sliding_window") is not None
+def _sliding_if_used(config: Json, layer: int) -> bool:
+    return bool(config["use_sliding_window"]) and sliding_if_windowed(config, layer)
 
 
 def _sliding_from_a_layer_on(config: Json, layer: int) -> bool:
@@ -55,55 +35,6 @@ def _last_of_each_pattern_full(config: Json, layer: int) -> bool:
     if pattern < 1:
         raise CheckpointError(f"sliding_window_pattern = {pattern} must be at least 1")
     return (layer + 1) % pattern != 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The traits of all models of one `model_type`."""
-
-    architecture: str
-    """The class name that checkpoints give."""
-    defaults: Json = field(default_factory=dict)
-    """Optional keys of `config.json`, with the defaults of transformers."""
-    is_sliding: Callable[[Json, int], bool] = _full
-    """Whether a layer has a sliding window, if the config does not list `layer_types`."""
-    window_switch: bool = False
-    """Whether `use_sliding_window` of the config switches the window on."""
-    lists_layer_types: bool = False
-    """Whether `layer_types` of the config decides."""
-    attention_bias: bool = True
-    """Whether the projections of attention have biases if the config says so."""
-    mlp_bias: bool = False
-    """Whether the MLP has biases if the config says so."""
-    activation_key: str = "hidden_act"
-    """The key of `config.json` that names the activation of the MLP."""
-    activation: str = "silu"
-    """The activation where the config names none."""
-    qk_norm: bool = False
-    """Each head of the queries and keys is normed before it is rotated."""
-    offset_norms: bool = False
-    """Norms multiply by one plus their weight, in float32, and round afterwards."""
-    output_norms: bool = False
-    """The outputs of attention and MLP are normed before the residual addition."""
-    scaled_embeddings: bool = False
-    """Embeddings are multiplied by the root of the hidden size."""
-    query_scalar: bool = False
-    """Scores are divided by the root of `query_pre_attn_scalar`, not by that of the head size."""
-    score_softcap: bool = False
-    """`attn_logit_softcapping` applies."""
-    logits_softcap: bool = False
-    """`final_logit_softcapping` applies."""
-    two_ropes: bool = False
-    """Sliding layers have rotary parameters of their own."""
-    attention_sinks: bool = False
-    """Each head has an attention sink, a softmax logit without a value (gpt-oss)."""
-    clamped_activation: bool = False
-    """`swiglu_limit` applies: gate and up are clamped, and the activation is
-    (up + 1) * gate * sigmoid(1.702 * gate) (gpt-oss)."""
-    latent: bool = False
-    """Multi-head latent attention."""
-    rope_interleaved: bool | None = False
-    """Whether rotated pairs are neighbours; None: `rope_interleave` of the config says it."""
 
 
 _GEMMA: dict[str, Any] = {
@@ -123,12 +54,37 @@ _GEMMA2 = Family(
     activation_key="hidden_activation",
     activation="gelu_pytorch_tanh",
     offset_norms=True,
-    output_norms=True,
+    layer_norms=LayerNorms(
+        attention_output="post_attention_layernorm",
+        mlp="pre_feedforward_layernorm",
+        mlp_output="post_feedforward_layernorm",
+    ),
     scaled_embeddings=True,
     query_scalar=True,
     score_softcap=True,
     logits_softcap=True,
 )
+_QWEN: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _with_gpt_oss_rope(config: Json) -> Json:
+    if config.get("rope_parameters") is not None or config.get("rope_scaling"):
+        return config
+    return {**config, "rope_parameters": _GPT_OSS_ROPE}
+
+
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -151,22 +107,25 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
             "sliding_window": 4096,
         },
-        is_sliding=_sliding_if_windowed,
-        attention_bias=False,
+        fixed={"attention_bias": False},
+        is_sliding=sliding_if_windowed,
     ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults=_QWEN | {"num_key_value_heads": 32},
+        fixed={"attention_bias": True},
         is_sliding=_sliding_from_a_layer_on,
         window_switch=True,
         lists_layer_types=True,
-        qk_norm=True,
+        output_bias=False,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults=_QWEN | {"num_key_value_heads": 32, "head_dim": 128},
+        is_sliding=_sliding_from_a_layer_on,
+        window_switch=True,
+        lists_layer_types=True,
+        qk_norm="each_head",
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -175,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_GEMMA
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         is_sliding=_last_of_each_pattern_full,
-        qk_norm=True,
+        qk_norm="each_head",
         score_softcap=False,
         two_ropes=True,
     ),
@@ -187,10 +146,15 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
             "first_k_dense_replace": 0,
             "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
         },
         mlp_bias=True,
         latent=True,
         rope_interleaved=True,
+        experts=experts_families.DEEPSEEK_V2,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
@@ -200,11 +164,101 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 1,
             "first_k_dense_replace": 3,
             "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
             "rope_interleave": True,
         },
         latent=True,
         rope_interleaved=None,
+        experts=experts_families.DEEPSEEK_V3,
+        draft_layers=True,
     ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        fixed={"attention_bias": False},
+        is_sliding=sliding_if_windowed,
+        experts=experts_families.MIXTRAL,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults={
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        is_sliding=_sliding_if_used,
+        window_switch=True,
+        qk_norm="each_head",
+        experts=experts_families.QWEN3_MOE,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        fixed={"hidden_act": "silu"},
+        prepare=_with_gpt_oss_rope,
+        is_sliding=_every_second_full,
+        lists_layer_types=True,
+        attention_sinks=True,
+        clamped_activation=True,
+        experts=experts_families.GPT_OSS,
+    ),
+    "llama4_text": Family(
+        architecture="Llama4ForCausalLM",
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "intermediate_size_mlp": 16384,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "use_qk_norm": True,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        prepare=llama4.prepare,
+        lists_layer_types=True,
+        is_unrotated=llama4.is_unrotated,
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        inner_size_key="intermediate_size_mlp",
+        qk_norm="unweighted",
+        chunked=True,
+        tempered=True,
+        rope_interleaved=True,
+        experts=experts_families.LLAMA4,
+    ),
+    **DENSE_FAMILIES,
 }
 """By `model_type`. As in transformers, `attn_logit_softcapping` is ignored for Gemma 3, attention
 biases are ignored for Mistral, and only the logits of the Gemmas are capped."""
@@ -225,32 +279,3 @@ def family_of(config: Json) -> tuple[str, Family]:
             "supported: " + ", ".join(family.architecture for family in FAMILIES.values())
         )
     return str(model_type), family
-
-
-def read_optional(config: Json, name: str, kind: type[T]) -> T | None:
-    """Return a field checked for its type, None if it is absent or null.
-
-    Integers must fit 64 bits, floating-point numbers must be finite.
-    """
-    value = config.get(name)
-    if value is None:
-        return None
-    if kind is float and type(value) is int and abs(value) <= _MOST_INT:
-        value = float(value)
-    if type(value) is not kind:  # not isinstance: to Python, true is an int
-        raise CheckpointError(f"{name} must be of type {kind.__name__}, not {bounded_repr(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CheckpointError(f"{name} = {value} must be a finite number")
-    if isinstance(value, int) and abs(value) > _MOST_INT:
-        raise CheckpointError(f"{name} = {bounded_repr(value)} does not fit 64 bits")
-    return value
-
-
-def read_field(config: Json, name: str, kind: type[T], default: T | None = None) -> T:
-    """Return a field checked for its type; absent and null mean the default, if there is one."""
-    value = read_optional(config, name, kind)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"the config has no {name}")
-    return value

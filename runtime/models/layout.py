@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from ..kernels.ops.layer_operations import Parameter
+from ..kernels.ops.expert_operations import Experts
+from ..kernels.ops.layer_plan import ModelPlan
+from ..kernels.ops.parameter import Cut, Parameter, Source
 from .config import ModelConfig
-from .plan import model_plan
+from .decoder_model import DecoderConfig
+from .plan import model_plan, plan_of
 
-__all__ = ["Parameter", "fused_layout", "weights_per_step"]
+__all__ = [
+    "Cut",
+    "Parameter",
+    "Source",
+    "fused_layout",
+    "plan_weights_per_step",
+    "weights_per_step",
+]
 
 
 def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
@@ -18,11 +28,21 @@ def fused_layout(config: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in model_plan(config).parameters()}
 
 
-def weights_per_step(config: ModelConfig) -> int:
-    """Return how many parameters a decode step multiplies with, however they are stored.
+def weights_per_step(config: DecoderConfig) -> int:
+    """Return how many parameters a token is multiplied with, however they are stored.
 
-    An untied input embedding is left out: a step reads one of its rows per sequence.
+    Of experts these are the chosen and the shared ones. An untied input embedding is left out: a
+    step reads one of its rows per sequence.
     """
-    plan = model_plan(config)
+    return plan_weights_per_step(plan_of(config))
+
+
+def plan_weights_per_step(plan: ModelPlan) -> int:
+    """Return the same for a plan, which may be that of one rank of a tensor-parallel group."""
     unread = 0 if plan.tied else plan.embedding.elements
+    for layer in plan.layers:
+        for op in layer.operations:
+            if isinstance(op, Experts):
+                unused = op.total - op.per_token
+                unread += (op.gate_up.elements + op.down.elements) * unused // op.total
     return sum(parameter.elements for parameter in plan.parameters()) - unread

@@ -11,17 +11,23 @@ from torch.nn import functional as F
 
 from ..kernels import Kernels, dequantise_weight, packed_embedding, quantise_weight
 
-__all__ = ["HeadProjection", "Projection", "RMSNorm", "Vector"]
+__all__ = ["HeadProjection", "Projection", "RMSNorm", "Vector", "mean_square"]
 
 
 class Projection(nn.Module):
-    """A linear layer whose weight is stored in the format of the selected kernels."""
+    """A linear layer whose weight is stored in the format of the selected kernels.
 
-    def __init__(self, kernels: Kernels, out_features: int, in_features: int) -> None:
+    With several `matrices` it holds those of experts, stacked along the first dimension.
+    """
+
+    def __init__(
+        self, kernels: Kernels, out_features: int, in_features: int, matrices: int = 1
+    ) -> None:
         super().__init__()
         self.kernels = kernels
         self.out_features = out_features
         self.in_features = in_features
+        self.matrices = matrices
         self.weight: nn.Parameter | None = None
         self.scales: nn.Parameter | None = None
         """Of weights that are stored in 8 bits: float32 `[out_features]`, or of fp8 a scale for
@@ -44,9 +50,24 @@ class Projection(nn.Module):
         if self.kernels.weights != "model":
             weight, scales = quantise_weight(weight, self.kernels.weights)
             stored["scales"] = scales.to(device)
-        packed = weight if self.kernels.pack is None else self.kernels.pack(weight)
-        stored["weight"] = packed.to(device)
+        stored["weight"] = self._packed(weight).to(device)
         return stored
+
+    def _packed(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.kernels.pack is None:
+            return weight
+        if self.matrices == 1:
+            return self.kernels.pack(weight)
+        matrices = weight.chunk(self.matrices)
+        first = self.kernels.pack(matrices[0])
+        packed = first.new_empty(self.matrices, *first.shape)
+        for place, matrix in zip(packed, matrices, strict=True):
+            place.copy_(self.kernels.pack(matrix))
+        return packed.flatten(0, 1)
+
+    def stored_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the weight as stored, scales included."""
+        return self.kernels.stored_bytes(self.out_features, self.in_features, dtype, self.matrices)
 
     def rows(self, index_T: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight, `[T, in_features]`: the layer used as an embedding."""
@@ -92,11 +113,14 @@ class HeadProjection(nn.Module):
 
 
 class Vector(nn.Module):
-    """Holds a parameter that is stored unchanged."""
+    """Holds a parameter that is stored unchanged, and perhaps a bias."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of the parameter; None: the model's."""
         super().__init__()
+        self.dtype = dtype
         self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
 
 
 class RMSNorm(nn.Module):
@@ -111,11 +135,23 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.weight: nn.Parameter | None = None
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Norm the last dimension; there may be others before it."""
+    def forward(
+        self, x_TD: torch.Tensor, mean_square_T1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Norm the last dimension; there may be others before it.
+
+        `mean_square_T1` is that of a longer vector of which each is a part; None: its own.
+        """
         assert self.weight is not None
         x = x_TD.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if mean_square_T1 is None:
+            mean_square_T1 = mean_square(x)[..., None]
+        x = x * torch.rsqrt(mean_square_T1 + self.eps)
         if self.offset:
             return (x * (1.0 + self.weight.float())).to(x_TD.dtype)
         return self.weight * x.to(x_TD.dtype)
+
+
+def mean_square(x_TD: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the squares of the last dimension, float32 `[T]`."""
+    return x_TD.float().pow(2).mean(-1)

@@ -15,26 +15,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import AttentionForm, Kernels, LayerPlace, RaggedBatch
+from ..kernels import AttentionForm, Experts, ExpertTensors, Kernels, LayerPlace, RaggedBatch
 from ..kernels.ops.activation import gated_activation
+from ..kernels.ops.collectives import Collectives
 from ..kernels.ops.layer_operations import (
     Activate,
+    AllReduce,
     Attend,
+    AttentionTemperature,
     LatentKeys,
     LatentRotate,
     LatentToValues,
     Linear,
     Norm,
     Operation,
-    Parameter,
     QKNorm,
     QueriesToLatent,
     Rotate,
 )
-from .modules import HeadProjection, Projection, RMSNorm, Vector
+from ..kernels.ops.parameter import Parameter
+from .modules import HeadProjection, Projection, RMSNorm, Vector, mean_square
 from .rope import rotate
 
-__all__ = ["LayerStep", "Run", "bind"]
+__all__ = ["LayerStep", "Run", "bind", "collectives_of"]
 
 
 class LayerStep(NamedTuple):
@@ -71,13 +74,15 @@ def bind(
         case Linear():
             return _linear(operation, module, kernels)
         case QKNorm():
-            return _qk_norm(operation, module)
+            return _qk_norm(operation, module, kernels)
         case Rotate():
             return _rotate(operation)
         case Attend():
             return _attend(operation, module, kernels, place, storage)
         case Activate():
             return _activate(operation)
+        case Experts():
+            return _experts(operation, module, kernels)
         case LatentRotate():
             return _latent_rotate(operation)
         case QueriesToLatent():
@@ -86,6 +91,8 @@ def bind(
             return _latent_keys(operation, module)
         case LatentToValues():
             return _latent_to_values(operation, module)
+        case AllReduce():
+            return _all_reduce(kernels)
         case _:
             raise TypeError(f"no plain version of {operation}")
 
@@ -111,10 +118,47 @@ def _on_part(function: Callable[[Tensor], Tensor], part: int | None) -> Run:
     return lambda parts, step: (*parts[:part], function(parts[part]), *parts[part + 1 :])
 
 
-def _qk_norm(op: QKNorm, module: Module) -> Run:
+def _qk_norm(op: QKNorm, module: Module, kernels: Kernels) -> Run:
     q_norm = module(op.q, lambda: RMSNorm(op.eps, offset=op.offset))
     k_norm = module(op.k, lambda: RMSNorm(op.eps, offset=op.offset))
-    return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
+    if not op.all_heads:
+        return lambda qkv, step: (q_norm(qkv[0]), k_norm(qkv[1]), qkv[2])
+    if op.ranks > 1:
+        return _qk_norm_of_ranks(op, q_norm, k_norm, collectives_of(kernels))
+
+    def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
+        q_THE, k_TGE, v_TGE = qkv
+        q_THE = q_norm(q_THE.flatten(1)).view(q_THE.shape)
+        return q_THE, k_norm(k_TGE.flatten(1)).view(k_TGE.shape), v_TGE
+
+    return run
+
+
+def _qk_norm_of_ranks(
+    op: QKNorm, q_norm: RMSNorm, k_norm: RMSNorm, collectives: Collectives
+) -> Run:
+    """The norm over the heads of all ranks, from the sum of their means of squares."""
+
+    def run(qkv: tuple[Tensor, Tensor, Tensor], step: LayerStep) -> tuple[Tensor, Tensor, Tensor]:
+        q_THE, k_TGE, v_TGE = qkv
+        q_TF, k_TF = q_THE.flatten(1), k_TGE.flatten(1)
+        squares_T2 = torch.stack((mean_square(q_TF), mean_square(k_TF)), dim=-1)
+        q_T1, k_T1 = (collectives.all_reduce(squares_T2) / op.ranks).split(1, dim=-1)
+        q_TF, k_TF = q_norm(q_TF, q_T1), k_norm(k_TF, k_T1)
+        return q_TF.view(q_THE.shape), k_TF.view(k_TGE.shape), v_TGE
+
+    return run
+
+
+def collectives_of(kernels: Kernels) -> Collectives:
+    """Return the collectives of the group that a shard of a model belongs to."""
+    assert kernels.collectives is not None, "the kernels of a rank have its collectives"
+    return kernels.collectives
+
+
+def _all_reduce(kernels: Kernels) -> Run:
+    collectives = collectives_of(kernels)
+    return lambda x_TF, step: collectives.all_reduce(x_TF)
 
 
 def _rotate(op: Rotate) -> Run:
@@ -131,10 +175,12 @@ def _rotate(op: Rotate) -> Run:
 def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, storage: str) -> Run:
     sinks = None if op.sinks is None else module(op.sinks, Vector)
     attention, features = kernels.attention, op.features
-    constants = (op.scale, op.window, op.softcap, storage, op.value_dim)
+    constants = (op.scale, op.window, op.softcap, storage, op.value_dim, op.chunk)
 
     def run(value: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         q_THE, k_TGE, *values = value
+        if op.temperature is not None:
+            q_THE = _tempered(q_THE, step.batch.positions, op.temperature)
         form = AttentionForm(*constants, None if sinks is None else sinks.weight)
         v_TGE = values[0] if values else None
         attended_THE = attention(q_THE, k_TGE, v_TGE, step.arena, place, step.batch, form)
@@ -143,9 +189,43 @@ def _attend(op: Attend, module: Module, kernels: Kernels, place: LayerPlace, sto
     return run
 
 
+def _tempered(q_THE: Tensor, positions_T: Tensor, temperature: AttentionTemperature) -> Tensor:
+    """Multiply queries by the temperature of their positions, in float32."""
+    floors_T = torch.floor((positions_T.float() + 1.0) / temperature.floor)
+    factors_T = torch.log1p(floors_T) * temperature.scale + 1.0
+    return (q_THE * factors_T[:, None, None]).to(q_THE.dtype)
+
+
 def _activate(op: Activate) -> Run:
     gated = gated_activation(op)
     return lambda gate_up, step: gated(*gate_up)
+
+
+def _experts(op: Experts, module: Module, kernels: Kernels) -> Run:
+    router = module(op.router, Vector)
+    correction = None
+    if op.correction is not None:
+        dtype = op.correction.dtype
+        correction = module(op.correction, lambda: Vector(dtype))
+
+    def projection(weight: Parameter) -> Any:
+        rows, columns = weight.shape
+        return module(weight, lambda: Projection(kernels, rows, columns, weight.matrices))
+
+    gate_up, down = projection(op.gate_up), projection(op.down)
+    run_experts = kernels.experts
+
+    def run(x_TD: Tensor, step: LayerStep) -> Tensor:
+        tensors = ExpertTensors(
+            router.weight,
+            router.bias,
+            None if correction is None else correction.weight,
+            *(gate_up.weight, gate_up.scales, gate_up.bias),
+            *(down.weight, down.scales, down.bias),
+        )
+        return run_experts(op, x_TD, tensors, step.batch.live_tokens)
+
+    return run
 
 
 def _latent_rotate(op: LatentRotate) -> Run:

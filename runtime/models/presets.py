@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from .config import LatentConfig, LayerType, ModelConfig, Rope, RopeScaling
+from .dense_presets import DENSE_PRESETS
+from .expert_presets import EXPERT_PRESETS
 
 __all__ = ["PRESETS", "preset"]
 
@@ -65,6 +67,23 @@ PRESETS: dict[str, ModelConfig] = {
         intermediate_size=14336,
         num_layers=32,
         num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=_llama3_scaling(8.0),
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        bos_token_id=128000,
+        eos_token_ids=(128001,),
+        torch_dtype="bfloat16",
+    ),
+    "llama-3.1-70b": ModelConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
         num_kv_heads=8,
         head_dim=128,
         rms_norm_eps=1e-5,
@@ -182,6 +201,8 @@ PRESETS: dict[str, ModelConfig] = {
         eos_token_ids=(100001,),
         torch_dtype="bfloat16",
     ),
+    **DENSE_PRESETS,
+    **EXPERT_PRESETS,
 }
 """Name → shapes. The end-of-text tokens are those of the base models."""
 

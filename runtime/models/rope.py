@@ -11,9 +11,19 @@ import torch
 from ..bounded_repr import bounded_repr
 from ..errors import ConfigError
 
-__all__ = ["UNSCALED", "Rope", "RopeScaling", "RopeType", "inverse_frequencies", "rotate"]
+__all__ = [
+    "UNROTATED",
+    "UNSCALED",
+    "Rope",
+    "RopeScaling",
+    "RopeType",
+    "inverse_frequencies",
+    "pair_amplitudes",
+    "pair_exponents",
+    "rotate",
+]
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
 
 _LEAST_NUMBER, _MOST_NUMBER = 1e-9, 1e9
 """Of factors: their logarithms and quotients stay finite in float32."""
@@ -26,7 +36,8 @@ class RopeScaling:
     """How rotary frequencies are scaled for contexts longer than that of the first training.
 
     `linear` divides every frequency by `factor`; `llama3` and `yarn` divide the low ones, keep the
-    high ones and blend those between (see `inverse_frequencies`).
+    high ones and blend those between. `longrope` and `dynamic` depend on the length of the sequence
+    (see `rope_by_length.py`).
 
     Raises:
         ConfigError: the type is unknown, or a number is out of range.
@@ -35,7 +46,8 @@ class RopeScaling:
     type: RopeType = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 8192
-    """`llama3`, `yarn`: context length of the first training, in tokens."""
+    """All but `linear`: context length of the first training, in tokens; `dynamic`: the
+    `max_position_embeddings` of the config."""
     low_freq_factor: float = 1.0
     """`llama3`: frequencies with wavelengths above `original_max_position_embeddings` / this are
     divided by `factor`."""
@@ -49,8 +61,13 @@ class RopeScaling:
     """`yarn`: whether the blend begins and ends at whole pairs. transformers 5.23 reads the key at
     the top level of `rope_parameters` only, and ignores it where parameters are nested by the kind
     of layer, as in Gemma 3; here it counts there too."""
+    short_factor: tuple[float, ...] = ()
+    """`longrope`: divisor of the frequency of each pair, for sequences within the first training's
+    context."""
+    long_factor: tuple[float, ...] = ()
+    """`longrope`: the same for longer sequences."""
     attention_factor: float | None = None
-    """`yarn`: the multiplier of cosines and sines; None: computed from `factor`."""
+    """`yarn`, `longrope`: the multiplier of cosines and sines; None: computed from `factor`."""
     mscale: float | None = None
     """`yarn`: weight of log(factor) in the multiplier of cosines and sines."""
     mscale_all_dim: float | None = None
@@ -65,13 +82,14 @@ class RopeScaling:
             )
         if not 1 <= self.factor <= _MOST_NUMBER:
             raise ConfigError(f"rope factor = {self.factor} must be a number of at least 1{_BOUND}")
-        if self.type in ("llama3", "yarn") and not (
-            1 <= self.original_max_position_embeddings <= _MOST_POSITIONS
+        shortest = 2 if self.type == "longrope" else 1
+        if self.type not in ("default", "linear") and not (
+            shortest <= self.original_max_position_embeddings <= _MOST_POSITIONS
         ):
             raise ConfigError(
                 "rope original_max_position_embeddings = "
-                f"{bounded_repr(self.original_max_position_embeddings)} must be at least 1 and at "
-                f"most {_MOST_POSITIONS}"
+                f"{bounded_repr(self.original_max_position_embeddings)} must be at least "
+                f"{shortest} and at most {_MOST_POSITIONS}"
             )
         if self.type == "llama3" and not (
             _LEAST_NUMBER <= self.low_freq_factor < self.high_freq_factor <= _MOST_NUMBER
@@ -87,21 +105,42 @@ class RopeScaling:
                 f"rope beta_slow = {self.beta_slow} must be above 0 and at most "
                 f"beta_fast = {self.beta_fast}{_BOUND}"
             )
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        for name in ("short_factor", "long_factor"):
+            for value in getattr(self, name):
+                if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+                    raise ConfigError(f"rope {name} lists {value}, not a number above 0{_BOUND}")
+        for name, least in (
+            ("attention_factor", _LEAST_NUMBER),
+            ("mscale", 0.0),
+            ("mscale_all_dim", 0.0),
+        ):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= _MOST_NUMBER:
-                raise ConfigError(f"rope {name} = {value} must be a number of at least 0{_BOUND}")
+            if value is not None and not least <= value <= _MOST_NUMBER:
+                raise ConfigError(
+                    f"rope {name} = {value} must be a number from {least:g} to {_MOST_NUMBER:g}"
+                )
 
     @property
     def amplitude(self) -> float:
-        """Multiplier of cosines and sines; 1 except for `yarn`."""
-        if self.type != "yarn":
+        """Multiplier of cosines and sines; 1 except for `yarn` and `longrope`."""
+        if self.type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.type == "longrope":  # Ding et al. 2024 ("LongRoPE")
+            if self.factor == 1.0:
+                return 1.0
+            return math.sqrt(
+                1.0 + math.log(self.factor) / math.log(self.original_max_position_embeddings)
+            )
         if self.mscale and self.mscale_all_dim:
             return self._log_scale(self.mscale) / self._log_scale(self.mscale_all_dim)
         return self._log_scale(1.0)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the length of the sequence."""
+        return self.type in ("longrope", "dynamic")
 
     @property
     def latent_score_scale(self) -> float:
@@ -123,22 +162,58 @@ class Rope(NamedTuple):
 
     theta: float
     scaling: RopeScaling = UNSCALED
+    partial: float = 1.0
+    """Share of the elements of a head, from the first on, that is rotated; 0: none."""
+
+    def dim(self, head_dim: int) -> int:
+        """Elements that the share amounts to; frequencies are computed from this number."""
+        return int(head_dim * self.partial)
+
+    def rotated_elements(self, head_dim: int) -> int:
+        """Elements of a head that are rotated: `dim`, rounded up to whole pairs."""
+        dim = self.dim(head_dim)
+        return dim + dim % 2
 
 
-def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
-    """Return the angle by which each pair turns per position, in radians: float32 `[dim / 2]`.
+UNROTATED = Rope(1.0, UNSCALED, 0.0)
+"""No rotation."""
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return the angle by which each pair of a head turns per position, in radians.
+
+    Float32 `[head_dim / 2]`; zero for the pairs that are not rotated, which come last. Where
+    frequencies depend on the length, they are those within the first training's context.
+    """
+    frequencies = torch.zeros(head_dim // 2)
+    if dim := rope.dim(head_dim):
+        rotated = _rotated_frequencies(rope, dim)
+        frequencies[: rotated.numel()] = rotated
+    return frequencies
+
+
+def pair_amplitudes(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return the factor of each pair's cosine and sine: float32 `[head_dim / 2]`."""
+    amplitudes = torch.ones(head_dim // 2)
+    amplitudes[: rope.rotated_elements(head_dim) // 2] = rope.scaling.amplitude
+    return amplitudes
+
+
+def _rotated_frequencies(rope: Rope, dim: int) -> torch.Tensor:
+    """Return the frequencies of the rotated pairs, float32 `[ceil(dim / 2)]`.
 
     Without scaling pair i turns by `theta ** (-2i / dim)`. `linear` scaling divides all by the
     factor (Chen et al. 2023). The others weigh by how often a pair turns within the context L of
     the first training, n = L / wavelength: slow pairs are divided by the factor, fast ones kept.
     `llama3` blends linearly in n between `low_freq_factor` and `high_freq_factor` (Llama 3.1);
     `yarn` blends linearly in i between the pairs that turn `beta_fast` and `beta_slow` times (Peng
-    et al. 2023, section 3.2).
+    et al. 2023, section 3.2). `longrope` divides each by a factor of its own (Ding et al. 2024).
     """
-    theta, scaling = rope
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    frequencies: torch.Tensor = 1.0 / (theta**exponents)
-    if scaling.type == "default":
+    scaling = rope.scaling
+    frequencies: torch.Tensor = 1.0 / (rope.theta ** pair_exponents(dim))
+    if scaling.type == "longrope":
+        return frequencies / torch.tensor(scaling.short_factor)
+    if scaling.type in ("default", "dynamic"):
         return frequencies
     stretched = frequencies / scaling.factor
     if scaling.type == "linear":
@@ -149,13 +224,19 @@ def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
         kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     else:
         first, last = _yarn_blend(rope, dim)
-        kept = 1.0 - ((torch.arange(dim // 2) - first) / (last - first)).clamp(0.0, 1.0)
+        pairs = torch.arange(frequencies.numel())
+        kept = 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
     return (1.0 - kept) * stretched + kept * frequencies
+
+
+def pair_exponents(dim: int) -> torch.Tensor:
+    """Return the power of the base by which each pair's frequency is divided: float32, 2i / dim."""
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
 
 
 def _yarn_blend(rope: Rope, dim: int) -> tuple[float, float]:
     """Return the pair numbers where the blend begins and ends; fractions if not truncated."""
-    theta, scaling = rope
+    theta, scaling = rope.theta, rope.scaling
 
     def pair_that_turns(times: float) -> float:
         wavelengths = scaling.original_max_position_embeddings / (times * 2 * math.pi)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
 from ..errors import RequestError
 from ..sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 
-__all__ = ["COUNT_MASK", "MAX_ROW_STOP_IDS", "NUM_INTEGERS", "NUM_REALS", "SamplingState"]
+__all__ = [
+    "COUNT_MASK",
+    "MAX_ROW_STOP_IDS",
+    "NUM_INTEGERS",
+    "NUM_REALS",
+    "RowParameters",
+    "SamplingState",
+]
 
 MAX_ROW_STOP_IDS = 32
 """Stop ids that `min_tokens` can forbid in a row: the request's own and those of its model."""
@@ -28,6 +36,17 @@ COUNT_MASK = _IN_PROMPT - 1
 _MIN_DIVISOR = 1e-30
 """Smaller temperatures and repetition penalties are raised to it. It is a normal float32 (the
 device may flush others to zero), and logits divided by it stay finite."""
+
+
+class RowParameters(NamedTuple):
+    """The values of a row of `SamplingState`, on the host."""
+
+    reals: torch.Tensor
+    """float32 `[6 + 300]`."""
+    integers: torch.Tensor
+    """int64 `[3 + 300 + 32]`."""
+    token_counts: torch.Tensor | None
+    """int32 `[V]`; None for a row without penalties, whose counts are not used."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +114,30 @@ class SamplingState:
         output_ids: Sequence[int],
         stop_token_ids: Sequence[int],
     ) -> None:
-        """Assign a row to a request: two copies to the device, three if the request uses penalties.
+        """Assign a row to a request; see `row_parameters` and `store_row`."""
+        self.store_row(
+            row,
+            self.row_parameters(
+                params,
+                seed=seed,
+                prompt_ids=prompt_ids,
+                output_ids=output_ids,
+                stop_token_ids=stop_token_ids,
+            ),
+        )
 
-        State of the row's previous request has no effect afterwards. The copies are ordered on the
-        current stream, so they take effect between the steps launched before and after this call.
+    def row_parameters(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+    ) -> RowParameters:
+        """Return the values of the row of a request.
 
         Args:
-            row: 0 to max_num_seqs - 1.
             params: the request's sampling parameters.
             seed: selects the request's stream of random numbers, 0 to 2^63 - 1.
             prompt_ids: its prompt.
@@ -109,10 +145,9 @@ class SamplingState:
             stop_token_ids: every id that ends it, at most 32 of them if it has `min_tokens`.
 
         Raises:
-            RequestError: too many stop ids, or an id outside the vocabulary. The row is unchanged.
+            RequestError: too many stop ids, or an id outside the vocabulary.
         """
-        num_rows, vocab_size = self.token_counts.shape
-        assert 0 <= row < num_rows - 1, "the null row belongs to no request"
+        vocab_size = self.token_counts.shape[1]
         params.check_vocabulary(vocab_size)
         stop_ids: tuple[int, ...] = ()
         if params.min_tokens:  # an id that the model has no logit for cannot be drawn anyway
@@ -124,14 +159,30 @@ class SamplingState:
             )
         ban_until = len(prompt_ids) + params.min_tokens if stop_ids else 0
         integers = _row_integers(params, seed, ban_until, stop_ids, vocab_size)
+        counts = None
         if params.uses_penalties:
             counts = torch.bincount(
                 torch.tensor(output_ids, dtype=torch.int64), minlength=vocab_size
             )
             counts[torch.tensor(prompt_ids, dtype=torch.int64)] |= _IN_PROMPT
-            _copy(counts.to(torch.int32), self.token_counts[row])
-        _copy(torch.tensor(_row_reals(params), dtype=torch.float32), self.reals[row])
-        _copy(torch.tensor(integers, dtype=torch.int64), self.integers[row])
+            counts = counts.to(torch.int32)
+        return RowParameters(
+            torch.tensor(_row_reals(params), dtype=torch.float32),
+            torch.tensor(integers, dtype=torch.int64),
+            counts,
+        )
+
+    def store_row(self, row: int, parameters: RowParameters) -> None:
+        """Assign a row: two copies to the device, three if the request uses penalties.
+
+        State of the row's previous request has no effect afterwards. The copies are ordered on the
+        current stream, so they take effect between the steps launched before and after this call.
+        """
+        assert 0 <= row < self.token_counts.shape[0] - 1, "the null row belongs to no request"
+        if parameters.token_counts is not None:
+            _copy(parameters.token_counts, self.token_counts[row])
+        _copy(parameters.reals, self.reals[row])
+        _copy(parameters.integers, self.integers[row])
 
 
 def _biases(params: SamplingParams) -> dict[int, float]:

@@ -75,4 +75,8 @@ class AdmissionControl:
             or self._cache.is_swapped(request.id)
         ):
             return []
-        return [sibling for sibling in request.siblings if sibling in self._running.rows]
+        return [
+            sibling
+            for sibling in request.siblings
+            if sibling in self._running.rows and sibling.rope_length == request.rope_length
+        ]

@@ -23,6 +23,10 @@ row. So the last tokens of a request are decoded one per launch, and no request 
 tokens of later steps. Waiting requests do not prevent such launches. They wait longer, because a
 row that ends within a launch is freed only after it.
 
+A sequence that outgrows the context of its rotary parameters can lose its keys and values (see
+`RopeLengths.recompute_above`). It is preempted without a copy, and recomputed at its next
+admission.
+
 An admitted request reuses what is cached: its own swapped blocks, the prompt of a sibling, or
 blocks with the same content (see `cache/kv_cache.py`).
 """
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 from ...cache.kv_cache import KVCache, TableChange
 from ..request import Request, RequestStatus
+from ..rope_lengths import RopeLengths
 from .admission import AdmissionControl
 from .headroom import Headroom
 from .next_events import NextEvents
@@ -47,7 +52,8 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Owns the queue, the rows and, through `KVCache`, the blocks.
 
-    Does not change requests, except for their cached block hashes.
+    Does not change requests, except for their cached block hashes, and their rope lengths, on which
+    these depend.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Scheduler:
         step_budget: StepBudget | None = None,
         steps_per_launch: int = 1,
         tokens_per_row: int = 1,
+        rope_lengths: RopeLengths | None = None,
     ) -> None:
         """Plan decode steps of one token per row, or verify steps of up to `tokens_per_row`."""
         assert max_batch_tokens > max_num_seqs * tokens_per_row
@@ -80,6 +87,7 @@ class Scheduler:
         self.steps_per_launch = steps_per_launch
         self.tokens_per_row = tokens_per_row
         self._step_budget = step_budget
+        self._rope_lengths = rope_lengths or RopeLengths()
         self._waiting = WaitingQueue()
         self._num_steps = 0  # planned so far; counts each decode step of a launch
         self._next_events = NextEvents()
@@ -100,6 +108,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Alone it must fit into the cache."""
+        request.outgrown_at = self._rope_lengths.outgrown_at(request.rope_length)
         self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
@@ -195,6 +204,9 @@ class Scheduler:
                     running.stop_decoding(request)
                 running.ending.add(request)
                 continue
+            if request.num_computed >= request.outgrown_at:
+                self._preempt(plan, request, may_swap=False)
+                continue
             stop = request.num_computed + self._next_count(request)
             if self._make_room(plan, request, stop, may_leave=True):
                 if request not in due or request in running.ending:
@@ -212,7 +224,7 @@ class Scheduler:
         soon = self._next_events.between(self._num_steps + 1, self._num_steps + steps)
         lacking = 0
         for request in soon:
-            if request.num_unsampled < steps:
+            if self._next_count(request, steps) < steps:
                 return
             lacking += self.cache.lacking(request.id, request.num_computed + steps)
         if lacking > self.cache.num_free_blocks:
@@ -237,13 +249,32 @@ class Scheduler:
         steps = tokens // self.tokens_per_row
         self._next_events.schedule(request, self._num_steps + max(least, steps))
 
-    def _next_count(self, request: Request) -> int:
-        """Return the number of tokens in the next span of a decoding request."""
-        return min(self.tokens_per_row, request.num_unsampled)
+    def _next_count(self, request: Request, most: int | None = None) -> int:
+        """Return the number of tokens in the next span of a decoding request.
+
+        At most `most`, which is `tokens_per_row` if it is None.
+        """
+        left = request.outgrown_at - request.num_computed
+        return min(most or self.tokens_per_row, request.num_unsampled, left)
 
     def _quiet_until(self, request: Request) -> int:
         """First position whose token requires a change of the request's blocks."""
-        return min(self.cache.quiet_until(request.id), self._publishing.next_at(request))
+        return min(
+            self.cache.quiet_until(request.id),
+            self._publishing.next_at(request),
+            request.outgrown_at,
+        )
+
+    def _outgrow(self, request: Request) -> None:
+        """Before an admission: let a sequence that became too long be computed for its length."""
+        if request.num_tokens <= request.outgrown_at:
+            return
+        self.cache.forget_swapped(request.id)
+        request.rope_length = request.num_tokens
+        request.outgrown_at = self._rope_lengths.outgrown_at(request.rope_length)
+        if request.prefix_hashes is not None:
+            variant = self._rope_lengths.variant(request.rope_length)
+            request.prefix_hashes = request.prefix_hashes.restarted(variant)
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         running = self._running
@@ -265,6 +296,7 @@ class Scheduler:
             head = self._waiting.head()
             if head is None:
                 break
+            self._outgrow(head)
             if self._admission.waits_for_sibling(head):  # does not block later requests
                 self._waiting.pop()
                 aside.append(head)
@@ -331,13 +363,13 @@ class Scheduler:
         dropped = self.cache.slide(request.id, request.least_computed)
         self._update_tables(plan, request, dropped)
 
-    def _preempt(self, plan: StepPlan, victim: Request) -> None:
+    def _preempt(self, plan: StepPlan, victim: Request, *, may_swap: bool = True) -> None:
         plan.prefill = [chunk for chunk in plan.prefill if chunk.request is not victim]
         self._publishing.publish(victim)
         pairs = None
         num_tokens = victim.least_computed
         num_blocks = self.cache.num_blocks_of(victim.id, num_tokens)
-        if self.preemption.swaps(num_blocks, num_tokens):
+        if may_swap and self.preemption.swaps(num_blocks, num_tokens):
             pairs = self.cache.swap_out(victim.id, num_tokens)
         if pairs is None:
             self.cache.release(victim.id)

@@ -91,7 +91,7 @@ class Dispatcher:
         self,
         handle: RequestHandle,
         engine: Engine | None,
-        refusal: Callable[[], Exception],
+        refusal: Callable[[], Exception | None],
         now_ns: int,
     ) -> None:
         """Queue a prepared request, or end it with the reason why it is refused.
@@ -99,7 +99,7 @@ class Dispatcher:
         Args:
             handle: was prepared, unless it has ended.
             engine: runs it; None if there is none.
-            refusal: returns why there is no engine.
+            refusal: returns why requests do not wait for an engine; None if it restarts.
             now_ns: the time.
         """
         group = handle.prepared
@@ -114,12 +114,16 @@ class Dispatcher:
         handle.group = group
         handle.num_prompt_tokens = len(group.prompt_ids)
         due = [ns for ns in (handle.deadline_ns, handle.first_token_deadline_ns) if ns is not None]
-        if engine is None:
-            self._refuse(handle, refusal())
+        if engine is None and (reason := refusal()) is not None:
+            self._refuse(handle, reason)
         elif due and min(due) <= now_ns:
             self.limits.leave(handle)
             self.abort(handle, engine, "deadline")
-        elif due and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0:
+        elif (
+            engine is not None
+            and due
+            and (late := self._predict_delay(handle, engine, min(due), now_ns)) > 0
+        ):
             self._refuse(
                 handle,
                 DeadlineUnreachableError(

@@ -144,6 +144,28 @@ class ManagedEngine:
         self._check_process()
         return await asyncio.wrap_future(self._thread.run(self._stats))
 
+    async def cached_hashes(self, most: int) -> list[bytes]:
+        """Return the hashes of up to `most` cached blocks; see `Engine.cached_hashes`.
+
+        They are copied between two steps, and listed in another thread.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        self._check_process()
+        copy = self._thread.run(lambda: self._supervisor.check_started().cached_hashes())
+        return await asyncio.to_thread(await asyncio.wrap_future(copy), most)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop the prefix cache between two steps; see `Engine.reset_prefix_cache`.
+
+        Raises:
+            EngineUnavailableError, EngineFailedError, EngineClosedError: there is no engine.
+        """
+        self._check_process()
+        reset = self._thread.run(lambda: self._supervisor.check_started().reset_prefix_cache())
+        await asyncio.wrap_future(reset)
+
     @property
     def tokenizer(self) -> TextTokenizer | None:
         """The tokenizer of the model; None for presets and without a `tokenizer.json`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from ..errors import OverloadedError
@@ -29,6 +30,12 @@ class QueueLimits:
     def num_requests(self) -> int:
         """Requests that wait."""
         return len(self._tokens)
+
+    def oldest_wait(self) -> float:
+        """Return the seconds since the oldest of the waiting requests was submitted; 0 for none."""
+        with self._lock:
+            oldest = next(iter(self._tokens), None)
+        return 0.0 if oldest is None else (time.perf_counter_ns() - oldest.submitted_ns) / 1e9
 
     def enter(self, handle: RequestHandle) -> None:
         """Count a request.

@@ -29,6 +29,8 @@ class ServiceSnapshot(NamedTuple):
     """Requests that wait for a row, those being tokenised included."""
     queued_tokens: int
     """Their prompt tokens."""
+    oldest_wait: float
+    """Seconds that the oldest of them has waited; 0 without any."""
     restarts: int
     """Restarts after failures."""
 
@@ -53,5 +55,6 @@ class ServiceSnapshot(NamedTuple):
             timeline,
             limits.num_requests,
             limits.num_tokens,
+            limits.oldest_wait(),
             supervisor.num_restarts,
         )

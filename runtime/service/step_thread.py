@@ -237,7 +237,11 @@ class StepThread:
         return None if due is None else max(due - time.perf_counter_ns(), 0) / 1e9
 
     def _admit(self, handle: RequestHandle) -> None:
-        refusal = partial(self.supervisor.refusal, self.supervisor.phase)
+        supervisor = self.supervisor
+
+        def refusal() -> StepgraphError | None:
+            return None if supervisor.restart_ns is not None else supervisor.refusal()
+
         self.dispatcher.admit(handle, self.engine, refusal, time.perf_counter_ns())
         if self._ended:
             self.dispatcher.flush()

@@ -21,7 +21,8 @@ from ..execution.sample_steps import SampleCase, SampleSteps
 from ..execution.step_functions import StepKey
 from ..kernels.ops.kv_storage import read_blocks
 from ..kernels.triton.backend import gpu_kernels
-from ..kernels.triton.fusion import fuse
+from ..kernels.triton.expert_routing import Routed
+from ..kernels.triton.fusion import Fused, Mixture, fuse
 from ..kernels.triton.linear import GpuLinear, Pending
 from ..kernels.triton.operation_check import WRITES, OutputCopies, written_tensors
 from ..kernels.triton.operations import Operations
@@ -100,7 +101,8 @@ class KernelCase:
         return first.shape[0]
 
     def _results_of(self, given: BoundArguments, returned: Sequence[Tensor]) -> list[Tensor]:
-        """What is written and, of the head, the logits and that of the best chunk's token."""
+        """What is written; of the head the logits and that of the best chunk's token, of a router
+        the logits and the weights."""
 
         def newest(arena: Tensor) -> Tensor:
             """Keys and values that a decode step writes, dequantised."""
@@ -117,7 +119,9 @@ class KernelCase:
 
         written = written_tensors(given, self._writes, newest)
         found = [tensor for parameter, tensor in written if parameter != "counters"]
-        if returned:
+        if isinstance(returned, Routed):  # experts with equal scores may be chosen for others
+            found += [returned.logits, returned.weights]
+        elif returned:
             logits_TV, maxima_TC, ids_TC = returned
             id_T1 = ids_TC.gather(1, maxima_TC.argmax(1, keepdim=True)).long()
             found += [logits_TV, logits_TV.gather(1, id_T1)]
@@ -136,7 +140,7 @@ def decode_cases(
     """Return the kernels of a layer that decodes, and the projection to the vocabulary.
 
     Args:
-        model: one that `kernel_obstacle` has nothing against.
+        model: one that `fusion_obstacle` has nothing against.
         config: device, dtype, storage of weights and cache, block size.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
         context: tokens of each row, the newest included.
@@ -144,9 +148,7 @@ def decode_cases(
         operations: that run; None: the Triton kernels.
     """
     layers = copies + 1  # The first has no output of the one before it to norm and add.
-    model = dataclasses.replace(
-        model, num_layers=layers, layer_types=model.layer_types[:1] * layers
-    )
+    model = model.with_layers([0] * layers)
     recorded: list[tuple[str, BoundArguments]] = []
     kernels = gpu_kernels(config.weights, _recording(recorded))
     key = StepKey("decode", rows, -(-context // config.block_size), False)
@@ -162,7 +164,7 @@ def decode_cases(
             partials.m.normal_()
             partials.l.uniform_(0.5, 1.5)
     native = operations or Operations.native()
-    names = [fused.name for fused in fuse(model_plan(model).layers[0])]
+    names = [name for fused in fuse(model_plan(model).layers[0]) for name in _names(fused)]
     cases = []
     for at, name in enumerate(names, start=len(names)):
         operation, _ = of_layers[at]
@@ -174,6 +176,11 @@ def decode_cases(
         (linear,) = _linears(head)
         heads[1].arguments["linear_"] = cloned(linear)
     return [*cases, KernelCase("head", "head", native, heads)]
+
+
+def _names(fused: Fused) -> tuple[str, ...]:
+    """The names of the operations that compute a part of a layer, in order."""
+    return fused.operations if isinstance(fused, Mixture) else (fused.name,)
 
 
 def _recording(calls: list[tuple[str, BoundArguments]]) -> Operations:

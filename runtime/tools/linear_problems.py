@@ -147,7 +147,8 @@ def problems_of(
     taken. Raises ValueError for more rows than the kernels take.
     """
     plan = model_plan(model)
-    layer, attend, head = fuse(plan.layers[0]), plan.layers[0].attend, plan.head
+    layer = [fused for kind in dict.fromkeys(plan.layers) for fused in fuse(kind)]
+    attend, head = plan.layers[0].attend, plan.head
     gelu = any(isinstance(fused, GateUp) and fused.gelu for fused in layer)
     normed = any(isinstance(fused, ResidualLinear) and fused.norm is not None for fused in layer)
     shapes: list[tuple[str, int, int]] = []
@@ -164,7 +165,7 @@ def problems_of(
         splits = choose_splits(
             count, attend.kv_heads, model.max_position_embeddings, multiprocessors
         )
-        for kernel, n, k in shapes:
+        for kernel, n, k in dict.fromkeys(shapes):
             combines = kernel == "combine_output"
             if combines and count > FEW_ROWS:
                 continue

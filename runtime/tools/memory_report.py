@@ -19,9 +19,11 @@ from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine
 from ..kernels import Kernels, Mode, kernels_for, native_obstacle, select_kernels
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint
-from ..models.config import ModelConfig
-from ..models.plan import model_plan
+from ..models.decoder_model import DecoderConfig
+from ..models.plan import plan_of, shard_config
 from ..resolved_config import ResolvedConfig, resolve_kernels
+from .expert_report import describe_experts
+from .shard_report import describe_shard
 
 __all__ = ["explain_memory", "parse_bytes", "resolve_absent"]
 
@@ -64,16 +66,19 @@ def explain_memory(
     Args:
         source: as `Engine.from_pretrained`; only the configuration is read.
         config: how the engine would run; `device` and `mode` are those of a CUDA device in its
-            fastest mode where `device_memory` is given and they are `auto`.
+            fastest mode where `device_memory` is given and they are `auto`. With `tensor_parallel`
+            the plan is that of the first rank; those of others differ by a row of the vocabulary.
         device_memory: bytes of a hypothetical device; None: the device of `config` with its free
-            memory.
+            memory. Ranks on a CPU share its memory equally.
 
     Raises:
         CheckpointError: as `Engine.from_pretrained`.
         ConfigError: the configuration cannot work with this model.
         MemoryBudgetError: the device has no room for the model and the smallest cache.
     """
-    model = resolve_source(source, config_only=True).config
+    whole = resolve_source(source, config_only=True, model_impl=config.model_impl).config
+    ranks = config.tensor_parallel
+    model = shard_config(whole, 0, ranks)
     if device_memory is None:
         resolved = ResolvedConfig.resolve(config, model)
         memory = DeviceMemory.of(resolved.device)
@@ -84,10 +89,16 @@ def explain_memory(
         shared = resolved.device.type == "cpu"
         memory = DeviceMemory(device_memory, shared, device_memory if shared else host)
         place = f"{resolved.device.type} with {format_bytes(device_memory)}"
+    if resolved.device.type == "cpu" and ranks > 1:
+        memory = dataclasses.replace(
+            memory,
+            available=memory.available // ranks,
+            host_available=memory.host_available // ranks,
+        )
     kernels = select_kernels(
         resolved.device, resolved.mode, resolved.dtype, resolved.weights, resolved.kernels
     )
-    kernels = kernels_for(kernels, model_plan(model))
+    kernels = kernels_for(kernels, plan_of(model))
     groups = layer_groups(model, resolved)
     plan = plan_engine(model, resolved, kernels, groups, memory)
     question = _Question(model, resolved, kernels, memory, plan.budget_bytes)
@@ -100,6 +111,8 @@ def explain_memory(
             f"{source} in {dtype}{weights}, cache in {stored}, on {place}, {resolved.mode}, "
             f"{config.max_num_seqs} {_rows(config.max_num_seqs)}",
             f"layer groups: {len(groups)}; cache of a token: {format_bytes(kv)}",
+            *describe_shard(plan_of(whole), plan_of(model), kernels, resolved.dtype),
+            *describe_experts(plan_of(model), config.max_num_seqs),
             "",
             plan.format(),
             "",
@@ -108,14 +121,14 @@ def explain_memory(
     )
 
 
-def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+def resolve_absent(config: EngineConfig, model: DecoderConfig) -> ResolvedConfig:
     """Make the choices of `ResolvedConfig.resolve` without asking for the device."""
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
         return ResolvedConfig.resolve(config, model)
     on_cpu = dataclasses.replace(config, device="cpu", mode="eager", kernels="torch")
     resolved = ResolvedConfig.resolve(on_cpu, model)
     mode = cast(Mode, "graph" if config.mode == "auto" else config.mode)
-    obstacle = native_obstacle("cuda", resolved.dtype, resolved.weights, model_plan(model))
+    obstacle = native_obstacle("cuda", resolved.dtype, resolved.weights, plan_of(model))
     return dataclasses.replace(
         resolved,
         user=config,
@@ -130,7 +143,7 @@ def resolve_absent(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
 class _Question:
     """Which contexts and numbers of rows fit a device."""
 
-    model: ModelConfig
+    model: DecoderConfig
     config: ResolvedConfig
     kernels: Kernels
     memory: DeviceMemory

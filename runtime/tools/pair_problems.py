@@ -83,9 +83,12 @@ def pair_problems(
 ) -> Iterator[PairProblem]:
     """Yield the pairs of a model's layers for each class of up to four rows.
 
-    Yields nothing for models that norm the outputs of attention and the MLP.
+    Yields nothing for models that norm the outputs of attention and the MLP, and for models with
+    layers of several shapes.
     """
     plan, size = model_plan(model), (quantised_dtype(weights) or dtype).itemsize
+    if not plan.is_uniform:
+        return
     layer = fuse(plan.layers[0])
     few = [count for count in sorted(rows) if count <= FEW_ROWS]
     for count in {row_class(count): count for count in few}.values():

@@ -75,7 +75,7 @@ def record_steps(
         CheckpointError: as `Engine.from_pretrained`.
         ConfigError: the configuration cannot work with this model.
     """
-    model = resolve_source(source, config_only=True).config
+    model = resolve_source(source, config_only=True).native
     config = dataclasses.replace(config, device="cuda", mode="graph")
     resolved = dataclasses.replace(resolve_absent(config, model), max_num_seqs=max(rows))
     groups = layer_groups(model, resolved)
@@ -100,7 +100,14 @@ def record_steps(
         decoder,
         arena.tensor,
         resolved.block_size,
-        RowState.allocate(max(rows), len(groups), read_blocks, model.vocab_size, _META),
+        RowState.allocate(
+            max(rows),
+            len(groups),
+            read_blocks,
+            model.vocab_size,
+            _META,
+            rope_by_length=decoder.plan.rope_by_length,
+        ),
         StepInputs(
             **{
                 name: torch.empty(spec.shape, dtype=spec.dtype, device=_META)
@@ -146,7 +153,7 @@ def record_paged_attention(
 
     Raises as `record_steps`.
     """
-    model = resolve_source(source, config_only=True).config
+    model = resolve_source(source, config_only=True).native
     resolved = resolve_absent(dataclasses.replace(config, device="cuda", mode="graph"), model)
     attend = model_plan(model).layers[0].attend
     form = AttentionForm(

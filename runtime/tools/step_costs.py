@@ -19,9 +19,19 @@ from typing import NamedTuple
 
 from ...profiling.kernel_names import OperationCost
 from ...profiling.roofline import floor_seconds
-from ..kernels.ops.layer_operations import Linear, Norm
-from ..kernels.ops.layer_plan import ModelPlan
-from ..kernels.triton.fusion import Activation, Attention, Fused, GateUp, ResidualLinear, fuse
+from ..kernels.ops.layer_operations import AllReduce, Linear, Norm
+from ..kernels.ops.layer_plan import LayerPlan, ModelPlan
+from ..kernels.triton.fusion import (
+    Activation,
+    Attention,
+    Fused,
+    GateUp,
+    Mixture,
+    NormLinear,
+    ResidualLinear,
+    fuse,
+)
+from .expert_costs import mixture_costs
 
 __all__ = [
     "DEPENDENT_EDGE_SECONDS",
@@ -33,6 +43,7 @@ __all__ = [
     "kernel_costs",
     "operation_costs",
     "predicted_seconds",
+    "without_collectives",
 ]
 
 EDGE_SECONDS = 1.3e-6
@@ -145,7 +156,8 @@ def kernel_costs(
     not they are tied. Attention has an entry for each window size.
 
     Args:
-        plan: the model.
+        plan: the model, or the part of it that a rank of a tensor-parallel group has; its
+            collective operations are left out.
         sizes: bytes of its stored tensors.
         rows: rows that decode, without padding.
         context: tokens of each row, including the newest.
@@ -158,13 +170,25 @@ def kernel_costs(
     for name, value in (("rows", rows), ("context", context), ("splits", splits)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    plan = without_collectives(plan)
     step = _Step(plan, sizes, rows, context, splits, parts)
     layers = {layer: fuse(layer) for layer in dict.fromkeys(plan.layers)}
-    counted = Counter(step.cost(fused) for layer in plan.layers for fused in layers[layer])
+    counted = Counter(
+        cost for layer in plan.layers for fused in layers[layer] for cost in step.costs(fused)
+    )
     names = list(dict.fromkeys(cost.name for cost in counted))
     in_order = sorted(counted.items(), key=lambda item: names.index(item[0].name))
     launched = (replace(cost, launches=count) for cost, count in in_order)
     return (step.begin(), *launched, *step.ends())
+
+
+def without_collectives(plan: ModelPlan) -> ModelPlan:
+    """Return a plan without collective operations, which `link_costs.py` counts."""
+    layers = {
+        layer: LayerPlan(tuple(op for op in layer.operations if not isinstance(op, AllReduce)))
+        for layer in dict.fromkeys(plan.layers)
+    }
+    return replace(plan, layers=tuple(layers[layer] for layer in plan.layers))
 
 
 @dataclass(frozen=True)
@@ -197,7 +221,20 @@ class _Step:
         rows = self.sizes.matrix_bytes(self.rows, self.plan.hidden_size)
         return _cost("begin", 0, rows + self._x + self.plan.rope_kinds * self._rotations)
 
-    def cost(self, fused: Fused) -> KernelCost:
+    def costs(self, fused: Fused) -> Iterator[KernelCost]:
+        """Yield the costs of the operations that compute a part of a layer."""
+        if not isinstance(fused, Mixture):
+            yield self._cost(fused)
+            return
+        sizes = self.sizes
+        for name, weights, other, kernels in mixture_costs(
+            fused, sizes.matrix_bytes, sizes.element_bytes, rows=self.rows
+        ):
+            yield _cost(name, weights, other, _Product(parts=1, kernels=kernels))
+
+    def _cost(
+        self, fused: NormLinear | GateUp | Attention | ResidualLinear | Activation
+    ) -> KernelCost:
         """Return the cost of one launch of a kernel of a layer."""
         name = fused.name
         if isinstance(fused, Attention):
@@ -223,7 +260,7 @@ class _Step:
 
         greedy writes the token twice, to the row and to the step's output, and its position.
         """
-        plan, vocabulary = self.plan, self.plan.vocab_size
+        plan, vocabulary = self.plan, self.plan.head.out_features
         product = self._product("head", vocabulary, plan.hidden_size, normed=True)
         if product.parts == 0:  # the head writes the logits in any case
             product = product._replace(bytes=product.bytes - self._activations(vocabulary))
@@ -238,7 +275,7 @@ class _Step:
         attend, rows = fused.attend, self.rows
         qkv = self._activations(attend.query_features + 2 * attend.kv_features)
         position = attend.sides * attend.kv_heads * self.sizes.kv_vector_bytes
-        norms = () if fused.qk_norm is None else fused.qk_norm.parameters
+        vectors = attend.parameters + (() if fused.qk_norm is None else fused.qk_norm.parameters)
         # Up to four rows the next kernel reads the partials, above that attention itself.
         if self._few:
             written = self._partials(attend.features)
@@ -249,11 +286,11 @@ class _Step:
         return replace(
             _cost(
                 fused.name,
-                sum(norm.elements for norm in norms) * self.sizes.element_bytes,
+                sum(vector.elements for vector in vectors) * self.sizes.element_bytes,
                 qkv + self._rotations + rows * position + written,
             ),
-            cache_bytes=rows * min(self.context, attend.window or self.context) * position,
-            window=attend.window or None,
+            cache_bytes=rows * min(self.context, attend.reach or self.context) * position,
+            window=attend.reach or None,
         )
 
     def _activations(self, features: int) -> int:

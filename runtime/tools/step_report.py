@@ -12,15 +12,17 @@ from ...profiling.roofline import floor_seconds
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels import stored_bytes
+from ..kernels.ops.layer_plan import ModelPlan
 from ..kernels.ops.weight_storage import quantised_dtype
-from ..kernels.triton.fusion import kernel_obstacle
+from ..kernels.triton.fusion import fusion_obstacle
 from ..kernels.triton.linear import ROW_CLASSES
 from ..kernels.triton.linear_configs import default_config
-from ..kernels.triton.splits import choose_splits
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
 from ..resolved_config import ResolvedConfig
+from .expert_report import describe_experts
+from .group_costs import MULTIPROCESSORS, check_kernels, group_step
 from .step_costs import (
     DEPENDENT_EDGE_SECONDS,
     EDGE_SECONDS,
@@ -33,10 +35,15 @@ from .step_costs import (
     predicted_seconds,
 )
 
-__all__ = ["decode_operation_costs", "explain_step", "stored_sizes", "untuned_parts"]
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200 (SXM)."""
+__all__ = [
+    "MULTIPROCESSORS",
+    "decode_operation_costs",
+    "describe_point",
+    "explain_step",
+    "read_model",
+    "stored_sizes",
+    "untuned_parts",
+]
 
 
 def explain_step(
@@ -56,7 +63,35 @@ def explain_step(
         ConfigError: the configuration cannot work with this model, or its layers are made of
             other kernels, as those of latent attention are.
     """
-    model = resolve_source(source, config_only=True).config
+    model, plan, resolved = read_model(source, config, context)
+    step = group_step(
+        (plan,),
+        stored_sizes(resolved, model.head_dim),
+        untuned_parts(resolved, rows, MULTIPROCESSORS),
+        rows=rows,
+        context=context,
+    )
+    return "\n".join(
+        [
+            describe_point(source, resolved, rows, context, bandwidth),
+            "",
+            _step_table(step.slowest, bandwidth),
+            "",
+            *describe_experts(plan, rows),
+            _summary(step.slowest, bandwidth),
+        ]
+    )
+
+
+def read_model(
+    source: str | Path, config: EngineConfig, context: int
+) -> tuple[ModelConfig, ModelPlan, ResolvedConfig]:
+    """Return a model whose decode steps are made of the kernels that are counted here.
+
+    Raises:
+        CheckpointError, ConfigError: as `explain_step`.
+    """
+    model = resolve_source(source, config_only=True, model_impl=config.model_impl).native
     # The device can be hypothetical and does not determine dtypes.
     resolved = ResolvedConfig.resolve(
         dataclasses.replace(config, device="cpu", mode="eager"), model
@@ -66,29 +101,17 @@ def explain_step(
             f"a context of {context} exceeds the {resolved.max_model_len} positions of the model"
         )
     plan = model_plan(model)
-    if (obstacle := kernel_obstacle(plan)) is not None:
-        raise ConfigError(
-            f"the layers of a model with {obstacle} are not made of the kernels that are counted"
-            " here"
-        )
-    splits = choose_splits(rows, model.num_kv_heads, context, MULTIPROCESSORS)
-    costs = kernel_costs(
-        plan,
-        stored_sizes(resolved, model.head_dim),
-        rows=rows,
-        context=context,
-        splits=splits,
-        parts=untuned_parts(resolved, rows, MULTIPROCESSORS),
-    )
-    return "\n".join(
-        [
-            f"{source} in {_dtypes(resolved)}, {rows} {'row' if rows == 1 else 'rows'} of"
-            f" {context:,} tokens at {bandwidth / 1e9:,.0f} GB/s",
-            "",
-            _step_table(costs, bandwidth),
-            "",
-            _summary(costs, bandwidth),
-        ]
+    check_kernels(plan)
+    return model, plan, resolved
+
+
+def describe_point(
+    source: str | Path, config: ResolvedConfig, rows: int, context: int, bandwidth: float
+) -> str:
+    """Return what is predicted, in a line."""
+    return (
+        f"{source} in {_dtypes(config)}, {rows} {'row' if rows == 1 else 'rows'} of"
+        f" {context:,} tokens at {bandwidth / 1e9:,.0f} GB/s"
     )
 
 
@@ -106,7 +129,7 @@ def decode_operation_costs(
         context: tokens of each, the newest included.
     """
     plan = model_plan(model)
-    if kernel_obstacle(plan) is not None:
+    if fusion_obstacle(plan) is not None:
         return []
     # What splits of attention move on top is written by one kernel for the next: not counted here.
     sizes = stored_sizes(config, model.head_dim)

@@ -1,4 +1,4 @@
-"""Tune the linear layers of models for the CUDA device of this machine, once.
+"""Tune the linear layers and experts of models for the CUDA device of this machine, once.
 
 python -m stepgraph.runtime.tools.tune --model preset:llama-3.2-1b --rows 1 2 4 8 16 32
 
@@ -19,7 +19,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, StepgraphError
-from ..kernels.triton.fusion import kernel_obstacle
+from ..kernels.triton.fusion import fusion_obstacle
 from ..loading.loader import resolve_source
 from ..models.config import ModelConfig
 from ..models.plan import model_plan
@@ -58,15 +58,14 @@ def main(
     # After the checks: where there is no device there need not be a Triton.
     from ..kernels.triton.kernel_calls import num_multiprocessors
     from ..kernels.triton.linear import ROW_CLASSES
-    from ..kernels.triton.tuning import reload, store, tuning_file
+    from ..kernels.triton.tuning import MOST_EXPERT_ROWS, reload, store, tuning_file
+    from .expert_problems import expert_problems
     from .linear_problems import problems_of
     from .linear_timing import time_on_device, tune
     from .pair_problems import pair_problems
 
-    if max(options.rows) > ROW_CLASSES[-1]:
-        return _error(
-            f"--rows {max(options.rows)}: these kernels take at most {ROW_CLASSES[-1]} rows"
-        )
+    if max(options.rows) > MOST_EXPERT_ROWS:
+        return _error(f"--rows {max(options.rows)}: at most {MOST_EXPERT_ROWS}")
     timer = timer or partial(time_on_device, device=device)
     multiprocessors = num_multiprocessors(device)
     done = set()
@@ -76,9 +75,12 @@ def main(
                 model, config = _resolve(source, options.dtype, weight_dtype)
             except StepgraphError as error:
                 return _error(f"{source}: {error}")
-            of_model = (model, config.dtype, config.weights, options.rows)
+            of_model = (model, config.dtype, config.weights)
+            few = [rows for rows in options.rows if rows <= ROW_CLASSES[-1]]
             problems: Iterator[Problem] = itertools.chain(
-                problems_of(*of_model, multiprocessors), pair_problems(*of_model)
+                problems_of(*of_model, few, multiprocessors),
+                pair_problems(*of_model, few),
+                expert_problems(*of_model, options.rows),
             )
             for problem in problems:
                 key = problem.key(device)
@@ -97,9 +99,9 @@ def main(
 
 def _resolve(source: str, dtype: str, weight_dtype: str) -> tuple[ModelConfig, ResolvedConfig]:
     """The model, and the dtypes of its weights. Raises StepgraphError for what cannot be tuned."""
-    model = resolve_source(source, config_only=True).config
+    model = resolve_source(source, config_only=True).native
     config = EngineConfig(device="cpu", mode="eager", dtype=dtype, weight_dtype=weight_dtype)
-    if (obstacle := kernel_obstacle(model_plan(model))) is not None:
+    if (obstacle := fusion_obstacle(model_plan(model))) is not None:
         raise ConfigError(f"layers with {obstacle} are not made of the kernels tuned here")
     return model, ResolvedConfig.resolve(config, model)
 
@@ -131,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=positive_int,
         default=[1, 2, 4, 8, 16, 32],
-        help="rows of decode steps (default: 1 2 4 8 16 32)",
+        help="rows of decode steps (default: 1 2 4 8 16 32); above 32 only experts are tuned",
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=STORED_DTYPES)

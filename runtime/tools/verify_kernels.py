@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..errors import StepgraphError
 from ..kernels.result_check import relative_error
 from ..kernels.triton.dependent import dependent_launch
-from ..kernels.triton.fusion import kernel_obstacle
+from ..kernels.triton.fusion import fusion_obstacle
 from ..kernels.triton.kernel_calls import INTERPRETED
 from ..kernels.triton.linear import ROW_CLASSES
 from ..kernels.triton.operations import Operations
@@ -97,7 +97,7 @@ def check_operations(
     Stops after an error that makes the device unusable.
 
     Args:
-        model: one that `kernel_obstacle` has nothing against.
+        model: one that `fusion_obstacle` has nothing against.
         config: dtype, storage of weights and cache, block size, and the device: a CUDA device, or
             the CPU in Triton's interpreter, where nothing is captured.
         rows: that decode, at most `linear.ROW_CLASSES[-1]`.
@@ -227,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", default="preset:llama-3.2-1b", help="as in bench.py; only its shapes are used"
+        "--model",
+        nargs="+",
+        default=["preset:llama-3.2-1b"],
+        help="as in bench.py; only their shapes are used",
     )
     parser.add_argument("--dtype", default="auto", help="dtype (default: auto, as stored)")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
@@ -241,28 +244,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse("no CUDA device: set TRITON_INTERPRET=1 to interpret the kernels on the CPU")
     if not 1 <= min(options.rows) <= max(options.rows) <= ROW_CLASSES[-1]:
         return _refuse(f"--rows {options.rows}: these kernels take 1 to {ROW_CLASSES[-1]} rows")
-    try:
-        model = resolve_source(options.model, config_only=True).config
-        config = ResolvedConfig.resolve(
-            EngineConfig(device=device.type, mode="eager", dtype=options.dtype), model
-        )
-    except StepgraphError as error:
-        return _refuse(str(error))
-    if (obstacle := kernel_obstacle(model_plan(model))) is not None:
-        return _refuse(f"{options.model} has {obstacle}, which these kernels do not compute")
+    models: dict[str, tuple[ModelConfig, ResolvedConfig]] = {}
+    for source in options.model:
+        try:
+            model = resolve_source(source, config_only=True).native
+            settings = EngineConfig(device=device.type, mode="eager", dtype=options.dtype)
+            models[source] = model, ResolvedConfig.resolve(settings, model)
+        except StepgraphError as error:
+            return _refuse(str(error))
+        if (obstacle := fusion_obstacle(model_plan(model))) is not None:
+            return _refuse(f"{source} has {obstacle}, which these kernels do not compute")
     found: list[dict[str, Any]] = []
     torch.manual_seed(0)
-    for rows in options.rows:
+    for (source, sizes), rows in itertools.product(models.items(), options.rows):
+        if len(models) > 1:
+            print(f"{source}:", flush=True)
         for result in check_operations(
-            model,
-            config,
+            *sizes,
             rows=rows,
             context=options.context,
             replays=options.replays,
             kernels=options.kernel,
         ):
             print(result, flush=True)
-            found.append({**dataclasses.asdict(result), "passed": result.passed})
+            entry = {"model": source, **dataclasses.asdict(result), "passed": result.passed}
+            found.append(entry)
             if options.json is not None:
                 write_file(options.json, json.dumps(found, indent=1) + "\n")
     return int(not all(entry["passed"] for entry in found))

@@ -17,7 +17,7 @@ import psutil
 from ...config import EngineConfig
 from ..results.result_document import num_threads
 from ..runtimes.child_process import ChildProcess
-from ..runtimes.peers import MAX_REASON, RUNNER, PeerError, PeerSpec
+from ..runtimes.peers import GGUF_WRITER, MAX_REASON, PeerError, PeerSpec
 
 __all__ = [
     "TEXT_TOKENS",
@@ -122,7 +122,7 @@ def peer_command(
         command += ["--device", "cpu", "--dtype", dtype, "--host", HOST, "--port"]
         return lambda port: [*command, str(port)]
     path = checkpoint / "model.gguf"
-    spec.run(str(RUNNER), str(checkpoint), str(path))  # converts it
+    spec.run(str(GGUF_WRITER), str(checkpoint), str(path))  # converts it
     flags = {
         "model": path,
         "n_ctx": tokens,

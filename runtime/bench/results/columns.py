@@ -11,10 +11,14 @@ __all__ = ["CHECK_COLUMN", "TABLES", "baseline_columns"]
 
 
 def _mode(entry: Entry) -> str:
-    """Return the mode, and the kernels unless they are those that `auto` takes."""
+    """Return the mode, and kernels and layers unless they are the usual ones."""
+    found = [entry["mode"]]
     usual = "torch" if entry["mode"] == "eager" else "native"
-    kernels = entry.get("kernels", usual)
-    return entry["mode"] if kernels == usual else f"{entry['mode']}, {kernels}"
+    if entry.get("kernels", usual) != usual:
+        found.append(entry["kernels"])
+    if entry.get("model_impl") == "transformers":
+        found.append("layers of transformers")
+    return ", ".join(found)
 
 
 _DTYPES = {"dtype": "{dtype}", "weights": "{weight_dtype}", "KV": "{kv_dtype}"}

@@ -59,7 +59,7 @@ class Compared(NamedTuple):
     """Distributions in milliseconds, and which of their values."""
 
 
-_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "device")
+_ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
 _SIZES = (*_ENGINE, "batch_size", "input_len", "prefill_chunk")
 _ITL = (("itl_ms", "p50"), ("itl_ms", "p99"))
 
@@ -74,7 +74,7 @@ COMPARED = {
 }
 """By scenario."""
 
-_OPTIONAL = ("weight_dtype", "kernels", "prefill_chunk", "steps_per_launch")
+_OPTIONAL = ("weight_dtype", "kernels", "model_impl", "prefill_chunk", "steps_per_launch")
 """Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`."""
 _MIN_MS, _MAX_MS = 1e-9, 1e12
 """No step takes less than a picosecond, or more than thirty years."""

@@ -104,6 +104,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         **dtype_names(engine),
         "mode": engine.config.mode,
         "kernels": engine.config.kernels,
+        "model_impl": engine.config.model_impl,
         "device": str(engine.config.device),
         "prefill_chunk": engine.config.user.prefill_chunk,
         "fallbacks": engine.stats()["fallbacks"],

@@ -3,14 +3,13 @@
 Requests and replies are JSON objects, one a line, on stdin and stdout. The first request loads the
 model; `prefill`, `steps` and `end` follow in this order, any number of times. An `error` in a reply
 ends the process. Standard library only, until a runtime is loaded.
-
-With two arguments, a checkpoint and a file, it writes the checkpoint as GGUF instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import time
 from itertools import pairwise
@@ -29,6 +28,8 @@ class Runtime(Protocol):
     """A model in another runtime."""
 
     version: str
+    stored_as: str | None = None
+    """Type of the weights of linear layers; None: the dtype of everything else."""
 
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the model. `load` is the first request: see `peers.Peer`."""
@@ -46,6 +47,7 @@ class Runtime(Protocol):
 class OpenVino:
     """OpenVINO GenAI's continuous batching over a model that optimum-intel exports."""
 
+    stored_as: str | None = None
     LEAST_BLOCK = 16
     """Tokens of a cache block, at least: 32 on current CPUs."""
 
@@ -102,6 +104,8 @@ class OpenVino:
 class Vllm:
     """vLLM's engine in this process, stepped by hand."""
 
+    stored_as: str | None = None
+
     def __init__(self, load: dict[str, Any]) -> None:
         cpus = sorted(os.sched_getaffinity(0))[: load["threads"]]
         os.environ |= {
@@ -147,7 +151,7 @@ class Vllm:
 
 
 class LlamaCpp:
-    """llama.cpp, through the low-level API of llama-cpp-python, for Llama models."""
+    """llama.cpp, through the low-level API of llama-cpp-python; see `gguf_writer` for models."""
 
     CHUNK = 512
     """Prompt tokens of a call, its default."""
@@ -158,7 +162,9 @@ class LlamaCpp:
         self._api = llama_cpp
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         path = Path(load["scratch"], "model.gguf")
-        write_gguf(Path(load["checkpoint"]), path)
+        self.stored_as = "q8_0" if load["weight_dtype"] == "int8" else None
+        writer = runpy.run_path(str(Path(__file__).with_name("gguf_writer.py")))
+        writer["write_gguf"](Path(load["checkpoint"]), path, self.stored_as)
         model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
@@ -217,82 +223,6 @@ class LlamaCpp:
         self._latest, self._lengths = [], []
 
 
-def write_gguf(checkpoint: Path, path: Path) -> None:
-    """Convert a Llama checkpoint; matrices keep their dtype.
-
-    The vocabulary is that of its tokenizer.json, a byte-level BPE split as GPT-2 does; without that
-    file there is none.
-    """
-    import gguf
-    import numpy as np
-    from gguf.utility import SafetensorsLocal
-
-    config = json.loads((checkpoint / "config.json").read_text())
-    rope = config.get("rope_parameters") or config
-    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{checkpoint}: not a Llama model with default rope_parameters")
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(config["vocab_size"])
-    _add_vocabulary(writer, checkpoint / "tokenizer.json", config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    types = gguf.GGMLQuantizationType
-    stored = {"BF16": (np.uint16, types.BF16), "F16": (np.float16, types.F16)}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        for name, tensor in SafetensorsLocal(file).tensors.items():
-            dtype, kind = stored.get(tensor.dtype, (np.float32, types.F32))
-            data = tensor.mmap_bytes().view(dtype).reshape(tensor.shape)
-            if data.ndim == 1:  # norms
-                wide = data.astype(np.uint32) << 16 if dtype is np.uint16 else data
-                data = wide.view(np.float32) if dtype is np.uint16 else data.astype(np.float32)
-                kind = types.F32
-            for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-                if part in name:  # llama.cpp rotates neighbours, the checkpoint halves of a head
-                    halves = data.reshape(count, 2, head_dim // 2, -1)
-                    data = halves.swapaxes(1, 2).reshape(tensor.shape)
-            data = np.ascontiguousarray(data).view(np.uint8) if kind == types.BF16 else data
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_vocabulary(writer: Any, path: Path, size: int) -> None:
-    import gguf
-
-    if not path.exists():
-        writer.add_tokenizer_model("no_vocab")
-        return
-    model = json.loads(path.read_text())["model"]
-    texts = [f"[unused{number}]" for number in range(size)]
-    for text, number in model["vocab"].items():
-        texts[number] = text
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(texts)
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_token_merges(
-        merges or ["\u0100 \u0101"]
-    )  # llama.cpp wants one: of two control bytes
-    writer.add_add_bos_token(False)
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id):
-        add(size - 1)  # its default would be a common token
-
-
 RUNTIMES: dict[str, type[Runtime]] = {"openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
 
 
@@ -327,7 +257,7 @@ def main() -> None:
         try:
             if runtime is None:
                 runtime = RUNTIMES[request["runtime"]](request)
-                reply = {"version": runtime.version}
+                reply = {"version": runtime.version, "stored_as": runtime.stored_as}
             elif request["do"] == "prefill":
                 rows = len(request["prompts"])
                 prefill(runtime, request["prompts"], request["max_tokens"])
@@ -344,7 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -27,9 +27,10 @@ from ...loading.loader import resolve_source
 from ..results.result_document import num_threads
 from .child_process import ChildProcess
 from .peer_runner import MODULES
-from .transformers_model import load_model
+from .saved_preset import save_random_weights
 
 __all__ = [
+    "GGUF_WRITER",
     "SERVER_MODULES",
     "Peer",
     "PeerError",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 RUNNER = Path(__file__).with_name("peer_runner.py")
+GGUF_WRITER = Path(__file__).with_name("gguf_writer.py")
 REPLY_SECONDS = 900
 """A peer that takes longer for a request is ended. The first request exports and compiles."""
 MAX_REASON = 300
@@ -168,6 +170,7 @@ def start_peers(
                 spec,
                 checkpoint,
                 dtype=dtype,
+                weight_dtype=config.weight_dtype,
                 threads=num_threads(),
                 rows=config.max_num_seqs,
                 tokens=config.max_model_len,
@@ -186,26 +189,34 @@ def save_preset(stack: ExitStack, model: str, config: EngineConfig) -> Path:
     """Save the random weights of a preset as a checkpoint in a directory that the stack removes.
 
     Raises:
-        BaselineError: transformers, which saves weights, is missing.
+        BaselineError: transformers, which writes the config, is missing or too old.
     """
-    source = resolve_source(model).config
+    source = resolve_source(model).native
     dtype = DTYPES[source.torch_dtype if config.dtype == "auto" else config.dtype]
-    checkpoint = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-"))
-    cpu = torch.device("cpu")
-    load_model(source, None, dtype=dtype, device=cpu, seed=config.seed).save_pretrained(checkpoint)
-    return Path(checkpoint)
+    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepgraph-checkpoint-"))
+    save_random_weights(source, Path(scratch), dtype, config.seed)
+    return Path(scratch)
 
 
 class Peer(ChildProcess):
     """A model in another runtime; `close` it at the end."""
 
-    def __init__(self, spec: PeerSpec, checkpoint: Path, *, dtype: str, **limits: int) -> None:
+    def __init__(
+        self,
+        spec: PeerSpec,
+        checkpoint: Path,
+        *,
+        dtype: str,
+        weight_dtype: str = "auto",
+        **limits: int,
+    ) -> None:
         """Start the process and load the model.
 
         Args:
             spec: which runtime, in which Python.
             checkpoint: directory in Hugging Face format.
             dtype: of weights, arithmetic and cache, by torch's name.
+            weight_dtype: of our weights: llama.cpp stores them as q8_0 for int8, others ignore it.
             limits: `threads` that it computes with, `rows` of the largest batch, `tokens` of the
                 longest sequence and `batch_tokens` of a step, prompts included.
 
@@ -214,19 +225,21 @@ class Peer(ChildProcess):
         """
         env = environment_of(spec.python) | {"OMP_NUM_THREADS": str(limits["threads"])}
         super().__init__(spec.name, [spec.python, "-P", str(RUNNER)], env, replies=True)
-        self.dtype = dtype
         try:
             loaded = self._request(
                 runtime=spec.name,
                 checkpoint=str(checkpoint),
                 scratch=self.scratch.name,
                 dtype=dtype,
+                weight_dtype=weight_dtype,
                 **limits,
             )
         except BaseException:
             self.close()
             raise
         self.version: str = loaded["version"]
+        self.dtype: str = loaded["stored_as"] or dtype
+        """Of the weights of linear layers."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Run until every prompt has its first token; each may get `max_tokens`."""

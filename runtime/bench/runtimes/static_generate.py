@@ -3,7 +3,7 @@
 A step is the time from one set of tokens on the host to the next, as a streamer measures it.
 `generate` copies the tokens of every step to the host for it and waits for them, and its work
 between two steps (stopping criteria, the next inputs) is included. On CUDA it compiles decoding
-itself (`torch.compile`, by default with graphs); on a CPU it does not.
+itself (`torch.compile`, by default with graphs); on a CPU only where `compiled` demands it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class StaticGenerate:
 
     name = "static"
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, *, compiled: bool = False) -> None:
+        """`compiled`: decoding is compiled on a CPU, too."""
         self._model = model
         self._device = device
+        self._compiles = compiled or device.type == "cuda"
         self._transformers = import_transformers()
         self._cache: Any = None
 
@@ -62,9 +64,10 @@ class StaticGenerate:
         """
         self._steps = steps
         compiles = {}
-        if self._device.type == "cuda":
+        if self._compiles:
             # The default, but static shapes: else the second case would compile dynamic ones.
             compiles["compile_config"] = self._transformers.CompileConfig(dynamic=False)
+            compiles["compile_config"]._compile_all_devices = True
         self._generation = self._transformers.GenerationConfig(
             do_sample=False, pad_token_id=0, max_new_tokens=steps + 1, **compiles
         )
@@ -103,8 +106,9 @@ class StaticGenerate:
 
     def describe(self) -> dict[str, Any]:
         """Return whether `generate` compiled decoding, which it then runs as graphs."""
-        compiled = self._device.type == "cuda" and bool(self._cache.is_compileable)
-        return {"compiled": compiled, "cuda_graphs": compiled, "async": False}
+        compiled = self._compiles and bool(self._cache.is_compileable)
+        graphs = compiled and self._device.type == "cuda"
+        return {"compiled": compiled, "cuda_graphs": graphs, "async": False}
 
     def release(self) -> None:
         """Free the cache of the last case."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ....profiling.stats import Summary
-from ...models.config import ModelConfig
+from ...models.decoder_model import DecoderConfig
 from ..workload import equal_share
 from .continuous_batching import ContinuousBatching, Decoded
 from .static_generate import StaticGenerate
@@ -126,17 +126,18 @@ class TransformersBaseline:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         directory: Path | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        compiled: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Load the checkpoint in `directory`; without one, the random weights of this seed.
 
-        `say` reports progress.
+        With `compiled`, `generate` alone decodes, compiled on a CPU, too. `say` reports progress.
 
         Raises:
             BaselineError: transformers is missing, too old, or cannot load the model.
@@ -144,10 +145,9 @@ class TransformersBaseline:
         self._device = device
         self._say = say
         model = load_model(config, directory, dtype=dtype, device=device, seed=seed)
-        self._methods: tuple[Method, ...] = (
-            ContinuousBatching(model, device),
-            StaticGenerate(model, device),
-        )
+        self._methods: tuple[Method, ...] = (StaticGenerate(model, device, compiled=compiled),)
+        if not compiled:
+            self._methods = (ContinuousBatching(model, device), *self._methods)
         self._common = {
             "name": "transformers",
             "version": import_transformers().__version__,

@@ -9,14 +9,16 @@ import torch
 
 from ...loading.loader import random_weights
 from ...models.config import ModelConfig
+from ...models.decoder_model import DecoderConfig
 from ...models.layout import fused_layout
 from .transformers_config import BaselineError, hf_config, import_transformers
+from .transformers_experts import fit_experts
 
 __all__ = ["load_model"]
 
 
 def load_model(
-    config: ModelConfig,
+    config: DecoderConfig,
     directory: Path | None,
     *,
     dtype: torch.dtype,
@@ -24,6 +26,8 @@ def load_model(
     seed: int,
 ) -> Any:
     """Return the checkpoint in `directory`; without one, the random weights of this seed.
+
+    `config` is that of the checkpoint; random weights need one of a native family.
 
     Only one tensor of ours is in memory at a time.
 
@@ -35,6 +39,7 @@ def load_model(
         if directory is not None:
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         else:
+            assert isinstance(config, ModelConfig)
             model = _empty_model(transformers, hf_config(config), dtype, device)
             _fill(model, config, dtype, seed)
     except BaselineError:
@@ -42,9 +47,12 @@ def load_model(
     except Exception as error:  # whatever a file, a configuration or an allocation raises
         reason = str(error).partition("\n")[0]
         raise BaselineError(f"transformers cannot load the model: {reason}") from error
-    if config.attn_logit_softcapping is not None and model.config._attn_implementation == "sdpa":
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if softcap is not None and model.config._attn_implementation == "sdpa":
         # transformers 5.17 selects it for Gemma 2 although it ignores the soft cap.
         model.set_attn_implementation("eager")
+    if isinstance(config, ModelConfig):
+        fit_experts(model, config, dtype)
     model = model.to(device).eval()
     # Our side ignores the checkpoint's generation settings (penalties, stop tokens) as well.
     model.generation_config = transformers.GenerationConfig()
@@ -65,18 +73,22 @@ def _empty_model(transformers: Any, config: Any, dtype: torch.dtype, device: tor
 def _fill(model: Any, config: ModelConfig, dtype: torch.dtype, seed: int) -> None:
     """Copy our random weights into a model, tensor by tensor."""
     parameters = dict(model.named_parameters())  # those that are tied once
-    layout = fused_layout(config)
+    stored = model.state_dict().keys()
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    filled = set()
+    layout = {name: p.stored_in(parameters) for name, p in fused_layout(config).items()}
     for name, tensor in random_weights(config, dtype, seed):
         for source, part in layout[name].parts(tensor):
-            if source is None:
+            if source.name is None:
                 continue  # zeros that transformers leaves out
-            parameter = parameters.pop(source, None)
-            if parameter is None or parameter.shape != part.shape:
+            parameter = parameters.get(source.name)
+            if parameter is None or parameter.shape != source.shape:
                 raise BaselineError(
-                    f"the model in transformers has no {source} of shape {list(part.shape)}"
+                    f"the model in transformers has no {source.name} of shape {list(source.shape)}"
                 )
-            parameter.copy_(part)
-    if parameters:
+            source.write(parameter, part)
+            filled.add(source.name)
+    if others := parameters.keys() - filled:
         raise BaselineError(
-            f"the model in transformers has weights that ours has not: {', '.join(parameters)}"
+            f"the model in transformers has weights that ours has not: {', '.join(sorted(others))}"
         )

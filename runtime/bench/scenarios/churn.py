@@ -18,7 +18,7 @@ from ....profiling.stats import Summary
 from ....profiling.timeline import StepRecord
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
-from ...models.config import ModelConfig
+from ...models.decoder_model import DecoderConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..step_watch import StepWatch, mean_roofline
 from ..workload import abort_all, greedy, random_prompts
@@ -122,7 +122,7 @@ class _Arrival:
     """Tokens after which it is aborted."""
 
 
-def _schedule(config: ModelConfig, case: ChurnCase, seed: int) -> list[_Arrival]:
+def _schedule(config: DecoderConfig, case: ChurnCase, seed: int) -> list[_Arrival]:
     """Return the arrivals, a Poisson process; the same for the same seed."""
     rng = random.Random(seed)
     between = case.output_len / (OCCUPANCY * case.batch_size)  # steps

@@ -137,7 +137,7 @@ def _seconds_on_cuda(run: Callable[[int], object], launches: int) -> list[float]
 def run_kernels(run: BenchmarkRun, kind: ModelKind, mode: StepMode) -> Iterator[dict[str, Any]]:
     """Yield the kernels of each point of the grid."""
     options = run.options
-    model = resolve_source(kind.model, config_only=True).config
+    model = resolve_source(kind.model, config_only=True).native
     resolved = ResolvedConfig.resolve(run.config(kind, mode), model)
     for context, rows in itertools.product(options.input_len, options.batch_size):
         run.say(f"{kind}: kernels of {rows} rows of {context} tokens")

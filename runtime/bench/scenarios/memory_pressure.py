@@ -26,7 +26,7 @@ from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request_output import RequestOutput
 from ...loading.loader import resolve_source
-from ...models.config import ModelConfig
+from ...models.decoder_model import DecoderConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
@@ -67,7 +67,7 @@ class MemoryCase:
         case = BenchmarkCase(self.batch_size, input_len, self.num_steps + 1)
         return case.longest_sequence(prefill_chunk)
 
-    def roomy(self, config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    def roomy(self, config: EngineConfig, model: DecoderConfig) -> EngineConfig:
         """Return the configuration of an engine with blocks for all rows.
 
         Raises:
@@ -78,7 +78,7 @@ class MemoryCase:
         blocks = RequestBlocks.of(model, config, longest).full_pool(self.batch_size)
         return dataclasses.replace(config, num_blocks=blocks)
 
-    def scarce(self, config: EngineConfig, model: ModelConfig) -> dict[str, EngineConfig]:
+    def scarce(self, config: EngineConfig, model: DecoderConfig) -> dict[str, EngineConfig]:
         """Return configurations with blocks for half of the rows, by `preemption`.
 
         Empty for a single row, which is never preempted.

@@ -22,7 +22,7 @@ from ....profiling.stats import RequestTiming, Summary
 from ...engine.engine import Engine
 from ...errors import ConfigError
 from ...loading.loader import resolve_source
-from ...models.config import ModelConfig
+from ...models.decoder_model import DecoderConfig
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import RequestBlocks
 from ..results.result_document import describe_engine
@@ -135,7 +135,7 @@ def _serve(run: PrefixRun, wave: Wave) -> None:
     run.itl_ms += [gap for timing in timings for gap in timing.itl_ms[1 - case.output_len :]]
 
 
-def _waves(config: ModelConfig, case: BenchmarkCase, seed: int) -> list[Wave]:
+def _waves(config: DecoderConfig, case: BenchmarkCase, seed: int) -> list[Wave]:
     """Return the prompts of a repetition, the same for the same seed."""
     each = case.batch_size + 1
     prefixes = random_prompts(config, NUM_PREFIXES, case.input_len - TAIL_TOKENS, 2 * seed)

@@ -78,7 +78,8 @@ def measure_sse(
         say: shows progress.
 
     Raises:
-        StepgraphError: the server does not start, or a stream does not end as it should.
+        StepgraphError: the server does not start, a stream does not end as it should, or all
+            streams of a point arrived in one piece, which shows no time between tokens.
     """
     points = list(product(BODIES, streams, idle_connections))
     samples = {point: _Samples() for point in points}
@@ -105,6 +106,11 @@ def measure_sse(
     for path, rows, number in points:
         found = samples[path, rows, number]
         tokens = num_iters * rows * num_tokens
+        if not found.itl_ms:
+            raise StepgraphError(
+                f"{path}: each stream of {num_tokens} tokens arrived in one piece: "
+                "stop other processes, or measure more tokens"
+            )
         yield {
             "endpoint": path,
             "sse_streams": rows,

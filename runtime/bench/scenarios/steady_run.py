@@ -13,6 +13,7 @@ from ....cache.memory.handler import MemoryBudgetError
 from ....profiling.device_state import watch
 from ...config import DTYPES, EngineConfig
 from ...engine.engine import Engine
+from ...errors import ConfigError
 from ...loading.loader import resolve_source
 from ..benchmark_run import BenchmarkRun, ModelKind, StepMode
 from ..engine_memory import share_memory
@@ -51,7 +52,11 @@ class SteadyRun(BenchmarkRun):
         points = itertools.product(options.output_len, options.input_len, options.batch_size)
         self.grid = [BenchmarkCase(rows, length, output) for output, length, rows in points]
         super().__init__(options)
-        self.checks = self.device.type == "cuda" if options.check is None else options.check
+        whole = options.tensor_parallel in (None, [1])  # the reference has all weights
+        if options.check and not whole:
+            raise ConfigError("--check compares tokens on one device: leave out --tensor-parallel")
+        on_cuda = self.device.type == "cuda" and whole
+        self.checks = on_cuda if options.check is None else options.check
 
     def config(self, kind: ModelKind, mode: StepMode, **sizes: Any) -> EngineConfig:
         """Return the configuration of an engine with room for every case."""
@@ -96,13 +101,14 @@ class SteadyRun(BenchmarkRun):
             yield None
             return
         self.say(f"loading {model} in transformers")
-        source = resolve_source(model)
+        source = resolve_source(model, model_impl=self.modes[0].model_impl)
         loaded = TransformersBaseline(
             source.config,
             source.directory,
             dtype=DTYPES[source.config.torch_dtype if dtype == "auto" else dtype],
             device=self.device,
             seed=self.options.seed,
+            compiled=self.options.baseline == "compiled",
             say=self.say,
         )
         with closing(loaded):
@@ -152,7 +158,7 @@ class SteadyRun(BenchmarkRun):
     def start(self, kind: ModelKind, config: EngineConfig, what: str = "") -> Engine:
         """Start an engine, and report its memory plan and its start."""
         engine = super().start(kind, config, what)
-        mode = StepMode(config.mode, config.kernels)
+        mode = StepMode.of(config)
         self.say(f"{kind} {mode}\n{engine.memory_plan.format()}")
         self.say(describe_start(engine.stats()))
         return engine
@@ -173,10 +179,7 @@ class SteadyRun(BenchmarkRun):
         for number, case in enumerate(self.grid, 1):
             about = f"{case.batch_size} rows after {case.input_len} tokens"
             self.say(f"{model}, {number} of {len(self.grid)}: {about}")
-            runs = [
-                (str(StepMode(e.config.mode, e.config.kernels)), self.case_run(e, case))
-                for e in engines
-            ]
+            runs = [(str(StepMode.of(e.config)), self.case_run(e, case)) for e in engines]
             sides = [
                 self.reporting(run.repeat, f"{about}: a repetition of {name}") for name, run in runs
             ]

@@ -46,8 +46,10 @@ _UNITS = (
     "attention.cpp",
     "attention_fp8.cpp",
     "linear.cpp",
+    "mixture.cpp",
     "sampling.cpp",
     "stack.cpp",
+    "communicator.cpp",
     "pool.cpp",
 )
 _HEADERS = (
@@ -64,16 +66,27 @@ _HEADERS = (
     "sampling.h",
     "sampling_math.h",
     "sampling_ops.h",
+    "argument_reader.h",
     "checks.h",
+    "collective_ops.h",
+    "communicator.h",
     "elementwise_ops.h",
     "embedding_ops.h",
     "linear.h",
+    "mixture.h",
+    "mixture_job.h",
+    "mixture_ops.h",
+    "mixture_thread.h",
     "phases.h",
     "pool.h",
+    "routing.h",
     "stack.h",
+    "stack_create.h",
+    "stack_job.h",
     "stack_math.h",
     "stack_ops.h",
     "stack_thread.h",
+    "work_space.h",
 )
 _TAIL_LINES = 30
 _QUIET = "STEPGRAPH_QUIET"

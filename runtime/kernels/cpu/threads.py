@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["limit_threads", "resolve_threads", "usable_cores"]
+__all__ = ["affine_cores", "limit_threads", "resolve_threads", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
@@ -60,8 +60,13 @@ def _affine_cores() -> int:
     """Physical cores with a CPU in the affinity mask; where there is no such mask, all of them."""
     if not hasattr(os, "sched_getaffinity"):
         return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
+    return len(affine_cores())
+
+
+def affine_cores() -> list[list[int]]:
+    """Return the CPUs in the affinity mask, in a list for each physical core, ordered."""
+    cores: dict[tuple[str, str], list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
         try:
             package, core = (
                 Path(_TOPOLOGY.format(cpu, name)).read_text().strip()
@@ -69,8 +74,8 @@ def _affine_cores() -> int:
             )
         except OSError:
             package, core = "cpu", str(cpu)  # unknown: a core of its own
-        cores.add((package, core))
-    return len(cores)
+        cores.setdefault((package, core), []).append(cpu)
+    return list(cores.values())
 
 
 def _cgroup_quota() -> float | None:

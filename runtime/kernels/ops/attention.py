@@ -5,8 +5,9 @@ positions read. The arena is that of `cache/arena.py`. With block_size 16, slot 
 block 2, and position 20 of a row lives in block `block_tables[row, 1]`, offset 4.
 
 The tokens of a call are a `RaggedBatch` (`batch.py`). Token t of row r = `token_rows[t]` attends to
-positions 0 ... p of r with p = `positions[t]`, or with a window w to p - w + 1 ... p. All T tokens
-are written before any is read, so the tokens of a row attend to each other, causally. No other
+positions 0 ... p of r with p = `positions[t]`. With a window w it attends to p - w + 1 ... p, with
+chunks of c positions to those of its own chunk, p - p % c ... p. All T tokens are written before
+any is read, so the tokens of a row attend to each other, causally. No other
 memory affects the result, not even multiplied by zero: a reused block may contain NaN, and blocks
 that left the window may belong to other rows. A padded token has the null row, position 0 and slot
 0; its output is finite but undefined.
@@ -48,15 +49,17 @@ class AttentionForm(NamedTuple):
     """Storage of vectors in the arena: `model` (the dtype of q), `int8` or `fp8`."""
     value_dim: int = 0
     """Elements of a value: head_dim, or the latent part of a key."""
+    chunk: int = 0
+    """A token attends only to its own chunk, of so many positions; 0: off."""
     sinks: Tensor | None = None
-    """`[H]`: attention sink of each head, a softmax logit without value; plain attention only."""
+    """`[H]`: attention sink of each head, a softmax logit without value."""
 
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor? v, Tensor(a!) arena, int layer, Tensor positions, Tensor slots,"
     " Tensor token_rows, Tensor rows, Tensor block_tables, int read_blocks, int block_size,"
     " int? tokens_per_row, Tensor? query_start_loc, float scale, int window, float softcap,"
-    " str storage, int value_dim) -> Tensor"
+    " str storage, int value_dim, int chunk, Tensor? sinks) -> Tensor"
 )
 """Arguments of the operator, which cannot be dataclasses; `_flat` and `_unflat` convert them."""
 _BEFORE_FORM = 14
@@ -76,12 +79,12 @@ def _flat(
     batch: RaggedBatch,
     form: AttentionForm,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the operator's schema, for the layer's group. Sinks are omitted."""
+    """Return the arguments of the operator's schema, for the layer's group."""
     return (
         *(q_THD, k_TGD, v_TGE, arena, place.position),
         *(batch.positions, batch.slots[place.group], batch.token_rows, batch.rows),
         *(batch.block_tables[place.group], batch.read_blocks, batch.block_size),
-        *(batch.tokens_per_row, batch.query_start_loc, *form[:-1]),
+        *(batch.tokens_per_row, batch.query_start_loc, *form),
     )
 
 
@@ -107,17 +110,21 @@ def _unflat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _fake(q_THD: Tensor, *arguments: Any) -> Tensor:
     """Return an empty result of the right shape, for torch.compile."""
-    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], arguments[-1])
+    *_, value_dim, _chunk, _sinks = arguments
+    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], value_dim)
 
 
-def define_paged_attention(name: str, on_cuda: PagedAttention) -> PagedAttention:
-    """Define the operator `stepgraph::<name>`, which runs `on_cuda` on CUDA; return its wrapper.
+def define_paged_attention(
+    name: str, implementation: PagedAttention, key: str = "CUDA"
+) -> PagedAttention:
+    """Define the operator `stepgraph::<name>` with an implementation; return its wrapper.
 
-    The operator is opaque to torch.compile.
+    The implementation is registered under the dispatch key. The operator is opaque to
+    torch.compile.
     """
     torch.library.define(f"stepgraph::{name}", _SCHEMA)
     torch.library.impl(
-        f"stepgraph::{name}", "CUDA", lambda *arguments: on_cuda(*_unflat(arguments))
+        f"stepgraph::{name}", key, lambda *arguments: implementation(*_unflat(arguments))
     )
     torch.library.register_fake(f"stepgraph::{name}", _fake)
     operator = getattr(torch.ops.stepgraph, name).default
@@ -169,6 +176,8 @@ def reference_attend(
     seen_TL = position_L <= batch.positions[:, None]
     if form.window:
         seen_TL &= position_L > batch.positions[:, None] - form.window
+    if form.chunk:
+        seen_TL &= position_L >= (batch.positions - batch.positions % form.chunk)[:, None]
     # Not block_tables[row]: indexing with a 0-d tensor synchronises with the host.
     tables = batch.block_tables[place.group].index_select(0, batch.rows)
     tables_RB = tables[:, : batch.read_blocks]
@@ -195,34 +204,10 @@ arguments, and IndexError for an index out of range.
 """
 
 
-torch.library.define(
-    "stepgraph::plain_paged_attention",
-    _SCHEMA.replace("int value_dim)", "int value_dim, Tensor? sinks)"),
+plain_paged_attention = define_paged_attention(
+    "plain_paged_attention", reference_paged_attention, "CompositeExplicitAutograd"
 )
-torch.library.impl(
-    "stepgraph::plain_paged_attention",
-    "CompositeExplicitAutograd",
-    lambda *arguments: reference_paged_attention(*_unflat(arguments)),
-)
-torch.library.register_fake(
-    "stepgraph::plain_paged_attention", lambda *arguments: _fake(*arguments[:-1])
-)
-
-
-def plain_paged_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGE: Tensor | None,
-    arena: Tensor,
-    place: LayerPlace,
-    batch: RaggedBatch,
-    form: AttentionForm,
-) -> Tensor:
-    """`reference_paged_attention` as an operation that is opaque to torch.compile."""
-    out: Tensor = torch.ops.stepgraph.plain_paged_attention.default(
-        *_flat(q_THD, k_TGD, v_TGE, arena, place, batch, form), form.sinks
-    )
-    return out
+"""`reference_paged_attention` as an operation that is opaque to torch.compile."""
 
 
 def _attend_uniform(

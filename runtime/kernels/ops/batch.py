@@ -63,6 +63,15 @@ class RaggedBatch:
     query_start_loc: Tensor | None = None
     """int64 `[R + 1]`: the tokens of row i are `query_start_loc[i]` to `query_start_loc[i + 1]` - 1
     of a ragged batch; None where the batch is uniform."""
+    rope_lengths: Tensor | None = None
+    """int64 `[T]`: the sequence length whose rotary parameters each token has (see
+    `rope_lengths.py`); None where they do not depend on it."""
+
+    @property
+    def live_tokens(self) -> Tensor:
+        """bool `[T]`: false for padding."""
+        null_row = self.block_tables.shape[-2] - 1
+        return self.token_rows != null_row
 
     def of_rows(self, part: slice) -> RaggedBatch:
         """Return the batch of some consecutive rows of a uniform batch."""
@@ -76,4 +85,5 @@ class RaggedBatch:
             slots=self.slots[:, tokens],
             token_rows=self.token_rows[tokens],
             rows=self.rows[start:stop],
+            rope_lengths=None if self.rope_lengths is None else self.rope_lengths[tokens],
         )

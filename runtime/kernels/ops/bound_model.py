@@ -9,8 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .batch import LayerPlace
-from .layer_operations import Linear, Parameter
+from .collectives import Collectives
+from .expert_operations import Experts
+from .experts import ExpertTensors
+from .layer_operations import Linear
 from .layer_plan import LayerPlan, ModelPlan
+from .parameter import Parameter
 
 
 class LinearTensors(NamedTuple):
@@ -42,6 +46,24 @@ class BoundLayer:
         """The tensors of a linear operation."""
         return _linear_tensors(self.tensors, f"layers.{self.index}.{linear.weight.name}")
 
+    def experts(self, op: Experts) -> ExpertTensors:
+        """The tensors of a mixture of experts."""
+
+        def optional(parameter: Parameter | None) -> Tensor | None:
+            return None if parameter is None else self.tensor(parameter)
+
+        gate_up, down = (
+            _linear_tensors(self.tensors, f"layers.{self.index}.{parameter.name}")
+            for parameter in (op.gate_up, op.down)
+        )
+        return ExpertTensors(
+            self.tensor(op.router),
+            optional(op.router_bias),
+            optional(op.correction),
+            *gate_up,
+            *down,
+        )
+
 
 @dataclass(frozen=True)
 class BoundModel:
@@ -59,7 +81,10 @@ class BoundModel:
     frequencies: Tensor
     """float32 `[rope_kinds, rope_dim / 2]`: rotation of each pair of elements, radians/position."""
     amplitudes: Tensor
-    """float32 `[rope_kinds]`: factor of cosines and sines."""
+    """float32 `[rope_kinds, rope_dim / 2]`: factor of cosines and sines; 1 where the frequency is
+    zero."""
+    collectives: Collectives | None = None
+    """Of the tensor-parallel group; None: the model is on one device."""
 
     @property
     def layers(self) -> list[BoundLayer]:

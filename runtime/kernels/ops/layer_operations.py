@@ -10,61 +10,13 @@ Shapes: T tokens, H query heads, G key/value heads, E head_dim, F features.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from .parameter import Parameter
 
-Shape = tuple[int, ...]
 ActivationName = Literal["silu", "gelu_tanh"]
-
-
-class Parameter(NamedTuple):
-    """A parameter of the model: tensors of a checkpoint stacked along the first dimension.
-
-    Parameters with two dimensions, and only those, are weights of linear layers, which kernels may
-    quantise and pack. Others are stored unchanged.
-    """
-
-    name: str
-    """Name of the parameter, in a layer plan relative to the layer."""
-    sources: tuple[str | None, ...]
-    """Names in the checkpoint, in a layer plan relative to the layer; None: zeros."""
-    source_shapes: tuple[Shape, ...]
-    viewed_as: Shape | None = None
-    """Shape to which the stacked tensor is reshaped; None: not reshaped."""
-
-    @property
-    def stacked_shape(self) -> Shape:
-        """The shape of the stack."""
-        return (sum(shape[0] for shape in self.source_shapes), *self.source_shapes[0][1:])
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the parameter."""
-        return self.viewed_as or self.stacked_shape
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is the weight of a linear layer."""
-        return len(self.shape) == 2
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def parts(self, parameter: Tensor) -> Iterator[tuple[str | None, Tensor]]:
-        """Yield each source's name and its view of `parameter`, which has this shape."""
-        sizes = [shape[0] for shape in self.source_shapes]
-        yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
-
-    def within(self, ours: str, theirs: str) -> Parameter:
-        """Return the parameter with prefixed name and sources."""
-        sources = tuple(source if source is None else theirs + source for source in self.sources)
-        return self._replace(name=ours + self.name, sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +97,12 @@ class QKNorm(Operation):
     k: Parameter
     eps: float
     offset: bool = False
+    all_heads: bool = False
+    """Whether the elements of all heads of a token are normalised together; the weights then have
+    as many elements as the queries and the keys (OLMo 2)."""
+    ranks: int = 1
+    """Ranks that hold parts of these elements. They add their sums of squares; where several hold
+    the same keys, all hold as many of each."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -153,10 +111,21 @@ class QKNorm(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Rotate(Operation):
-    """Rotary positions of the queries and keys: of the first two parts."""
+    """Rotary positions of the queries and keys: of the first two parts.
+
+    Pairs of elements that a model does not rotate have frequency zero (see `HeadRows`).
+    """
 
     kind: int
     """The first coordinate of cosines and sines."""
+
+
+class AttentionTemperature(NamedTuple):
+    """Factor of queries at position p, 1 + scale * log(1 + floor((p + 1) / floor)) (Llama 4)."""
+
+    floor: int
+    """In tokens."""
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +141,13 @@ class Attend(Operation):
     """Multiplies q . k."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0: all previous tokens."""
+    chunk: int = 0
+    """A token attends only to its own chunk, of so many positions; 0: off (Llama 4)."""
     softcap: float = 0.0
     """Scores s become softcap * tanh(s / softcap); 0: off."""
     sinks: Parameter | None = None
     """`[H]`: attention sink of each head, a softmax logit without a value."""
+    temperature: AttentionTemperature | None = None
     shared_values: bool = False
     """Whether the value is the first elements of the key: latent attention, whose cache has one
     side."""
@@ -189,6 +161,11 @@ class Attend(Operation):
     def kv_features(self) -> int:
         """Elements of the keys of a token."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a token attends to, itself included; 0: all previous tokens."""
+        return min(filter(None, (self.window, self.chunk)), default=0)
 
     @property
     def features(self) -> int:
@@ -226,6 +203,36 @@ class Activate(Operation):
 @dataclass(frozen=True, kw_only=True)
 class Residual(Operation):
     """Add the value to the hidden states."""
+
+    scale: float = 1.0
+    """Factor of the value, which is rounded to the model's dtype before the addition (Granite)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Operation):
+    """Sum the value over the ranks of a tensor-parallel group; see `Collectives.all_reduce`."""
+
+    ranks: int
+    features: int
+    """Elements of the value of a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opaque(Operation):
+    """Operations of a layer that a model of transformers computes itself; no backend knows them."""
+
+    held: Parameter
+    """Their parameters as one vector."""
+    activation_bytes: int
+    """Peak of the tensors of a token in a layer."""
+
+    @property
+    def title(self) -> str:
+        return "modules of transformers"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self.held,)
 
 
 class LatentOperation(Operation):
@@ -311,15 +318,8 @@ def unsupported(operation: Operation, known: Known) -> str | None:
 
 UNEQUAL_LAYERS = "layers that differ in more than windows and rotations"
 """Name of a non-uniform plan in messages."""
-KNOWN_TO_ATTENTION: Known = {Attend: frozenset({"window", "softcap", "shared_values"})}
-"""Supported by the paged attention kernels, in C++ and Triton."""
-KNOWN_TO_LAYERS: Known = {
-    Norm: frozenset({"offset"}),
-    Linear: frozenset({"bias", "split", "unit"}),
-    QKNorm: frozenset({"offset"}),
-    Rotate: frozenset(),
-    Attend: frozenset({"window", "softcap"}),
-    Activate: frozenset(),
-    Residual: frozenset(),
+KNOWN_TO_ATTENTION: Known = {
+    Attend: frozenset({"window", "chunk", "softcap", "sinks", "shared_values", "temperature"})
 }
-"""Supported by the C++ layer stack and the Triton kernels of a layer."""
+"""Supported by the paged attention kernels, in C++ and Triton. Queries are multiplied by their
+temperature before."""

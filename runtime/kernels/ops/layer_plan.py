@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from .layer_operations import Attend, LatentRotate, Linear, Norm, Operation, Parameter, Rotate
+from .layer_operations import Attend, LatentRotate, Linear, Norm, Operation, Rotate
+from .parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ class LayerPlan:
         return found
 
 
+class Shard(NamedTuple):
+    """The part of a model that one rank of a tensor-parallel group holds."""
+
+    rank: int
+    ranks: int
+    vocab: range
+    """Its rows of the embedding and of the head."""
+    vocab_sizes: tuple[int, ...]
+    """Rows of each rank; ranks hold consecutive rows, in the order of ranks."""
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """A decoder from token ids to logits. Equal layers are the same object."""
@@ -46,8 +59,14 @@ class ModelPlan:
     """Projection to logits; its weight is the embedding if the two are tied."""
     logit_softcap: float
     """Logits l become softcap * tanh(l / softcap); 0: off."""
+    logit_scale: float
+    """Factor of the logits before the soft cap."""
     rope_kinds: int
     """Number of different rotations (RoPE parameters) of the layers."""
+    rope_by_length: bool = False
+    """Whether rotations depend on the length of the sequence, not only on the position."""
+    shard: Shard | None = None
+    """The part of the model that this plan describes; None: all of it."""
 
     @cached_property
     def rope_dim(self) -> int:
@@ -62,8 +81,8 @@ class ModelPlan:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.embedding.shape[0]
+        """Tokens of the vocabulary, those of other ranks included."""
+        return self.embedding.shape[0] if self.shard is None else sum(self.shard.vocab_sizes)
 
     @property
     def tied(self) -> bool:

@@ -11,18 +11,20 @@ Weights are not arguments: a stack is created once from them, and calls pass its
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
+from typing import NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .batch import RaggedBatch
-from .bound_model import BoundModel
+from .bound_model import BoundLayer, BoundModel
+from .collectives import StackCollectives
+from .expert_operations import Experts
 from .layer_operations import (
-    KNOWN_TO_LAYERS,
-    UNEQUAL_LAYERS,
     Activate,
+    AllReduce,
     Attend,
+    Known,
     Linear,
     Norm,
     Operation,
@@ -32,11 +34,26 @@ from .layer_operations import (
     unsupported,
 )
 from .layer_plan import LayerPlan, ModelPlan
+from .operator_arguments import OperatorArguments
+
+KNOWN_TO_STACK: Known = {
+    Norm: frozenset({"offset"}),
+    Linear: frozenset({"bias", "split", "unit"}),
+    QKNorm: frozenset({"offset", "all_heads", "ranks"}),
+    Rotate: frozenset(),
+    Attend: frozenset({"window", "chunk", "softcap", "sinks", "temperature"}),
+    Activate: frozenset({"limit", "alpha", "up_offset"}),
+    AllReduce: frozenset(),
+    Residual: frozenset({"scale"}),
+    Experts: frozenset(
+        {"router_bias", "correction", "gate_up_bias", "down_bias", "shared", "scaled_inputs"}
+    ),
+}
+"""Supported by the C++ stack."""
 
 torch.library.define(
     "stepgraph::stack_create",
-    "(Tensor norm, Tensor?[] weights, int[] places, int[] sizes, float[] numbers,"
-    " bool offset_norms, bool gelu, str storage) -> int",
+    "(Tensor?[] tensors, int[] integers, float[] numbers, ScalarType dtype, str storage) -> int",
 )
 torch.library.define("stepgraph::stack_destroy", "(int handle) -> ()")
 torch.library.define("stepgraph::stack_workspace", "(int handle, int tokens) -> int")
@@ -66,20 +83,24 @@ torch.library.register_fake("stepgraph::decoder_stack", _fake_decoder_stack)
 
 
 class GatedLayer(NamedTuple):
-    """A layer that the stack supports: attention with keys and values, and a gated MLP."""
+    """A layer that the stack supports: attention with keys and values, and a gated MLP or a
+    mixture of them."""
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: Linear
     qk_norm: QKNorm | None
     rotate: Rotate
     attend: Attend
     output: Linear
+    attention_sum: AllReduce | None
     attention_output_norm: Norm | None
     attention_residual: Residual
-    mlp_norm: Norm
-    gate_up: Linear
-    activate: Activate
-    down: Linear
+    mlp_norm: Norm | None
+    gate_up: Linear | None
+    activate: Activate | None
+    down: Linear | None
+    experts: Experts | None
+    mlp_sum: AllReduce | None
     mlp_output_norm: Norm | None
     mlp_residual: Residual
 
@@ -98,26 +119,26 @@ class GatedLayer(NamedTuple):
                 return left[0] if left else plan.operations[-1]
         if left:
             return left[0]
+        mlp = [found[place] is not None for place in ("gate_up", "activate", "down")]
+        if set(mlp) != {found["experts"] is None}:
+            return plan.operations[-1]
         return cls(**found)  # type: ignore[arg-type]  # checked by their classes
-
-    @property
-    def norms(self) -> list[Norm | QKNorm]:
-        """All norms of the layer."""
-        return [operation for operation in self if isinstance(operation, Norm | QKNorm)]
 
 
 def stack_obstacle(plan: ModelPlan) -> str | None:
     """Return the reason why the C++ stack does not support a model's layers, or None."""
     for op in plan.operations:
-        if (missing := unsupported(op, KNOWN_TO_LAYERS)) is not None:
+        if (missing := unsupported(op, KNOWN_TO_STACK)) is not None:
             return missing
-    if not plan.is_uniform:
-        return UNEQUAL_LAYERS
-    layer = GatedLayer.of(plan.layers[0])
-    if not isinstance(layer, GatedLayer):
-        return layer.title
-    if {(norm.eps, norm.offset) for norm in layer.norms} != {(plan.norm.eps, plan.norm.offset)}:
-        return "norms of several kinds"
+    heads = set()
+    for layer in set(plan.layers):
+        found = GatedLayer.of(layer)
+        if not isinstance(found, GatedLayer):
+            return found.title
+        attend = found.attend
+        heads.add((attend.heads, attend.kv_heads, attend.head_dim, attend.value_dim))
+    if len(heads) > 1:
+        return "layers with different heads"
     return None
 
 
@@ -192,7 +213,7 @@ class DecoderStack:
 
         Raises RuntimeError for inconsistent weights.
         """
-        number: int = torch.ops.stepgraph.stack_create.default(model.norm, *stack_arguments(model))
+        number: int = torch.ops.stepgraph.stack_create.default(*stack_arguments(model))
         # A tensor, so that compiled code does not depend on the number.
         self._handle = torch.tensor(number, device="cpu")
         self._number = number
@@ -240,33 +261,68 @@ class DecoderStack:
         return out
 
 
-def stack_arguments(model: BoundModel) -> tuple[Any, ...]:
-    """Return the arguments of `stack_create` after the final norm."""
-    weights: list[Tensor | None] = []
-    places: list[int] = []
+def stack_arguments(
+    model: BoundModel,
+) -> tuple[list[Tensor | None], list[int], list[float], torch.dtype, str]:
+    """Return the arguments of `stack_create`, in the order of `csrc/stack_create.h`."""
+    arguments = OperatorArguments()
+    attend = model.plan.layers[0].attend
+    arguments.integers += [model.plan.hidden_size, attend.heads, attend.kv_heads, attend.head_dim]
+    collectives = model.collectives
+    arguments.integers.append(
+        collectives.communicator if isinstance(collectives, StackCollectives) else 0
+    )
+    arguments.integers.append(len(model.layers))
     for layer in model.layers:
         ops = GatedLayer.of(layer.plan)
         assert isinstance(ops, GatedLayer), "a plan that `stack_obstacle` refuses"
-        for place, op in ops._asdict().items():
-            match op:
-                case Linear():
-                    weights += layer.linear(op)
-                case Norm():
-                    weights.append(layer.tensor(op.weight))
-                case QKNorm():
-                    weights += [layer.tensor(op.q), layer.tensor(op.k)]
-                case None:  # of queries and keys there would be two
-                    weights += [None, None] if place == "qk_norm" else [None]
-        places += [*layer.place, ops.attend.window, ops.rotate.kind]
-    alike = GatedLayer.of(model.plan.layers[0])  # in what follows
-    assert isinstance(alike, GatedLayer)
-    attend, activate, norm = alike.attend, alike.activate, model.plan.norm
+        _add_attention(arguments, layer, ops)
+        _add_mlp(arguments, layer, ops)
+    arguments.add_norm(model.plan.norm, model.norm)
     return (
-        weights,
-        places,
-        [model.plan.hidden_size, activate.features, attend.heads, attend.kv_heads, attend.head_dim],
-        [norm.eps, attend.scale, attend.softcap],
-        norm.offset,
-        activate.function == "gelu_tanh",
-        model.storage,
+        *(arguments.tensors, arguments.integers, arguments.numbers),
+        *(model.norm.dtype, model.storage),
     )
+
+
+def _add_attention(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:
+    attend, temperature, qk_norm = ops.attend, ops.attend.temperature, ops.qk_norm
+    arguments.integers += [*layer.place, attend.window, attend.chunk, ops.rotate.kind]
+    _add_norm(arguments, layer, ops.input_norm)
+    arguments.tensors += layer.linear(ops.qkv)
+    arguments.integers += [
+        qk_norm is not None and qk_norm.all_heads,
+        1 if qk_norm is None else qk_norm.ranks,
+    ]
+    for weight in (None, None) if qk_norm is None else (qk_norm.q, qk_norm.k):
+        arguments.add_norm(qk_norm, None if weight is None else layer.tensor(weight))
+    arguments.numbers += [attend.scale, attend.softcap]
+    arguments.tensors.append(None if attend.sinks is None else layer.tensor(attend.sinks))
+    arguments.integers.append(0 if temperature is None else temperature.floor)
+    arguments.numbers.append(0.0 if temperature is None else temperature.scale)
+    arguments.tensors += layer.linear(ops.output)
+    arguments.integers.append(ops.attention_sum is not None)
+    _add_norm(arguments, layer, ops.attention_output_norm)
+    arguments.numbers.append(ops.attention_residual.scale)
+
+
+def _add_mlp(arguments: OperatorArguments, layer: BoundLayer, ops: GatedLayer) -> None:
+    _add_norm(arguments, layer, ops.mlp_norm)
+    arguments.integers.append(ops.experts is not None)
+    if ops.experts is not None:
+        arguments.add_experts(ops.experts, layer.experts(ops.experts))
+    else:
+        assert ops.gate_up is not None
+        assert ops.activate is not None
+        assert ops.down is not None
+        arguments.integers.append(ops.activate.features)
+        arguments.tensors += layer.linear(ops.gate_up)
+        arguments.add_activate(ops.activate)
+        arguments.tensors += layer.linear(ops.down)
+    arguments.integers.append(ops.mlp_sum is not None)
+    _add_norm(arguments, layer, ops.mlp_output_norm)
+    arguments.numbers.append(ops.mlp_residual.scale)
+
+
+def _add_norm(arguments: OperatorArguments, layer: BoundLayer, norm: Norm | None) -> None:
+    arguments.add_norm(norm, None if norm is None else layer.tensor(norm.weight))

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..choice import Kernels
 from ..ops.attention import paged_attention
 from ..ops.bound_model import BoundModel
+from ..ops.experts_operator import opaque_experts
 from ..ops.linear import reference_linear
 from ..ops.stack import DecodeStep, Stack
 from ..ops.weight_storage import WeightStorage
@@ -72,6 +73,7 @@ def gpu_kernels(weights: WeightStorage, operations: Operations | None = None) ->
         name="triton",
         attention=_attention(),
         linear=linear,
+        experts=_experts(),
         pack=None,
         bounded_by_length=True,
         masks=0,
@@ -90,3 +92,12 @@ def _attention() -> Callable[..., Tensor]:
     from .paged_attention import paged_attention_on_gpu
 
     return paged_attention_on_gpu
+
+
+def _experts() -> Callable[..., Tensor]:
+    """The kernels of experts; without a device nothing calls them, and Triton need not be there."""
+    if not torch.cuda.is_available():
+        return opaque_experts
+    from .experts import experts_on_gpu
+
+    return experts_on_gpu

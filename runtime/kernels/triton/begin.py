@@ -41,7 +41,7 @@ class Rotations:
     frequencies: Tensor
     """float32 `[K, E]`, radians a position."""
     amplitudes: Tensor
-    """float32 `[K]`: cosines and sines are multiplied by it."""
+    """float32 `[K, E]`: factors of cosines and sines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def reference_begin_decode(
     if embedding.scales is not None:
         x_TD = dequantise_weight(x_TD, embedding.scales[ids_T]).to(embedding.dtype)
     angles_KTE = positions_T[:, None].float() * rotations.frequencies[:, None]
-    amplitudes = rotations.amplitudes[:, None, None]
+    amplitudes = rotations.amplitudes[:, None]
     return Beginning(
         x=x_TD if embedding.factor == 1.0 else x_TD * embedding.factor,
         positions=positions_T,
@@ -199,7 +199,7 @@ def _begin_decode(  # type: ignore[no-untyped-def]
         e = tl.arange(0, BLOCK_E)
         for kind in tl.static_range(KINDS):
             frequency = tl.load(frequencies_ptr + kind * half + e, mask=e < half, other=0.0)
-            amplitude = tl.load(amplitudes_ptr + kind)
+            amplitude = tl.load(amplitudes_ptr + kind * half + e, mask=e < half, other=0.0)
             cosine, sine = _cos_sin(position.to(tl.float32) * frequency)
             at = (kind * tokens + token) * half + e
             tl.store(cos_ptr + at, cosine * amplitude, mask=e < half)

@@ -63,8 +63,10 @@ def combine_output(
     residual_TN: Tensor | None,
     out_TN: Tensor,
     config: LinearConfig | None = None,
+    *,
+    scale: float = 1.0,
 ) -> None:
-    """`out = residual + linear(combined)`, rounded as `residual_linear` does, or the product alone.
+    """`out = residual + scale * linear(combined)` as `residual_linear`, or the product alone.
 
     Splits are float32, all contiguous, and rows at most four. Of a split without positions the
     maximum is -inf, the sum 0 and `acc_THSE` anything; at least one split of each row and head has
@@ -78,6 +80,7 @@ def combine_output(
         config,
         splits=(max_THS, sum_THS),
         residual_TN=residual_TN,
+        scale=scale,
     )
 
 
@@ -88,7 +91,9 @@ def reference_combine_output(
     linear: GpuLinear,
     residual_TN: Tensor | None,
     dtype: torch.dtype,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
     """What `combine_output` does, in plain torch, for activations of `dtype`."""
     attended_TK = reference_combine_splits(Partials(acc_THSE, max_THS, sum_THS)).to(dtype)
-    return reference_residual_linear(attended_TK, linear, residual_TN)
+    return reference_residual_linear(attended_TK, linear, residual_TN, scale=scale)

@@ -25,7 +25,14 @@ from ..ops.attention import AttentionForm, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, fp8_is_native, scale_offset, store_vectors, vector_offset
-from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
+from .rotated_heads import (
+    HeadRotation,
+    load_norm,
+    normed_and_turned,
+    reciprocal_of_heads,
+    reference_rotated,
+    tempered,
+)
 from .split_attention import (
     NO_WINDOW,
     Partials,
@@ -33,7 +40,9 @@ from .split_attention import (
     attend_run,
     choose_tile,
     combine_as_last,
+    first_seen,
     in_log2,
+    load_sinks,
     padded,
     split_tiles,
     store_partials,
@@ -74,8 +83,8 @@ def _bring_weight(  # type: ignore[no-untyped-def]
 def _bring_tile(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split, splits,
     table_rows, table_stride, num_blocks, window, key_scales_ptr, value_scales_ptr,
-    G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
-    TILE: tl.constexpr, LINE: tl.constexpr,
+    CHUNK: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STORAGE: tl.constexpr, TILE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """The first tile of the run, as inputs that may be outdated, or not yet written, have it: all
     indices are forced into their ranges, and no line of them stays in L1 (`.cg`)."""
@@ -83,7 +92,7 @@ def _bring_tile(  # type: ignore[no-untyped-def]
     position = tl.minimum(tl.maximum(position, 0), table_stride * BLOCK_SIZE - 1)
     row = tl.load(token_rows_ptr + t, cache_modifier=".cg").to(tl.int32)
     row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
-    first = tl.maximum(position - window + 1, 0)
+    first = first_seen(position, window, CHUNK)
     begin, _, _ = split_tiles(first, position, split, splits, TILE)
     n = begin * TILE + tl.arange(0, TILE)
     entry = tables_ptr + row * table_stride + n // BLOCK_SIZE
@@ -104,12 +113,13 @@ def _bring_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["lines", "lines_each"])
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, q_norm_ptr, k_norm_ptr,
-    cos_ptr, sin_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
+    cos_ptr, sin_ptr, sinks_ptr, slots_ptr, tables_ptr, token_rows_ptr, positions_ptr,
     acc_ptr, m_ptr, l_ptr, counters_ptr, out_ptr, weight_ptr, table_rows, table_stride,
     num_blocks, window, eps, scale, lines, lines_each,
     GROUP: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr,
-    OFFSET_NORMS: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
+    TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, LINE: tl.constexpr, BRING_TILE: tl.constexpr, COMBINED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +127,18 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     g, split, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
     i = tl.arange(0, BLOCK_E)
-    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
+    h = tl.arange(0, HEADS)
+    inside = h < GROUP
     q_weights, q_weights_opposite, k_weights, k_weights_opposite = None, None, None, None
+    q_reciprocal, k_reciprocal = None, None
     if q_norm_ptr is not None:
-        q_weights = tl.load(q_norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
-        q_weights_opposite = tl.load(q_norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
-        k_weights = tl.load(k_norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
-        k_weights_opposite = tl.load(k_norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+        q_heads = g * GROUP + tl.minimum(h, GROUP - 1)
+        q_weights, q_weights_opposite = load_norm(q_norm_ptr, q_heads, E, BLOCK_E, ALL_HEADS)
+        k_head = g + tl.zeros([1], tl.int32)
+        k_weights, k_weights_opposite = load_norm(k_norm_ptr, k_head, E, BLOCK_E, ALL_HEADS)
+    sink = 0.0
+    if sinks_ptr is not None:
+        sink = load_sinks(sinks_ptr + g * GROUP + h, inside)
     if PDL:
         if weight_ptr is not None:
             program = (t * splits + split) * G + g
@@ -132,15 +147,13 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             _bring_tile(
                 keys_ptr, values_ptr, tables_ptr, token_rows_ptr, positions_ptr, t, g, split,
                 splits, table_rows, table_stride, num_blocks, window, key_scales_ptr,
-                value_scales_ptr, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
+                value_scales_ptr, CHUNK, G, E, BLOCK_SIZE, STORAGE, TILE, LINE,
             )  # fmt: skip
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     position = tl.load(positions_ptr + t).to(tl.int32)
-    first = tl.maximum(position - window + 1, 0)
+    first = first_seen(position, window, CHUNK)
     begin, behind, owner = split_tiles(first, position, split, splits, TILE)
-    h = tl.arange(0, HEADS)
-    inside = h < GROUP
     head = t.to(tl.int64) * (G * GROUP) + g * GROUP
     at = (head + h) * splits + split
     if split > owner:
@@ -150,23 +163,28 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     else:
         table_ptr = tables_ptr + tl.load(token_rows_ptr + t) * table_stride
         block = table_entries(table_ptr, first, position, begin, BLOCK_SIZE, TILE)
-        pair = tl.where(i < E // 2, i, opposite)
+        pair = i % (E // 2)
         cos = tl.load(cos_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         sin = tl.load(sin_ptr + t * (E // 2) + pair, mask=i < E, other=0.0)
         row = t.to(tl.int64) * ((GROUP + 2) * G * E)
+        if ALL_HEADS:
+            q_reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, GROUP * G * E)
         q = normed_and_turned(
-            qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite, cos, sin,
-            eps, E, BLOCK_E, OFFSET_NORMS,
+            qkv_ptr, row + (g * GROUP + h) * E, inside, q_weights, q_weights_opposite,
+            q_reciprocal, cos, sin, eps, E, BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
+        q = tempered(q, position, FLOOR, TEMPERATURE)
         m = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, BLOCK_E], tl.float32)
         if split == owner:
             one = tl.full([1], 1, tl.int1)
             k_start = row + (GROUP * G + g) * E + tl.zeros([1], tl.int64)
+            if ALL_HEADS:
+                k_reciprocal = reciprocal_of_heads(qkv_ptr, row + GROUP * G * E, eps, G * E)
             key = normed_and_turned(
-                qkv_ptr, k_start, one, k_weights, k_weights_opposite, cos, sin, eps, E, BLOCK_E,
-                OFFSET_NORMS,
+                qkv_ptr, k_start, one, k_weights, k_weights_opposite, k_reciprocal, cos, sin, eps,
+                E, BLOCK_E, OFFSET_NORMS,
             ).to(tl.float32)  # fmt: skip
             v_at = (k_start + G * E)[:, None] + i[None, :]
             value = tl.load(qkv_ptr + v_at, mask=(i < E)[None, :], other=0.0).to(tl.float32)
@@ -180,6 +198,13 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             m = in_log2(tl.sum(q.to(tl.float32) * key, axis=1), scale, SOFTCAP)
             total += 1.0
             acc += value
+            if sinks_ptr is not None:
+                # One more term of the denominator, in the one split that has the new token.
+                top = tl.maximum(m, sink)
+                shrink = tl.exp2(m - top)
+                total = shrink + tl.exp2(sink - top)
+                acc *= shrink[:, None]
+                m = top
         m, total, acc = attend_run(
             q, None, m, total, acc, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
             table_ptr, block, g, first, position, begin, behind, scale, G, E, E, BLOCK_SIZE,
@@ -251,13 +276,13 @@ def decode_attention(
     call_kernel(
         _decode_attention, (kv_heads, splits, tokens),
         qkv_TN, *views, rotation.q_norm, rotation.k_norm, rotation.cos, rotation.sin,
-        batch.slots[place.group], block_tables, batch.token_rows, batch.positions, *partials,
-        counters, attended_TN, next_weight, *block_tables.shape, kv.shape[1],
+        form.sinks, batch.slots[place.group], block_tables, batch.token_rows, batch.positions,
+        *partials, counters, attended_TN, next_weight, *block_tables.shape, kv.shape[1],
         form.window or NO_WINDOW, rotation.eps, form.scale, lines, lines_each,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, E=head_dim, BLOCK_SIZE=batch.block_size, STORAGE=form.storage,
-        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap,
-        OFFSET_NORMS=rotation.offset_norms, BLOCK_E=padded(head_dim),
+        NATIVE_FP8=fp8_is_native(qkv_TN.device), SOFTCAP=form.softcap, CHUNK=form.chunk,
+        **rotation.constants, BLOCK_E=padded(head_dim),
         HEADS=max(tile.heads, triton.next_power_of_2(group)), TILE=tile.positions, LANES=threads,
         LINE=LINE_BYTES, BRING_TILE=splits > 1, COMBINED=combined,
     )  # fmt: skip
@@ -277,12 +302,12 @@ def reference_decode_attention(
         qkv_TN: queries, keys and values of each row, `[T, (H + 2G) * E]`, contiguous.
         arena: all layers' cache.
         place: this one's part of it.
-        rotation: norms and angles of the rows.
+        rotation: norms, angles of the rows, and the temperature.
         batch: uniform, one token a row; kernels need no `read_blocks`.
         form: what attention this is.
     """
     kv_heads, head_dim = arena.shape[3], form.value_dim
     qkv = qkv_TN.view(qkv_TN.shape[0], -1, head_dim)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    q, k = reference_rotated(q, k, rotation)
+    q, k = reference_rotated(q, k, rotation, batch.positions)
     return reference_paged_attention(q, k, v, arena, place, batch, form).flatten(1)

@@ -33,7 +33,7 @@ class GpuDecodeStep:
         self._rotations = Rotations(model.frequencies, model.amplitudes)
         self._norm = GpuNorm(model.norm, plan.norm.eps, plan.norm.offset)
         self._head = gpu_linear(model.head)
-        self._logit_softcap = plan.logit_softcap
+        self._logit_softcap, self._logit_scale = plan.logit_softcap, plan.logit_scale
 
     @torch.no_grad()
     def run(
@@ -70,7 +70,12 @@ class GpuDecodeStep:
         hidden = self._stack.layers(start.x, arena, batch, start.cos, start.sin, decodes=True)
         with operation("head"):
             logits, maxima, ids = self.operations.head(
-                hidden.x, self._norm, self._head, self._logit_softcap, hidden.pending()
+                hidden.x,
+                self._norm,
+                self._head,
+                self._logit_softcap,
+                hidden.pending(),
+                scale=self._logit_scale,
             )
         return DecodeResult(logits, start.positions, maxima, ids)
 

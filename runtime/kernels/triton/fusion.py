@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torch import Tensor
-
-from ..ops.activation import gated_activation
+from ..ops.expert_operations import Experts
 from ..ops.layer_operations import (
-    KNOWN_TO_LAYERS,
-    UNEQUAL_LAYERS,
     Activate,
     Attend,
     Linear,
@@ -26,26 +22,32 @@ from ..ops.layer_operations import (
     unsupported,
 )
 from ..ops.layer_plan import LayerPlan, ModelPlan
+from .linear import FEW_ROWS
+from .supported import SUPPORTED
 
 __all__ = [
     "Activation",
     "Attention",
     "Fused",
     "GateUp",
+    "Mixture",
     "NormLinear",
     "ResidualLinear",
     "fuse",
     "fusion_obstacle",
-    "kernel_obstacle",
     "product_pairs",
+    "runs_by_pair",
 ]
+
+_WORTH_BYTES = 16 << 20
+"""Bytes that an H100 or H200 reads in 4 to 5 µs, about the time of three kernels: assumed."""
 
 
 @dataclass(frozen=True)
 class NormLinear:
-    """A norm and the linear layer over it."""
+    """A linear layer over the hidden states, which are normed before unless there is no norm."""
 
-    norm: Norm
+    norm: Norm | None
     linear: Linear
     name: str = "norm_linear"
 
@@ -57,9 +59,9 @@ class NormLinear:
 
 @dataclass(frozen=True)
 class GateUp:
-    """A norm, the linear layer over it and the gated activation."""
+    """As `NormLinear`, with the gated activation."""
 
-    norm: Norm
+    norm: Norm | None
     linear: Linear
     activate: Activate
     name: str = "gate_up"
@@ -91,47 +93,110 @@ class ResidualLinear:
 
     linear: Linear
     norm: Norm | None
+    scale: float = 1.0
+    """Factor of the result."""
     name: str = "down"
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A gated activation that is no part of a product: plain torch, which knows every trait."""
+    """A gated activation that is no part of a product."""
 
     activate: Activate
     name: str = "activate"
 
-    def run(self, gate_up_TF: Tensor) -> Tensor:
-        """Return the activation `[T, F]` of `[T, 2F]`."""
-        return gated_activation(self.activate)(*gate_up_TF.chunk(2, dim=-1))
+    @property
+    def features(self) -> int:
+        """Features of the result."""
+        return self.activate.features
 
 
-Fused = NormLinear | GateUp | Attention | ResidualLinear | Activation
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts of the hidden states, added to them, with norms before or after."""
+
+    norm: Norm | None
+    experts: Experts
+    output_norm: Norm | None
+    scale: float = 1.0
+    """Factor of the result."""
+    name: str = "experts"
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The names of its kernels, fields of `Operations`, in order."""
+        if self.norm is None and self.output_norm is None:
+            return ("route", "experts")
+        return ("norm_rows", "route", "experts")  # norms, or adds what attention returned
+
+
+Fused = NormLinear | GateUp | Attention | ResidualLinear | Activation | Mixture
+
+
+def _without_norm(linear: Linear, *rest: Operation) -> Fused:
+    match rest:
+        case (Activate() as activate,):
+            return GateUp(None, linear, activate)
+        case (Residual() as residual,):
+            return ResidualLinear(linear, None, residual.scale)
+        case _:
+            return NormLinear(None, linear)
+
+
+def _after_norm(linear: Linear, norm: Norm, residual: Residual) -> Fused:
+    _require_no_scale(residual)
+    return ResidualLinear(linear, norm)
+
+
+def _require_no_scale(residual: Residual) -> None:
+    if residual.scale != 1.0:
+        raise ValueError("residual with scale after a norm")
+
+
+def _mixture(*operations: Operation) -> Fused:
+    norm, *rest = operations if isinstance(operations[0], Norm) else (None, *operations)
+    assert norm is None or isinstance(norm, Norm)
+    match rest:
+        case (Experts() as experts, Residual() as residual):
+            return Mixture(norm, experts, None, residual.scale)
+        case (Experts() as experts, Norm() as output_norm, Residual() as residual):
+            _require_no_scale(residual)
+            return Mixture(norm, experts, output_norm)
+    raise AssertionError(operations)
+
 
 _PATTERNS: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
     ((Norm, Linear, Activate), GateUp),
     ((Norm, Linear), NormLinear),
     ((QKNorm, Rotate, Attend), Attention),
     ((Rotate, Attend), lambda rotate, attend: Attention(None, rotate, attend)),
-    ((Linear, Norm, Residual), lambda linear, norm, _: ResidualLinear(linear, norm)),
-    ((Linear, Residual), lambda linear, _: ResidualLinear(linear, None)),
+    ((Linear, Norm, Residual), _after_norm),
+    ((Linear, Residual), _without_norm),
     ((Activate,), Activation),
+    ((Norm, Experts, Residual), _mixture),
+    ((Norm, Experts, Norm, Residual), _mixture),
 ]
 """The first that fits the next operations of a layer is one kernel."""
+_OF_HIDDEN_STATES: list[tuple[tuple[type[Operation], ...], Callable[..., Fused]]] = [
+    ((Linear, Activate), _without_norm),
+    ((Linear,), _without_norm),
+    ((Experts, Residual), _mixture),
+    ((Experts, Norm, Residual), _mixture),
+]
+"""Tried after these where the value is the hidden states: of layers that norm only outputs."""
 
 
 def _fits(kinds: tuple[type[Operation], ...], operations: Sequence[Operation]) -> bool:
-    """Whether the next operations are of these kinds, and a kernel knows their traits.
+    """Whether the next operations are of these kinds, and one kernel computes them.
 
-    Attention and an activation by itself have a plain version, which knows every trait.
+    A clamped activation is a kernel of its own.
     """
-    if len(operations) < len(kinds) or not all(map(isinstance, operations, kinds)):
+    following = operations[: len(kinds)]
+    if len(following) < len(kinds) or not all(map(isinstance, following, kinds)):
         return False
-    alone = operations[0] if len(kinds) == 1 else None
-    return all(
-        isinstance(op, Attend) or op is alone or unsupported(op, KNOWN_TO_LAYERS) is None
-        for op in operations[: len(kinds)]
-    )
+    clamped = any(isinstance(op, Activate) and op.traits for op in following)
+    known = all(unsupported(op, SUPPORTED) is None for op in following)
+    return known and not (clamped and len(kinds) > 1)
 
 
 def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
@@ -144,13 +209,15 @@ def fuse(layer: LayerPlan) -> tuple[Fused, ...]:
     """
     left, found = list(layer.operations), list[Fused]()
     while left:
-        for kinds, make in _PATTERNS:
+        of_hidden = not found or isinstance(found[-1], ResidualLinear | Mixture)
+        for kinds, make in _PATTERNS + (_OF_HIDDEN_STATES if of_hidden else []):
             if _fits(kinds, left):
                 fused = make(*left[: len(kinds)])
                 break
         else:
-            unknown = (op for op in left if type(op) not in KNOWN_TO_LAYERS)
-            raise ValueError(next(unknown, left[0]).title)
+            kinds_first = sorted(left, key=lambda op: type(op) in SUPPORTED)
+            missing = (unsupported(op, SUPPORTED) for op in kinds_first)
+            raise ValueError(next(filter(None, missing), left[0].title))
         if isinstance(fused, ResidualLinear) and found and isinstance(found[-1], Attention):
             fused = replace(fused, name="combine_output")
         found.append(fused)
@@ -165,13 +232,27 @@ def fusion_obstacle(plan: ModelPlan) -> str | None:
             fuse(layer)
     except ValueError as error:
         return str(error)
-    return None if plan.is_uniform else UNEQUAL_LAYERS
+    heads = {
+        (op.heads, op.kv_heads, op.head_dim, op.value_dim)
+        for op in plan.operations
+        if isinstance(op, Attend)
+    }
+    return "layers with different heads" if len(heads) > 1 else None
 
 
-def kernel_obstacle(plan: ModelPlan) -> str | None:
-    """Return what of the layers of a model runs in plain torch on a GPU, or None."""
-    missing = (unsupported(operation, KNOWN_TO_LAYERS) for operation in plan.operations)
-    return next(filter(None, missing), None) or fusion_obstacle(plan)
+def runs_by_pair(experts: Experts, tokens: int, expert_bytes: float) -> bool:
+    """Return whether each pair of a token and an expert is computed by itself.
+
+    Tokens that share an expert then read its weights once each. Blocks of pairs read them once, in
+    three kernels more.
+
+    Args:
+        experts: the mixture.
+        tokens: of a step.
+        expert_bytes: of the weights of an expert.
+    """
+    repeated = tokens * experts.per_token - experts.expected_experts(tokens)
+    return tokens <= FEW_ROWS and repeated * expert_bytes <= _WORTH_BYTES
 
 
 def product_pairs(
@@ -180,13 +261,14 @@ def product_pairs(
     """Yield the products that one kernel may compute: the second norms the sum of the first.
 
     Of each pair of neighbours in the chain of all layers once; none where a norm comes before the
-    sum, which the next kernel then computes, and none where an activation is no part of a product.
+    sum, which the next kernel then computes, none of a scaled sum, and none where an activation is
+    no part of a product.
     """
     chain = [fused for layer in layers for fused in layer]
     if any(isinstance(fused, Activation) for fused in chain):
         return
     for first, second in dict.fromkeys(pairwise(chain)):
-        if not isinstance(first, ResidualLinear) or first.norm is not None:
+        if not isinstance(first, ResidualLinear) or first.norm is not None or first.scale != 1.0:
             continue
-        if isinstance(second, GateUp | NormLinear):
+        if isinstance(second, GateUp | NormLinear) and second.norm is not None:
             yield first, second

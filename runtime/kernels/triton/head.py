@@ -13,7 +13,7 @@ from torch import Tensor
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .linear import LIBRARY, ROW_CLASSES, GpuLinear, GpuNorm, LinearConfig, Pending
 from .linear_dispatch import dispatch_linear
-from .linear_tiles import capped, largest_of
+from .linear_tiles import capped, largest_of, scaled
 from .matmul import library_linear
 from .norm import norm_rows
 from .norm_linear import reference_norm_linear
@@ -32,13 +32,15 @@ def head(
     softcap: float = 0.0,
     pending: Pending | None = None,
     config: LinearConfig | None = None,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits `[T, V]`, and of each chunk the largest and its token, `[T, C]`.
 
-    Logits are in the model's dtype, with `softcap` (0: none) as softcap * tanh(l / softcap);
-    maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal logits the lowest. More
-    than 32 rows, and a `config` of kind `library`, use the library's product with a kernel before
-    and one after it.
+    Logits are in the model's dtype, times `scale`, then with `softcap` (0: none) as softcap *
+    tanh(l / softcap); maxima are float32 (+inf if the chunk holds NaN), tokens int32, of equal
+    logits the lowest. More than 32 rows, and a `config` of kind `library`, use the library's
+    product with a kernel before and one after it.
     """
     tokens, (vocab_size, hidden_size) = x_TD.shape[0], linear.weight.shape
     if tokens > ROW_CLASSES[-1]:
@@ -58,6 +60,7 @@ def head(
             config,
             norm=norm,
             pending=pending,
+            scale=scale,
             softcap=softcap,
             best=best,
         )
@@ -65,13 +68,15 @@ def head(
     normed_TD = torch.empty_like(x_TD)
     norm_rows(x_TD, norm, normed_TD, pending)
     library_linear(normed_TD, linear, logits_TV)
-    return logits_TV, *best_of_chunks(logits_TV, softcap)
+    return logits_TV, *best_of_chunks(logits_TV, softcap, scale=scale)
 
 
-def best_of_chunks(logits_TV: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+def best_of_chunks(
+    logits_TV: Tensor, softcap: float = 0.0, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each chunk of 1024 and its token, as `head` does.
 
-    With `softcap` contiguous logits are capped in place first.
+    With `scale` or `softcap` contiguous logits are scaled and capped in place first.
     """
     tokens, vocab_size = logits_TV.shape
     assert logits_TV.is_contiguous()
@@ -85,6 +90,7 @@ def best_of_chunks(logits_TV: Tensor, softcap: float = 0.0) -> tuple[Tensor, Ten
         ids_TC,
         vocab_size,
         CHUNK=CHUNK,
+        SCALE=scale,
         SOFTCAP=softcap,
     )
     return maxima_TC, ids_TC
@@ -99,9 +105,9 @@ def _best(tokens: int, chunks: int, device: torch.device) -> tuple[Tensor, Tenso
 @triton.jit
 def _best_of_chunks(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, best_id_ptr, V,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): caps the logits in place, if they are, and finds the largest."""
+    """Program (row, chunk): scales and caps the logits in place, and finds the largest."""
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
@@ -109,8 +115,11 @@ def _best_of_chunks(  # type: ignore[no-untyped-def]
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     pointers = logits_ptr + row.to(tl.int64) * V + token
     logits = tl.load(pointers, mask=token < V, other=0.0).to(tl.float32)
+    logits = scaled(logits, SCALE, dtype)
     if SOFTCAP > 0.0:
-        logits = capped(logits, SOFTCAP, dtype).to(dtype)
+        logits = capped(logits, SOFTCAP, dtype)
+    if SOFTCAP > 0.0 or SCALE != 1.0:
+        logits = logits.to(dtype)
         tl.store(pointers, logits, mask=token < V)
         logits = logits.to(tl.float32)
     best, best_id = largest_of(logits, token, V, axis=0)
@@ -126,9 +135,11 @@ def reference_head(
     softcap: float = 0.0,
     pending: Pending | None = None,
     chunk: int = 128,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `head` does, in plain torch, with chunks of `chunk` tokens."""
-    logits_TV = reference_norm_linear(x_TD, norm, linear, pending)
+    logits_TV = reference_norm_linear(x_TD, norm, linear, pending) * scale
     if softcap:
         logits_TV = reference_softcap(logits_TV, softcap)
     parts = logits_TV.float().split(chunk, dim=1)

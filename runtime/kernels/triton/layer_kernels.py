@@ -12,14 +12,25 @@ from torch import Tensor
 
 from ....profiling.attribution import operation
 from ..ops.bound_model import BoundLayer, BoundModel, LinearTensors
+from ..ops.experts import ExpertTensors
+from ..ops.layer_operations import Norm
+from .activation import Clamp
 from .combine_output import product_combines
-from .fusion import Activation, Attention, Fused, GateUp, NormLinear, ResidualLinear
+from .fusion import Activation, Attention, Fused, GateUp, Mixture, NormLinear, ResidualLinear
 from .linear import GpuLinear, GpuNorm, Pending
 from .operations import Operations
 from .paired_layers import LayerPairs
 from .step_attention import DecodeAttention, LayerAttention
 
-__all__ = ["FewRows", "Hidden", "LayerKernel", "gpu_linear"]
+__all__ = [
+    "FewRows",
+    "Hidden",
+    "LayerKernel",
+    "gpu_linear",
+    "norm_hidden",
+    "run_activation",
+    "run_mixture",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +62,82 @@ class LayerKernel:
     attention: LayerAttention | None
     after: LayerKernel | None
     """The next one, which may be of the next layer."""
+    experts: ExpertTensors | None = None
+    output_norm: GpuNorm | None = None
+    """Of a mixture of experts."""
 
     @classmethod
     def bind(
         cls, fused: Fused, layer: BoundLayer, model: BoundModel, after: LayerKernel | None
     ) -> LayerKernel:
         """Return the kernel with the tensors of a layer."""
-        linear = norm = attention = None
-        if isinstance(fused, Attention):
-            attention = LayerAttention.of(fused, layer, model)
-        elif not isinstance(fused, Activation):
-            linear = gpu_linear(layer.linear(fused.linear))
-            if fused.norm is not None:
-                norm = GpuNorm(layer.tensor(fused.norm.weight), fused.norm.eps, fused.norm.offset)
-        return cls(fused, linear, norm, attention, after)
+
+        def bound(norm: Norm | None) -> GpuNorm | None:
+            if norm is None:
+                return None
+            return GpuNorm(layer.tensor(norm.weight), norm.eps, norm.offset)
+
+        match fused:
+            case Attention():
+                return cls(fused, None, None, LayerAttention.of(fused, layer, model), after)
+            case Activation():
+                return cls(fused, None, None, None, after)
+            case Mixture():
+                tensors, output_norm = layer.experts(fused.experts), bound(fused.output_norm)
+                return cls(fused, None, bound(fused.norm), None, after, tensors, output_norm)
+        linear = gpu_linear(layer.linear(fused.linear))
+        return cls(fused, linear, bound(fused.norm), None, after)
 
 
 def gpu_linear(linear: LinearTensors) -> GpuLinear:
     """A linear layer as the kernels take it."""
     return GpuLinear(*linear)
+
+
+def run_mixture(
+    operations: Operations, kernel: LayerKernel, hidden: Hidden, live_T: Tensor | None
+) -> Hidden:
+    """Return the hidden states after a mixture of experts; padding is not `live_T`."""
+    fused, tensors = kernel.fused, kernel.experts
+    assert isinstance(fused, Mixture)
+    assert tensors is not None
+    normed_TD, hidden = norm_hidden(operations, hidden, fused.norm, kernel.norm)
+    with operation("route"):
+        routed = operations.route(fused.experts, normed_TD, tensors, live_T)
+    out_TD = torch.empty_like(hidden.x)
+    residual_TD = hidden.x if kernel.output_norm is None else None
+    with operation(fused.name):
+        operations.experts(
+            fused.experts, normed_TD, tensors, routed, residual_TD, out_TD, scale=fused.scale
+        )
+    return hidden.after(out_TD, kernel.output_norm)
+
+
+def norm_hidden(
+    operations: Operations, hidden: Hidden, norm: Norm | None, bound: GpuNorm | None
+) -> tuple[Tensor, Hidden]:
+    """Return the hidden states normed (as they are without a norm), and nothing pending."""
+    pending = hidden.pending()
+    if bound is None and pending is None:
+        return hidden.x, hidden
+    normed_TD = torch.empty_like(hidden.x)
+    with operation("residual" if norm is None else norm.name):
+        operations.norm_rows(hidden.x, bound, normed_TD, pending)
+    return normed_TD, Hidden(hidden.x if pending is None else pending.out)
+
+
+def run_activation(
+    operations: Operations, fused: GateUp | Activation, gate_up_TF: Tensor | None
+) -> Tensor:
+    """Return the activation of gate and up, `[T, F]`, computed by a kernel of its own."""
+    assert gate_up_TF is not None
+    out_TF = gate_up_TF.new_empty(gate_up_TF.shape[0], fused.features)
+    activate, clamp = fused.activate, Clamp.of(fused.activate)
+    with operation(activate.name):
+        operations.activate_rows(
+            gate_up_TF, out_TF, gelu=activate.function == "gelu_tanh", clamp=clamp
+        )
+    return out_TF
 
 
 class FewRows:
@@ -82,10 +150,12 @@ class FewRows:
         pairs: LayerPairs | None,
         barrier: Tensor,
         x_TD: Tensor,
+        live_T: Tensor | None,
     ) -> None:
-        """`pairs` are those products that are one kernel, which needs the barrier."""
+        """`pairs` are those products that are one kernel, which needs the barrier. Experts need
+        `live_T`, false for padding."""
         self._operations, self._step, self._pairs = operations, step, pairs
-        self._barrier = barrier
+        self._barrier, self._live = barrier, live_T
         self.hidden = Hidden(x_TD)
         """After the last kernel that ran."""
         self._value: Tensor | None = None
@@ -102,10 +172,10 @@ class FewRows:
             self._attend(kernel)
         elif isinstance(fused, ResidualLinear):
             self._add_product(kernel, fused)
+        elif isinstance(fused, Mixture):
+            self.hidden = run_mixture(self._operations, kernel, self.hidden, self._live)
         elif isinstance(fused, Activation):
-            assert self._value is not None
-            with operation(fused.name):
-                self._value = fused.run(self._value)
+            self._value = run_activation(self._operations, fused, self._value)
         else:
             self._normed_product(kernel, fused)
 
@@ -175,9 +245,10 @@ class FewRows:
             self.hidden, self._done = Hidden(out_TD), after
             return
         residual_TD = x_TD if kernel.norm is None else None
+        outputs = (kernel.linear, residual_TD, out_TD)
         with operation(fused.name):
             if value is None:
-                operations.combine_output(*self._step.partials, kernel.linear, residual_TD, out_TD)
+                operations.combine_output(*self._step.partials, *outputs, scale=fused.scale)
             else:
-                operations.residual_linear(value, kernel.linear, residual_TD, out_TD)
+                operations.residual_linear(value, *outputs, scale=fused.scale)
         self.hidden = self.hidden.after(out_TD, kernel.norm)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "EXPERT_PRODUCTS",
     "FEW_ROWS",
     "KINDS",
     "LIBRARY",
@@ -85,7 +86,7 @@ class Pending(NamedTuple):
     """`[T, K]`, no memory that this kernel reads: others read x while one writes this."""
 
 
-KINDS = ("few_rows", "rows", "library", "pair", "separate")
+KINDS = ("few_rows", "rows", "library", "pair", "separate", "pairs", "blocks")
 """Implementations of a product: see `LinearConfig.kind`."""
 
 
@@ -104,9 +105,11 @@ class LinearConfig:
     `library`: the library's product, or `matmul.py` for weights of 8 bits; sizes are ignored.
     `pair`: two products as one kernel (`fused_pair.py`), in steps of at most `block_n` rows of a
     weight and `block_n * block_k` elements. `separate`: the same two products by a kernel each;
-    sizes are ignored."""
+    sizes are ignored.
+    `pairs` and `blocks`: of experts, see `expert_pairs.py` and `expert_blocks.py`; `block_n` are
+    rows of a weight."""
     stages: int = 1
-    """Of `rows`: tiles that are loaded ahead or multiplied at a time."""
+    """Of `rows`, `pairs` and `blocks`: tiles that are loaded ahead or multiplied at a time."""
     splits: int = 1
     """Of `rows`: parts of the input features, each of other programs; more than one are summed
     by a second kernel."""
@@ -118,8 +121,10 @@ class LinearConfig:
         if self.kind in ("library", "separate"):
             return self.kind
         text = f"{self.kind}, {self.block_n} x {self.block_k}, {self.num_warps} warps"
+        if self.kind in ("rows", "pairs", "blocks"):
+            text += f", {self.stages} stages"
         if self.kind == "rows":
-            text += f", {self.stages} stages, {self.splits} parts"
+            text += f", {self.splits} parts"
         return text + (", prefetched" if self.prefetch else "")
 
 
@@ -128,6 +133,9 @@ LIBRARY = LinearConfig(kind="library")
 
 PAIRS = ("output_gate_up", "down_qkv")
 """Operations that are two products: see `fused_pair.py`."""
+
+EXPERT_PRODUCTS = ("expert_gate_up", "expert_down")
+"""The two products of a mixture of experts."""
 
 SEPARATE = LinearConfig(kind="separate")
 """Two products by a kernel each."""

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .linear import FEW_ROWS, KINDS, LIBRARY, PAIRS, SCALE_BLOCK, LinearConfig, row_class
+from .linear import (
+    EXPERT_PRODUCTS,
+    FEW_ROWS,
+    KINDS,
+    LIBRARY,
+    PAIRS,
+    SCALE_BLOCK,
+    LinearConfig,
+    row_class,
+)
 
 __all__ = ["candidate_configs", "config_error", "default_config", "weight_rows"]
 
@@ -94,11 +103,17 @@ def config_error(config: LinearConfig, kernel: str, rows: int) -> str | None:
             return f"{name} must be a positive {kind} up to {most}, not {size}"
     if (config.kind in ("pair", "separate")) != (kernel in PAIRS):
         return f"kind {config.kind!r} does not apply to {kernel}"
-    if config.kind in ("few_rows", "pair"):
+    if (config.kind in ("pairs", "blocks")) != (kernel in EXPERT_PRODUCTS):
+        return f"kind {config.kind!r} does not apply to {kernel}"
+    if config.kind in ("few_rows", "pair", "pairs"):
         if rows > FEW_ROWS:
             return f"kind {config.kind!r} takes at most {FEW_ROWS} rows, not {rows}"
     elif kernel == "combine_output":
         return f"kind {config.kind!r} does not combine splits"
+    if config.kind == "blocks" and min(config.block_k, config.block_n) < 32:
+        return "tensor cores need tiles of at least 32 x 32"
+    if kernel in EXPERT_PRODUCTS and config.block_n < 2:
+        return "block_n must be at least 2: a row of gate and one of up"
     if config.kind == "rows":
         if config.splits > 1 and kernel == "head":
             return "the head does not support splits"

@@ -37,6 +37,7 @@ def dispatch_linear(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    scale: float = 1.0,
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -54,6 +55,7 @@ def dispatch_linear(
         residual_TN: what the product is added to.
         gated: the result is `act(gate) * up`.
         gelu: of the activation; else silu.
+        scale: factor of results, rounded before and after; not if `gated`.
         softcap: results x become softcap * tanh(x / softcap); 0: they stay.
         best: for each row and program of the kernel the largest result and its feature, float32 and
             int32 `[T, programs]`, which are written.
@@ -88,6 +90,7 @@ def dispatch_linear(
             residual_TN=residual_TN,
             gated=gated,
             gelu=gelu,
+            scale=scale,
             softcap=softcap,
             best=best,
         )
@@ -108,6 +111,7 @@ def dispatch_linear(
             residual_TN=residual_TN,
             gated=gated,
             gelu=gelu,
+            scale=scale,
             softcap=softcap,
             best=best,
         )
@@ -117,10 +121,10 @@ def dispatch_linear(
         product_TN = x.new_empty(rows, stored_n)
         library_linear(x, linear, product_TN)
         activate_rows(product_TN, out_TN, gelu=gelu)
-    elif residual_TN is not None:
+    elif residual_TN is not None or scale != 1.0:
         # Not addmm, which copies the residual first and so calls as many kernels, and rounds once.
         product_TN = torch.empty_like(out_TN)
         library_linear(x, linear, product_TN)
-        sum_parts(product_TN[None], out_TN, residual_TN=residual_TN)
+        sum_parts(product_TN[None], out_TN, residual_TN=residual_TN, scale=scale)
     else:
         library_linear(x, linear, out_TN)

@@ -36,6 +36,7 @@ from .linear_tiles import (
     load_stage,
     prefetch_rows,
     row_statistics,
+    scaled,
 )
 
 __all__ = ["call_few_rows"]
@@ -72,8 +73,8 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, STATISTICS: tl.constexpr,
     WORD: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
     OFFSET: tl.constexpr, POST_OFFSET: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr, NAME: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ROW_BYTES: tl.constexpr, PREFETCH: tl.constexpr,
+    NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to `ROWS` rows, one after the other over each tile: `[BLOCK_K / V, R, V]`.
 
@@ -176,9 +177,11 @@ def linear_of_few_rows(  # type: ignore[no-untyped-def]
             gate, up = tl.split(tl.reshape(out, [BLOCK_N, 2]))
             out = activate(gate, up, GELU, dtype)
         elif residual_ptr is not None:
-            out = residual[row] + out.to(dtype).to(tl.float32)
-        elif SOFTCAP > 0.0:
-            out = capped(out, SOFTCAP, dtype)
+            out = residual[row] + scaled(out, SCALE, dtype).to(dtype).to(tl.float32)
+        else:
+            out = scaled(out, SCALE, dtype)
+            if SOFTCAP > 0.0:
+                out = capped(out, SOFTCAP, dtype)
         stored_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (stored_n < N) & (row < T)
         tl.store(out_ptr + row * N + stored_n, out.to(dtype), mask=mask)
@@ -226,6 +229,7 @@ def call_few_rows(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    scale: float = 1.0,
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -285,6 +289,7 @@ def call_few_rows(
         POST_OFFSET=post is not None and post.offset,
         GATED=gated,
         GELU=gelu,
+        SCALE=scale,
         SOFTCAP=softcap,
         ROW_BYTES=row_bytes,
         PREFETCH=ahead,

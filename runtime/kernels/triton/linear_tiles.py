@@ -20,6 +20,7 @@ __all__ = [
     "load_stage",
     "prefetch_rows",
     "row_statistics",
+    "scaled",
 ]
 
 
@@ -255,13 +256,38 @@ def combined_slice(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def activate(gate, up, GELU: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32."""
+def activate(  # type: ignore[no-untyped-def]
+    gate, up, GELU: tl.constexpr, dtype: tl.constexpr, LIMIT: tl.constexpr = 0.0,
+    ALPHA: tl.constexpr = 1.0, UP_OFFSET: tl.constexpr = 0.0,
+):  # fmt: skip
+    """`act(gate) * up` of float32 numbers, each result rounded to `dtype`, in float32.
+
+    The last three constants are traits of `Activate`.
+    """
     gate = gate.to(dtype).to(tl.float32)
-    # (1 + tanh(u)) / 2 is the logistic function of 2 u, with u = sqrt(2 / pi) (x + 0.044715 x^3).
-    logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    active = gate / (1.0 + tl.exp(-logit))
-    return active.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    if LIMIT > 0.0:  # NaN stays NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate).to(dtype).to(tl.float32)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = up.to(dtype).to(tl.float32)
+    if UP_OFFSET != 0.0:
+        up = (up + UP_OFFSET).to(dtype).to(tl.float32)
+    if ALPHA != 1.0 and not GELU:
+        logit = (gate * ALPHA).to(dtype).to(tl.float32)
+        active = gate * (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+    else:
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u, u = sqrt(2 / pi) (x + 0.044715 x^3).
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+        active = gate / (1.0 + tl.exp(-logit))
+    return active.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def scaled(x, SCALE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`SCALE` times float32 `x`, both rounded to `dtype`, in float32; 1: x as it is."""
+    if SCALE != 1.0:
+        x = (x.to(dtype).to(tl.float32) * SCALE).to(dtype).to(tl.float32)
+    return x
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from ..ops.batch import RaggedBatch
 from ..ops.feedback import Feedback
 from ..ops.kv_storage import read_blocks as read_side
 from ..result_check import Fallback, brief, disagreement, require_usable_device, tolerance
+from .expert_routing import Routed, reference_routed
 from .filled_memory import FilledMemory, poison
 from .linear import Pending
 from .operations import Operations
@@ -35,6 +36,8 @@ _GUARD = 256
 """Elements of each guard around an output; keeps it aligned."""
 _SHOWN = 3
 """Tensors of a call that a report names."""
+_MOST_DIFFERENT_CHOICES = 0.02
+"""Share of the tokens that may choose experts with the same scores as others."""
 _ATTENDS = ("prefill_attention", "paged_attention")
 """Operations that return the attention of each token."""
 
@@ -59,6 +62,8 @@ WRITES: dict[str, Writes] = {
     "norm_rows": Writes(("out_TD", "pending")),
     "activate_rows": Writes(("out_TF",)),
     "linear": Writes(("out_TN",)),
+    "route": Writes(),
+    "experts": Writes(("out_TD",)),
     "rotate_and_store": Writes(updates=("arena",)),
     "prefill_tiles": Writes(),
     "prefill_attention": Writes(),
@@ -154,6 +159,9 @@ class OperationChecks:
             return problem
         if name == "head":
             if problem := _head_difference(found, expected[0], limit):
+                return problem
+        elif name == "route":
+            if problem := _route_difference(found, expected, given, limit):
                 return problem
         else:
             for one, other in zip(_tensors(found), _tensors(expected), strict=True):
@@ -257,6 +265,24 @@ def _head_difference(found: Any, logits_TV: Tensor, limit: float) -> str | None:
     best_T = own_TV.float().amax(-1)
     right = inside & (at_TC == maxima_TC).all() & (maxima_TC.amax(-1) == best_T).all()
     return None if bool(right) else "the best tokens of its chunks are not those of its logits"
+
+
+def _route_difference(
+    found: Routed, expected: Routed, given: inspect.BoundArguments, limit: float
+) -> str | None:
+    """Compare the logits, and the choice with that of plain torch from the same logits.
+
+    Where scores are equal but for their rounding, both versions may choose differently.
+    """
+    if problem := disagreement(found.logits, expected.logits, limit):
+        return problem
+    op, tensors = given.arguments["op"], given.arguments["tensors"]
+    live_T = given.arguments.get("live_T")
+    same = reference_routed(op, found.logits, tensors.correction, live_T)
+    if problem := disagreement(found.weights, same.weights, limit):
+        return problem
+    different = (found.experts != same.experts).any(-1).float().mean()
+    return None if float(different) <= _MOST_DIFFERENT_CHOICES else "it chooses other experts"
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -15,13 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from ..ops.expert_operations import Experts
+from ..ops.experts import ExpertTensors
 from . import reference_operations as plain
 from .activation import activate_rows
 from .begin import Beginning, begin_decode
 from .combine_output import combine_output
 from .decode_attention import decode_attention
+from .expert_routing import Routed, route
+from .experts import experts
 from .fused_pair import fused_pair
 from .gate_up import gate_up
 from .greedy import pick_greedy
@@ -63,6 +68,10 @@ class Operations:
     """`activation.activate_rows`."""
     linear: Callable[..., None]
     """`matmul.library_linear`: any number of rows."""
+    route: Callable[..., Routed]
+    """`expert_routing.route`."""
+    experts: Callable[..., None]
+    """`experts.experts`."""
     rotate_and_store: Callable[..., Tensor]
     """`store.rotate_and_store`."""
     prefill_tiles: Callable[..., Tensor]
@@ -90,6 +99,8 @@ class Operations:
             norm_rows=norm_rows,
             activate_rows=activate_rows,
             linear=library_linear,
+            route=route,
+            experts=experts,
             rotate_and_store=rotate_and_store,
             prefill_tiles=prefill_tiles,
             prefill_attention=prefill_attention,
@@ -112,6 +123,8 @@ class Operations:
             norm_rows=plain.norm_rows,
             activate_rows=plain.activate_rows,
             linear=plain.linear,
+            route=plain.route,
+            experts=plain.experts,
             rotate_and_store=plain.rotate_and_store,
             prefill_tiles=plain.prefill_tiles,
             prefill_attention=plain.prefill_attention,
@@ -119,6 +132,15 @@ class Operations:
             head=plain.head,
             pick_greedy=plain.pick_greedy,
         )
+
+    def mixture(
+        self, op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+    ) -> Tensor:
+        """Return the output of a mixture of experts; as `ops.experts.reference_experts`."""
+        x_TD = x_TD.contiguous()
+        out_TD = torch.empty_like(x_TD)
+        self.experts(op, x_TD, tensors, self.route(op, x_TD, tensors, live_T), None, out_TD)
+        return out_TD
 
     @property
     def pairs(self) -> bool:

@@ -61,8 +61,8 @@ def _decode(
     kv_heads, device = arena.shape[3], q_THD.device
     tile = choose_tile(heads // kv_heads, head_dim, form.value_dim, arena.element_size())
     longest = batch.read_blocks * batch.block_size
-    if form.window:
-        longest = min(longest, form.window)
+    for most in filter(None, (form.window, form.chunk)):
+        longest = min(longest, most)
     splits = choose_splits(tokens, kv_heads, longest, num_multiprocessors(device), tile.positions)
     partials = new_partials(tokens, heads, splits, form.value_dim, device)
     out = q_THD.new_empty(tokens, heads * form.value_dim)

@@ -30,7 +30,7 @@ from .quantised_cache import (
     scale_offset,
     vector_offset,
 )
-from .split_attention import in_log2, padded
+from .split_attention import first_seen, in_log2, load_sinks, padded
 
 __all__ = ["prefill_attention"]
 
@@ -72,6 +72,7 @@ def prefill_attention(
         (tiles.shape[0] - 1, g * triton.cdiv(group, heads)),
         q_THD,
         *views,
+        form.sinks,
         block_tables,
         batch.token_rows,
         batch.positions,
@@ -93,6 +94,7 @@ def prefill_attention(
         BLOCK_E=padded(e),
         BLOCK_SIZE=batch.block_size,
         WINDOW=form.window,
+        CHUNK=form.chunk,
         SOFTCAP=form.softcap,
         STORAGE=form.storage,
         NATIVE_FP8=fp8_is_native(q_THD.device),
@@ -114,13 +116,14 @@ def _pieces(width: int) -> tuple[int, int]:
 
 @triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
+    q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, sinks_ptr,
     block_tables_ptr, token_rows_ptr, positions_ptr, tiles_ptr, out_ptr,
     scale, q_token_stride, q_head_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr, LATENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head and tile of its query heads); later tiles, which see more, first."""
     wait_for_inputs(PDL)
@@ -164,18 +167,25 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     unit = scale * 1.4426950408889634 if PLAIN else 1.0
     largest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # one more term of the denominator
+        largest = load_sinks(sinks_ptr + head, inside) / unit
+        total += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
 
     # Positions that all queries see lie between two spans that only some of them do.
     end = latest + 1
-    if WINDOW:
-        begin = tl.maximum(earliest - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
-        shared = tl.maximum(latest - (WINDOW - 1) + (BLOCK_N - 1), 0) // BLOCK_N * BLOCK_N
+    LIMITED: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    window: tl.constexpr = WINDOW if WINDOW else 1 << 30
+    if LIMITED:
+        first = first_seen(position, window, CHUNK)
+        earliest_seen = first_seen(earliest, window, CHUNK)
+        begin = earliest_seen // BLOCK_N * BLOCK_N
+        shared = tl.cdiv(first_seen(latest, window, CHUNK), BLOCK_N) * BLOCK_N
     else:
         begin = 0
         shared = 0
     shared_end = tl.maximum((earliest + 1) // BLOCK_N * BLOCK_N, shared)
-    FIRST_SPAN: tl.constexpr = 2 if LATENT else (0 if WINDOW else 1)
+    FIRST_SPAN: tl.constexpr = 2 if LATENT else (0 if LIMITED else 1)
     if LATENT:
         shared_end = begin
     for SPAN in tl.static_range(FIRST_SPAN, 3):
@@ -189,8 +199,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         for start in range(low, high, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             stored = n < end if MASKED else tl.full([BLOCK_N], True, tl.int1)
-            if WINDOW and MASKED:
-                stored &= n > earliest - WINDOW
+            if LIMITED and MASKED:
+                stored &= n >= earliest_seen
             if BLOCK_SIZE % BLOCK_N == 0:
                 block = tl.load(table_ptr + start // BLOCK_SIZE)
             else:
@@ -217,8 +227,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 scores = in_log2(scores, scale, SOFTCAP)
             if MASKED:
                 seen = n[None, :] <= position[:, None]
-                if WINDOW:
-                    seen &= n[None, :] > position[:, None] - WINDOW
+                if LIMITED:
+                    seen &= n[None, :] >= first[:, None]
                 scores = tl.where(seen, scores, float("-inf"))
 
             larger = tl.maximum(largest, tl.max(scores, axis=1))

@@ -20,6 +20,8 @@ from .split_attention import (
     attend_run,
     choose_tile,
     combine_splits,
+    first_seen,
+    load_sinks,
     padded,
     split_tiles,
     store_partials,
@@ -31,13 +33,13 @@ __all__ = ["decode_ready_attention"]
 
 @triton.jit
 def _decode_ready_attention(  # type: ignore[no-untyped-def]
-    q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, tables_ptr, token_rows_ptr,
-    positions_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, q_stride_T, q_stride_H, table_stride, window,
-    scale,
+    q_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, sinks_ptr, tables_ptr,
+    token_rows_ptr, positions_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, q_stride_T, q_stride_H,
+    table_stride, window, scale,
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, HEADS: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (g and a tile of its heads, s, t): row t, split s; all keys are written."""
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -46,7 +48,7 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     position = tl.load(positions_ptr + t).to(tl.int32)
-    first = tl.maximum(position - window + 1, 0)
+    first = first_seen(position, window, CHUNK)
     begin, behind, _ = split_tiles(first, position + 1, split, splits, TILE)
     h = (tl.program_id(0) % HEAD_TILES) * HEADS + tl.arange(0, HEADS)
     inside = h < GROUP
@@ -66,8 +68,13 @@ def _decode_ready_attention(  # type: ignore[no-untyped-def]
         if values_ptr is None:
             mask = inside[:, None] & (V + rest < D)[None, :]
             q_rest = tl.load(q_at + V + rest[None, :], mask=mask, other=0.0)
+        total = tl.zeros([HEADS], tl.float32)
+        if sinks_ptr is not None:
+            # One more term of the denominator, in the split that is never empty.
+            m = tl.where(split == 0, load_sinks(sinks_ptr + g * GROUP + h, inside), m)
+            total += tl.where(split == 0, 1.0, 0.0)
         m, total, acc = attend_run(
-            q, q_rest, m, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, BLOCK_V], tl.float32),
+            q, q_rest, m, total, tl.zeros([HEADS, BLOCK_V], tl.float32),
             keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block, g,
             first, position + 1, begin, behind, scale, G, D, V, BLOCK_SIZE, STORAGE, NATIVE_FP8,
             SOFTCAP, BLOCK_V, BLOCK_REST, TILE,
@@ -99,14 +106,14 @@ def decode_ready_attention(
     call_kernel(
         _decode_ready_attention,
         (kv_heads * triton.cdiv(group, tile.heads), partials.m.shape[2], tokens),
-        q_THD, *views, block_tables, batch.token_rows, batch.positions, *partials, only,
+        q_THD, *views, form.sinks, block_tables, batch.token_rows, batch.positions, *partials, only,
         q_THD.stride(0), q_THD.stride(1), block_tables.stride(0), form.window or NO_WINDOW,
         form.scale,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         GROUP=group, G=kv_heads, D=head_dim, V=value_dim, BLOCK_SIZE=batch.block_size,
         STORAGE=form.storage, NATIVE_FP8=fp8_is_native(q_THD.device), SOFTCAP=form.softcap,
-        BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim), HEADS=tile.heads,
-        TILE=tile.positions,
+        CHUNK=form.chunk, BLOCK_V=padded(value_dim), BLOCK_REST=padded(head_dim - value_dim),
+        HEADS=tile.heads, TILE=tile.positions,
     )  # fmt: skip
     if attended_TN is not None and only is None:
         combine_splits(partials, attended_TN)

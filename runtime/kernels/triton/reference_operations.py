@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..ops.attention import AttentionForm, reference_attend, reference_paged_attention
 from ..ops.batch import LayerPlace, RaggedBatch
-from .activation import reference_activate_rows
+from .activation import NO_CLAMP, Clamp, reference_activate_rows
 from .begin import reference_begin_decode
 from .decode_attention import reference_decode_attention
+from .expert_routing import reference_routing
+from .experts import reference_experts_of_choice
 from .greedy import reference_pick_greedy
 from .head import reference_softcap
 from .linear import GpuLinear, GpuNorm, LinearConfig, Pending, reference_linear
@@ -32,6 +34,7 @@ __all__ = [
     "begin_decode",
     "combine_output",
     "decode_attention",
+    "experts",
     "fused_pair",
     "gate_up",
     "head",
@@ -44,6 +47,7 @@ __all__ = [
     "prefill_tiles",
     "residual_linear",
     "rotate_and_store",
+    "route",
 ]
 
 _WIDENED = 1 << 24
@@ -55,6 +59,8 @@ begin_decode = reference_begin_decode
 pick_greedy = reference_pick_greedy
 paged_attention = reference_paged_attention
 rotate_and_store = reference_rotate_and_store
+route = reference_routing
+experts = reference_experts_of_choice
 
 
 def linear(x_TK: Tensor, linear_: GpuLinear, out_TN: Tensor) -> None:
@@ -74,18 +80,26 @@ def linear(x_TK: Tensor, linear_: GpuLinear, out_TN: Tensor) -> None:
         out_TN[:, part] = reference_linear(x_TK, some)
 
 
-def norm_rows(x_TD: Tensor, norm: GpuNorm, out_TD: Tensor, pending: Pending | None = None) -> None:
+def norm_rows(
+    x_TD: Tensor, norm: GpuNorm | None, out_TD: Tensor, pending: Pending | None = None
+) -> None:
     """See `norm.norm_rows`."""
     out_TD.copy_(reference_norm_rows(x_TD, norm, pending))
 
 
-def activate_rows(gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> None:
+def activate_rows(
+    gate_up_TF: Tensor, out_TF: Tensor, *, gelu: bool, clamp: Clamp = NO_CLAMP
+) -> None:
     """See `activation.activate_rows`."""
-    out_TF.copy_(reference_activate_rows(gate_up_TF, gelu=gelu))
+    out_TF.copy_(reference_activate_rows(gate_up_TF, gelu=gelu, clamp=clamp))
 
 
 def norm_linear(
-    x_TK: Tensor, norm: GpuNorm, linear_: GpuLinear, out_TN: Tensor, pending: Pending | None = None
+    x_TK: Tensor,
+    norm: GpuNorm | None,
+    linear_: GpuLinear,
+    out_TN: Tensor,
+    pending: Pending | None = None,
 ) -> None:
     """See `norm_linear.norm_linear`."""
     linear(reference_norm_rows(x_TK, norm, pending), linear_, out_TN)
@@ -93,7 +107,7 @@ def norm_linear(
 
 def gate_up(
     x_TK: Tensor,
-    norm: GpuNorm,
+    norm: GpuNorm | None,
     linear_: GpuLinear,
     out_TF: Tensor,
     *,
@@ -107,15 +121,20 @@ def gate_up(
 
 
 def residual_linear(
-    a_TK: Tensor, linear_: GpuLinear, residual_TN: Tensor | None, out_TN: Tensor
+    a_TK: Tensor,
+    linear_: GpuLinear,
+    residual_TN: Tensor | None,
+    out_TN: Tensor,
+    *,
+    scale: float = 1.0,
 ) -> None:
     """See `residual_linear.residual_linear`."""
-    if residual_TN is None:
-        linear(a_TK, linear_, out_TN)
-        return
-    product_TN = torch.empty_like(residual_TN)
+    product_TN = out_TN if residual_TN is None else torch.empty_like(residual_TN)
     linear(a_TK, linear_, product_TN)
-    torch.add(residual_TN, product_TN, out=out_TN)
+    if scale != 1.0:
+        product_TN *= scale
+    if residual_TN is not None:
+        torch.add(residual_TN, product_TN, out=out_TN)
 
 
 def fused_pair(
@@ -147,10 +166,12 @@ def combine_output(
     linear_: GpuLinear,
     residual_TN: Tensor | None,
     out_TN: Tensor,
+    *,
+    scale: float = 1.0,
 ) -> None:
     """See `combine_output.combine_output`."""
     combined_TK = reference_combine_splits(Partials(acc_THSE, max_THS, sum_THS))
-    residual_linear(combined_TK.to(out_TN.dtype), linear_, residual_TN, out_TN)
+    residual_linear(combined_TK.to(out_TN.dtype), linear_, residual_TN, out_TN, scale=scale)
 
 
 def decode_attention(
@@ -223,10 +244,14 @@ def head(
     linear_: GpuLinear,
     softcap: float = 0.0,
     pending: Pending | None = None,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `head.head`; the whole vocabulary is one chunk."""
     logits_TV = x_TD.new_empty(x_TD.shape[0], linear_.weight.shape[0])
     norm_linear(x_TD, norm, linear_, logits_TV, pending)
+    if scale != 1.0:
+        logits_TV *= scale
     if softcap:
         logits_TV = reference_softcap(logits_TV, softcap)
     ids_T1 = logits_TV.argmax(-1, keepdim=True)

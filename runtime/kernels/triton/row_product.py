@@ -33,7 +33,7 @@ from .kernel_weights import (
     prefetch_segments,
 )
 from .linear import FEW_ROWS, SCALE_BLOCK, GpuLinear, LinearConfig, row_class
-from .linear_tiles import activate, as_operand, capped, largest_of
+from .linear_tiles import activate, as_operand, capped, largest_of, scaled
 
 __all__ = ["call_row_product", "reference_sum_parts", "sum_parts"]
 
@@ -46,8 +46,8 @@ def product_of_rows(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, best_ptr, best_id_ptr, T, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, STORAGE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SOFTCAP: tl.constexpr,
-    AHEAD: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, split): the rows of the weight for `BLOCK_N` features, times all rows.
 
@@ -112,9 +112,11 @@ def product_of_rows(  # type: ignore[no-untyped-def]
             gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_N, 2, ROWS]), [0, 2, 1]))
             out = activate(gate, up, GELU, dtype)
         elif residual_ptr is not None:
-            out = residual.to(tl.float32) + out.to(dtype).to(tl.float32)
-        elif SOFTCAP > 0.0:
-            out = capped(out, SOFTCAP, dtype)
+            out = residual.to(tl.float32) + scaled(out, SCALE, dtype).to(dtype).to(tl.float32)
+        else:
+            out = scaled(out, SCALE, dtype)
+            if SOFTCAP > 0.0:
+                out = capped(out, SOFTCAP, dtype)
         out = out.to(dtype)
         tl.store(out_ptr + t[None, :] * N + stored_n, out, mask=(stored_n < N) & there)
         if best_ptr is not None:
@@ -127,7 +129,8 @@ def product_of_rows(  # type: ignore[no-untyped-def]
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, N, part_stride, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): `BLOCK` features of row t."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -153,8 +156,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         for part in tl.static_range(PARTS):
             up += tl.load(first + N + part * part_stride, mask=inside, other=0.0).to(tl.float32)
         out = activate(out, up * up_scales + up_bias, GELU, dtype)
-    elif residual_ptr is not None:
-        out = residual + out.to(dtype).to(tl.float32)
+    else:
+        out = scaled(out, SCALE, dtype)
+        if residual_ptr is not None:
+            out = residual + out.to(dtype).to(tl.float32)
     tl.store(out_ptr + row * N + n, out.to(dtype), mask=inside)
 
 
@@ -168,6 +173,7 @@ def call_row_product(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    scale: float = 1.0,
     softcap: float = 0.0,
     best: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -215,6 +221,7 @@ def call_row_product(
         SPLITS=splits,
         GATED=gated,
         GELU=gelu,
+        SCALE=scale,
         SOFTCAP=softcap,
         AHEAD=ahead,
         NAME=name,
@@ -222,7 +229,8 @@ def call_row_product(
     )
     if splits > 1:
         channels = None if blocks else linear.scales
-        sum_parts(result, out_TN, channels, linear.bias, residual_TN, gated=gated, gelu=gelu)
+        sums = (result, out_TN, channels, linear.bias, residual_TN)
+        sum_parts(*sums, gated=gated, gelu=gelu, scale=scale)
 
 
 def sum_parts(
@@ -234,17 +242,19 @@ def sum_parts(
     *,
     gated: bool = False,
     gelu: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """`out = residual + (sum of parts * scales + bias)`, or `act(gate) * up` of that.
+    """`out = residual + scale * (sum of parts * scales + bias)`, or `act(gate) * up` of the sum.
 
     Args:
         parts: `[S, T, N]`, contiguous, float32 or the model's dtype; `[S, T, 2N]` if `gated`.
-        out_TN: written; may be `residual_TN`. What is added to the residual is rounded first.
+        out_TN: written; may be `residual_TN`. Sums are rounded before and after they are scaled.
         scales: float32 `[N]` (`[2N]`).
         bias: `[N]` (`[2N]`).
         residual_TN: not with `gated`.
         gated: gate comes first.
         gelu: of the activation; else silu.
+        scale: not with `gated`.
     """
     rows, n = out_TN.shape
     block = min(_SUMMED, triton.next_power_of_2(n))
@@ -262,6 +272,7 @@ def sum_parts(
         BLOCK=block,
         GATED=gated,
         GELU=gelu,
+        SCALE=scale,
     )
 
 
@@ -274,6 +285,7 @@ def reference_sum_parts(
     *,
     gated: bool = False,
     gelu: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
     """What `sum_parts` does, in plain torch, with a result of `out_dtype`."""
     sums = parts.float().sum(0)
@@ -283,5 +295,5 @@ def reference_sum_parts(
         sums = sums + bias.float()
     if gated:
         return reference_activate_rows(sums.to(out_dtype), gelu=gelu)
-    out = sums.to(out_dtype)
+    out = sums.to(out_dtype) * scale
     return out if residual_TN is None else residual_TN + out

@@ -35,7 +35,9 @@ __all__ = [
     "choose_tile",
     "combine_as_last",
     "combine_splits",
+    "first_seen",
     "in_log2",
+    "load_sinks",
     "new_counters",
     "new_partials",
     "padded",
@@ -130,6 +132,21 @@ def in_log2(scores, scale, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-de
     else:
         scores = scores * (scale * 1.4426950408889634)
     return scores
+
+
+@triton.jit
+def first_seen(position, window, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first position that a token attends to: that of its window, or of its chunk."""
+    first = tl.maximum(position - window + 1, 0)
+    if CHUNK:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def load_sinks(pointers, mask):  # type: ignore[no-untyped-def]
+    """Attention sinks as scores in units of log 2."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit

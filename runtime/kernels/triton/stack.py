@@ -32,10 +32,17 @@ from torch import Tensor
 from ....profiling.attribution import operation
 from ..ops.batch import RaggedBatch
 from ..ops.bound_model import BoundModel
-from ..ops.layer_operations import KNOWN_TO_LAYERS, Attend, unsupported
+from ..ops.expert_operations import Experts
 from .fused_pair import new_barrier
-from .fusion import Activation, Attention, GateUp, ResidualLinear, fuse
-from .layer_kernels import FewRows, Hidden, LayerKernel
+from .fusion import Activation, Attention, GateUp, Mixture, ResidualLinear, fuse
+from .layer_kernels import (
+    FewRows,
+    Hidden,
+    LayerKernel,
+    norm_hidden,
+    run_activation,
+    run_mixture,
+)
 from .linear import ROW_CLASSES, GpuLinear, GpuNorm
 from .operations import Operations
 from .paired_layers import LayerPairs, tuned_pairs
@@ -53,9 +60,6 @@ class GpuStack:
 
     def __init__(self, model: BoundModel, operations: Operations) -> None:
         """The plan is one that `fusion_obstacle` has nothing against."""
-        attends = [op for op in model.plan.operations if isinstance(op, Attend)]
-        if any(unsupported(op, KNOWN_TO_LAYERS) is not None for op in attends):
-            operations = operations.with_reference(("decode_attention", "prefill_attention"))
         self.operations = operations
         self._layers: list[list[LayerKernel]] = []
         after: LayerKernel | None = None
@@ -65,6 +69,8 @@ class GpuStack:
                 after = LayerKernel.bind(fused, layer, model, after)
                 kernels.insert(0, after)
             self._layers.insert(0, kernels)
+        self._alike, self._final_norm = model.plan.is_uniform, model.plan.norm
+        self._has_experts = any(isinstance(op, Experts) for op in model.plan.operations)
         self._norm = GpuNorm(model.norm, model.plan.norm.eps, model.plan.norm.offset)
         # Kept, as graphs are replayed with their addresses. Each launch leaves zeros for the next.
         self._counters = new_counters(model.norm.device)
@@ -87,10 +93,10 @@ class GpuStack:
         cos_KTE: Tensor,
         sin_KTE: Tensor,
     ) -> Tensor:
-        """See `Stack.run`; for prefill steps. Decode steps call `layers`."""
-        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=False)
-        with operation("final_norm"):
-            normed_TD, _ = self._normed(hidden, self._norm)
+        """See `Stack.run`. Fused decode steps call `layers`."""
+        decodes = batch.tokens_per_row == 1
+        hidden = self.layers(x_TD, arena, batch, cos_KTE, sin_KTE, decodes=decodes)
+        normed_TD, _ = norm_hidden(self.operations, hidden, self._final_norm, self._norm)
         return normed_TD
 
     def layers(
@@ -110,24 +116,25 @@ class GpuStack:
         tokens = x_TD.shape[0]
         like = next(kernel.attention for kernel in self._layers[0] if kernel.attention is not None)
         shared = (self.operations, like, x_TD, arena, batch, cos_KTE, sin_KTE)
+        live_T = batch.live_tokens if self._has_experts else None
         step: DecodeAttention | PrefillAttention
         if decodes:
             step = DecodeAttention(self._counters, *shared)
             if tokens <= MOST_ROWS:
-                return self._few(x_TD, step)
+                return self._few(x_TD, step, live_T)
         else:
             with operation("prefill_tiles"):
                 step = PrefillAttention(*shared)
         hidden = Hidden(x_TD)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
-                hidden = self._many(layer, hidden, step)
+                hidden = self._many(layer, hidden, step, live_T)
         return hidden
 
-    def _few(self, x_TD: Tensor, step: DecodeAttention) -> Hidden:
+    def _few(self, x_TD: Tensor, step: DecodeAttention, live_T: Tensor | None) -> Hidden:
         """A decode step of few rows."""
         pairs = self._pairs(x_TD.shape[0], x_TD.dtype)
-        run = FewRows(self.operations, step, pairs, self._barrier, x_TD)
+        run = FewRows(self.operations, step, pairs, self._barrier, x_TD, live_T)
         for index, layer in enumerate(self._layers):
             with operation("layer", index):
                 for kernel in layer:
@@ -135,14 +142,19 @@ class GpuStack:
         return run.hidden
 
     def _pairs(self, rows: int, dtype: torch.dtype) -> LayerPairs | None:
-        """Products of a step that were tuned to be one kernel; None where that is plain torch."""
-        if not self.operations.pairs:
+        """Products of a step that were tuned to be one kernel, of layers that are alike; None where
+        that is plain torch."""
+        if not (self.operations.pairs and self._alike):
             return None
         layer = [(kernel.fused, kernel.linear) for kernel in self._layers[0]]
         return tuned_pairs(layer, rows, dtype)
 
     def _many(
-        self, layer: list[LayerKernel], hidden: Hidden, step: DecodeAttention | PrefillAttention
+        self,
+        layer: list[LayerKernel],
+        hidden: Hidden,
+        step: DecodeAttention | PrefillAttention,
+        live_T: Tensor | None,
     ) -> Hidden:
         """Products of the library, with kernels between them; scopes are those of the plan."""
         value = hidden.x
@@ -153,8 +165,11 @@ class GpuStack:
                 value = step.attended(kernel.attention, value)
                 continue
             if isinstance(fused, Activation):
-                with operation(fused.name):
-                    value = fused.run(value)
+                value = run_activation(self.operations, fused, value)
+                continue
+            if isinstance(fused, Mixture):
+                hidden = run_mixture(self.operations, kernel, hidden, live_T)
+                value = hidden.x
                 continue
             assert kernel.linear is not None
             if isinstance(fused, ResidualLinear):
@@ -162,20 +177,16 @@ class GpuStack:
                     value = self._product(value, kernel.linear)
                 if kernel.norm is None:
                     with operation("residual"):
-                        hidden = Hidden(hidden.x + value)
+                        scaled_TD = value if fused.scale == 1.0 else value * fused.scale
+                        hidden = Hidden(hidden.x + scaled_TD)
                 else:
                     hidden = Hidden(hidden.x, value, kernel.norm)
                 continue
-            assert kernel.norm is not None
-            with operation(fused.norm.name):
-                value, x_TD = self._normed(hidden, kernel.norm)
-            hidden = Hidden(x_TD)
+            value, hidden = norm_hidden(self.operations, hidden, fused.norm, kernel.norm)
             with operation(fused.linear.name):
                 value = self._product(value, kernel.linear)
             if isinstance(fused, GateUp):
-                gate_up_TF, value = value, value.new_empty(value.shape[0], fused.features)
-                with operation(fused.activate.name):
-                    self.operations.activate_rows(gate_up_TF, value, gelu=fused.gelu)
+                value = run_activation(self.operations, fused, value)
         return hidden
 
     def _product(self, x_TK: Tensor, linear: GpuLinear) -> Tensor:
@@ -183,10 +194,3 @@ class GpuStack:
         out_TN = x_TK.new_empty(x_TK.shape[0], linear.weight.shape[0])
         self.operations.linear(x_TK, linear, out_TN)
         return out_TN
-
-    def _normed(self, hidden: Hidden, norm: GpuNorm) -> tuple[Tensor, Tensor]:
-        """The hidden states normed, and as they are."""
-        pending = hidden.pending()
-        normed_TD = torch.empty_like(hidden.x)
-        self.operations.norm_rows(hidden.x, norm, normed_TD, pending)
-        return normed_TD, hidden.x if pending is None else pending.out

@@ -50,7 +50,13 @@ class LayerAttention:
         return cls(
             attend,
             AttentionForm(
-                attend.scale, attend.window, attend.softcap, model.storage, attend.value_dim, sinks
+                attend.scale,
+                attend.window,
+                attend.softcap,
+                model.storage,
+                attend.value_dim,
+                attend.chunk,
+                sinks,
             ),
             layer.place,
             None if norm is None else layer.tensor(norm.q),
@@ -91,6 +97,7 @@ class _StepAttention:
             layer.offset_norms,
             self.cos[layer.rope],
             self.sin[layer.rope],
+            layer.attend.temperature,
         )
 
 

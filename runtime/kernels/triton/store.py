@@ -19,7 +19,14 @@ from ..ops.batch import LayerPlace, RaggedBatch
 from ..ops.kv_storage import write_blocks
 from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
 from .quantised_cache import cache_views, store_vectors
-from .rotated_heads import HeadRotation, normed_and_turned, reference_rotated
+from .rotated_heads import (
+    HeadRotation,
+    load_norm,
+    normed_and_turned,
+    reciprocal_of_heads,
+    reference_rotated,
+    tempered,
+)
 
 __all__ = [
     "reference_rotate_and_store",
@@ -100,7 +107,7 @@ def reference_rotate_and_store(
     g = arena.shape[3]
     heads_TNE = qkv_TN.view(qkv_TN.shape[0], -1, form.value_dim)
     q, k, v = heads_TNE.split((heads_TNE.shape[1] - 2 * g, g, g), dim=1)
-    q, k = reference_rotated(q, k, rotation)
+    q, k = reference_rotated(q, k, rotation, batch.positions)
     slots_T = batch.slots[place.group]
     reference_store(k, v, arena, place.position, slots_T, batch.block_size, form.storage)
     return q
@@ -121,8 +128,8 @@ def rotate_and_store(
         qkv_TN: `[T, (H + 2G) * E]`, contiguous: all query heads, then key heads, then value heads.
         arena: all layers' cache; keys and values go to `arena[place.position]`.
         place: the layer's.
-        rotation: norms and angles.
-        batch: its write index is what counts.
+        rotation: norms, angles and the temperature.
+        batch: its write index and positions are what counts.
         form: storage and E (its value_dim) are what counts.
     """
     tokens, g, e = qkv_TN.shape[0], arena.shape[3], form.value_dim
@@ -138,6 +145,7 @@ def rotate_and_store(
         rotation.cos,
         rotation.sin,
         batch.slots[place.group],
+        batch.positions,
         rotation.q_norm,
         rotation.k_norm,
         out,
@@ -150,7 +158,7 @@ def rotate_and_store(
         BLOCK_E=triton.next_power_of_2(e),
         BLOCK_SIZE=batch.block_size,
         STORAGE=form.storage,
-        OFFSET_NORMS=rotation.offset_norms,
+        **rotation.constants,
         num_warps=warps,
     )
     return out
@@ -198,24 +206,26 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
     eps,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SIZE: tl.constexpr, STORAGE: tl.constexpr,
-    OFFSET_NORMS: tl.constexpr, PDL: tl.constexpr,
+    OFFSET_NORMS: tl.constexpr, ALL_HEADS: tl.constexpr, FLOOR: tl.constexpr,
+    TEMPERATURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of heads): tiles of queries first, then tiles of keys and values."""
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     i = tl.arange(0, BLOCK_E)
-    opposite = tl.where(i < E // 2, i + E // 2, i - E // 2)
-    weights, weights_opposite = None, None
+    weights, weights_opposite, reciprocal = None, None, None
     if q_norm_ptr is not None:
-        norm_ptr = q_norm_ptr if tile < Q_TILES else k_norm_ptr
-        weights = tl.load(norm_ptr + i, mask=i < E, other=0.0).to(tl.float32)
-        weights_opposite = tl.load(norm_ptr + opposite, mask=i < E, other=0.0).to(tl.float32)
+        norm_ptr, first, heads = q_norm_ptr, tile * HEADS, H
+        if tile >= Q_TILES:
+            norm_ptr, first, heads = k_norm_ptr, (tile - Q_TILES) * HEADS, G
+        normed_heads = tl.minimum(first + tl.arange(0, HEADS), heads - 1)
+        weights, weights_opposite = load_norm(norm_ptr, normed_heads, E, BLOCK_E, ALL_HEADS)
     wait_for_inputs(PDL)
     let_dependents_start(PDL)
     angle = token * (E // 2) + i % (E // 2)
@@ -225,19 +235,25 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     if tile < Q_TILES:
         head = tile * HEADS + tl.arange(0, HEADS)
         there = head < H
+        if ALL_HEADS:
+            reciprocal = reciprocal_of_heads(qkv_ptr, row, eps, H * E)
         q = normed_and_turned(
-            qkv_ptr, row + head * E, there, weights, weights_opposite, cos, sin, eps,
+            qkv_ptr, row + head * E, there, weights, weights_opposite, reciprocal, cos, sin, eps,
             E, BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
+        if FLOOR > 0:
+            q = tempered(q, tl.load(positions_ptr + token), FLOOR, TEMPERATURE)
         out_at = out_ptr + token * (H * E) + head[:, None] * E + i[None, :]
         tl.store(out_at, q, mask=there[:, None] & (i < E)[None, :])
     else:
         head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)
         there = head < G
         slots = tl.load(slots_ptr + token) + tl.zeros_like(head)
+        if ALL_HEADS:
+            reciprocal = reciprocal_of_heads(qkv_ptr, row + H * E, eps, G * E)
         k = normed_and_turned(
-            qkv_ptr, row + (H + head) * E, there, weights, weights_opposite, cos, sin, eps,
-            E, BLOCK_E, OFFSET_NORMS,
+            qkv_ptr, row + (H + head) * E, there, weights, weights_opposite, reciprocal, cos, sin,
+            eps, E, BLOCK_E, OFFSET_NORMS,
         )  # fmt: skip
         store_vectors(keys_ptr, key_scales_ptr, k, slots, head, there, G, E, BLOCK_SIZE, STORAGE)
         v_at = qkv_ptr + row + (H + G + head)[:, None] * E + i[None, :]

@@ -1,4 +1,4 @@
-"""What linear layers were tuned to on this machine's device: a file, read once by a process.
+"""What linear layers and experts were tuned to on this machine's device: a file, read once.
 
 Engines look up and never tune: what is not in the file runs with `default_config`. The file is
 written by `python -m stepgraph.runtime.tools.tune`, next to the CPU kernels in the user's
@@ -30,13 +30,15 @@ import triton
 
 from ..library_store import cache_directory
 from .kernel_calls import compute_capability, num_multiprocessors
-from .linear import LinearConfig, row_class
+from .linear import EXPERT_PRODUCTS, LinearConfig, row_class
 from .linear_configs import config_error, default_config
 
 __all__ = [
+    "MOST_EXPERT_ROWS",
     "Tuned",
     "TuningKey",
     "best_config",
+    "expert_key",
     "is_tight",
     "lookup",
     "reload",
@@ -48,11 +50,14 @@ __all__ = [
 
 logger = logging.getLogger("stepgraph.runtime")
 
-VERSION = 2
+VERSION = 3
 """Of the file's format."""
 
 SOURCES = (
     "activation.py",
+    "expert_blocks.py",
+    "expert_pairs.py",
+    "expert_routing.py",
     "fused_pair_kernel.py",
     "head.py",
     "kernel_weights.py",
@@ -66,16 +71,22 @@ SOURCES = (
 """What the machine code of the kernels is made from."""
 
 
+MOST_EXPERT_ROWS = 256
+"""More tokens run with the sizes of so many."""
+
+
 @dataclass(frozen=True, slots=True)
 class TuningKey:
     """What a choice holds for."""
 
     kernel: str
-    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of `PAIRS`."""
+    """`norm_linear`, `gate_up`, `residual_linear`, `combine_output`, `head`, or one of `PAIRS` or
+    `EXPERT_PRODUCTS`."""
     rows: int
-    """One of `ROW_CLASSES`."""
+    """One of `ROW_CLASSES`; of experts, a power of two up to `MOST_EXPERT_ROWS`."""
     n: int
-    """Output features; of gate_up those of the result, of a pair those of its second product."""
+    """Output features; of gate_up those of the result, of a pair those of its second product, of
+    experts the rows of one expert's weight."""
     k: int
     """Input features; of a pair those of its first product."""
     dtype: str
@@ -90,6 +101,10 @@ class TuningKey:
     """Hash of the kernels' source."""
     hidden: int = 0
     """Of a pair: output features of the first product, which the second one has as its input."""
+    experts: int = 0
+    """Of experts: how many there are."""
+    per_token: int = 0
+    """Of experts: how many process a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,25 @@ def tuning_key(
         source=_source_hash(),
         hidden=hidden,
     )
+
+
+def expert_key(
+    kernel: str,
+    tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    experts: int,
+    per_token: int,
+) -> TuningKey:
+    """Return the key of one of `EXPERT_PRODUCTS` for so many tokens, as `tuning_key`."""
+    assert kernel in EXPERT_PRODUCTS
+    rows = min(MOST_EXPERT_ROWS, triton.next_power_of_2(tokens))
+    one_row = tuning_key(kernel, 1, n, k, dtype, weight_dtype, device)
+    return dataclasses.replace(one_row, rows=rows, experts=experts, per_token=per_token)
 
 
 def lookup(key: TuningKey) -> LinearConfig | None:

@@ -108,11 +108,16 @@ class Exchange:
             OverloadedError: too many bodies arrive at once.
             ClientDisconnected: before the end of the body.
         """
-        try:
-            body = await self._read_body()
+        async with self.body() as body:
             if len(body) > LARGE_BODY_BYTES:
                 await self._limits.wait_for_turn()
             return _decode(body, kind)
+
+    @asynccontextmanager
+    async def body(self) -> AsyncIterator[bytearray]:
+        """Read the body, and count its bytes until the block ends. Raises as `read`, except 400."""
+        try:
+            yield await self._read_body()
         finally:
             self._limits.take(-self._num_held)
             self._num_held = 0
@@ -129,7 +134,7 @@ class Exchange:
         data = body if isinstance(body, bytes) else encode(body)
         kind = _JSON if content_type is None else (b"content-type", content_type)
         length = (b"content-length", b"%d" % len(data))
-        await self._start(status, (kind, length, *headers))
+        await self.start(status, (kind, length, *headers))
         await self._send({"type": "http.response.body", "body": data})
 
     async def respond_error(self, error: HttpError) -> None:
@@ -141,7 +146,7 @@ class Exchange:
 
     async def start_events(self, headers: Headers = ()) -> None:
         """Send the head of a stream of events."""
-        await self._start(200, (*_EVENT_HEADERS, *headers))
+        await self.start(200, (*_EVENT_HEADERS, *headers))
 
     def send_events(self, events: bytes, *, last: bool = False) -> Awaitable[None]:
         """Send encoded events; waits while the client reads too slowly."""
@@ -171,7 +176,8 @@ class Exchange:
             pass
         task.cancel()
 
-    async def _start(self, status: int, headers: Headers) -> None:
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head of a response; `send_events` sends parts of its body."""
         self.started = True
         start = {"type": "http.response.start", "status": status, "headers": list(headers)}
         await self._send(start)

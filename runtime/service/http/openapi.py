@@ -75,7 +75,7 @@ def openapi_document(operations: Operations, *, needs_key: bool) -> _Json:
 def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
     content = _TEXT if operation.response is None else _content(operation.response)
     if operation.event is not None:
-        content = {**content, "text/event-stream": {"schema": _ref(operation.event)}}
+        content = {**content, "text/event-stream": {"schema": _event(operation.event)}}
     responses: _Json = {
         str(status): {"description": HTTPStatus(status).phrase, "content": content}
         for status in operation.statuses
@@ -99,6 +99,16 @@ def _operation(path: str, operation: Operation, needs_key: bool) -> _Json:
 
 def _content(kind: type[msgspec.Struct]) -> _Json:
     return {"application/json": {"schema": _ref(kind)}}
+
+
+def _event(kind: type[msgspec.Struct]) -> _Json:
+    """The schema of a server-sent event, whose data is JSON, or `[DONE]` in the last one."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _ref(kind),
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _ref(kind: type[msgspec.Struct]) -> _Json:

@@ -32,16 +32,6 @@ int64_t scratch_floats_of(const AttentionStep& step, int64_t queries) {
 
 }  // namespace
 
-float* WorkSpace::reserve(int64_t count) {
-  if (count > size_) {
-    floats_.reset();
-    const size_t bytes = static_cast<size_t>(count) * sizeof(float);
-    floats_.reset(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
-    size_ = count;
-  }
-  return floats_.get();
-}
-
 void AttentionPlan::prepare(const AttentionStep& new_step, AttentionSpace& new_space) {
   step = new_step;
   space = &new_space;
@@ -67,10 +57,10 @@ void AttentionPlan::cut_tiles() {
   tiles.clear();
   for (int64_t first = 0, tokens; first < step.tokens; first += tokens) {
     const int64_t row = step.token_rows[first];
-    Span seen = seen_from(step.positions[first], step.window);
+    Span seen = seen_from(step.positions[first], step);
     for (tokens = 1; tokens < most && first + tokens < step.tokens &&
                      step.token_rows[first + tokens] == row; ++tokens) {
-      const Span own = seen_from(step.positions[first + tokens], step.window);
+      const Span own = seen_from(step.positions[first + tokens], step);
       seen = {std::min(seen.begin, own.begin), std::max(seen.end, own.end)};
     }
     const int32_t* table = step.block_tables + row * step.max_blocks;

@@ -84,6 +84,14 @@ __attribute__((noinline)) inline void merge(Partial& run, float* run_acc, const 
   }
 }
 
+// Adds a logit without a value to the sum of a row; returns the factor of its weighted values.
+inline float add_sink(Partial& run, float logit) {
+  const float sink = logit * kLog2E, maximum = std::max(run.maximum, sink);
+  const float factor = exp2_nonpositive(F32x16{} + (run.maximum - maximum))[0];
+  run = {maximum, run.sum * factor + exp2_nonpositive(F32x16{} + (sink - maximum))[0]};
+  return factor;
+}
+
 // Keys are packed 16 positions by 16 words at a time, as four times four vectors: lane l of the
 // four lanes of 128 bits of vector [c][g] holds word 4 * l + c of positions 4 * g ... 4 * g + 3. It
 // takes half of the shuffles of a transposition; the other half is done with the scores, which are
@@ -136,16 +144,6 @@ inline F32x16 add_lanes(const F32x16 (&acc)[4]) {
   }
   return sum;
 #endif
-}
-
-// 16 words that start at element `from` of a row of `size` elements, zeros behind its end.
-template <class Codec>
-inline auto words_of(const typename Codec::Data* row, int64_t from, int64_t size) {
-  constexpr int64_t kSpan = 16 * Codec::kPerWord;
-  if (from + kSpan <= size) return Codec::words(row + from);
-  typename Codec::Data padded[kSpan] = {};
-  std::copy_n(row + from, size - from, padded);
-  return Codec::words(padded);
 }
 
 // One chunk for a few query rows of a tile.

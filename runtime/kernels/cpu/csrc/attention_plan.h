@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "kernels.h"
 #include "vec.h"
+#include "work_space.h"
 
 namespace stepgraph {
 
@@ -22,8 +22,10 @@ struct Span {
 };
 
 // The positions that a token at `position` sees.
-inline Span seen_from(int64_t position, int64_t window) {
-  return {window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0, position + 1};
+inline Span seen_from(int64_t position, const AttentionStep& step) {
+  int64_t begin = step.window > 0 ? std::max<int64_t>(position - step.window + 1, 0) : 0;
+  if (step.chunk > 0) begin = std::max(begin, position / step.chunk * step.chunk);
+  return {begin, position + 1};
 }
 
 // Query heads that share a kv head, for consecutive tokens of one row.
@@ -58,21 +60,6 @@ inline int64_t state_floats(int64_t queries, int64_t width) {
 
 constexpr int64_t kPackedPositions = 64;  // packed at a time, for all rows of a tile to use
 constexpr int64_t kSpanFloats = sizeof(Span) / sizeof(float);
-
-// Floats on a cache line of their own, kept from one use to the next as long as they suffice.
-class WorkSpace {
- public:
-  // At least `count` floats, of any content.
-  float* reserve(int64_t count);
-  float* get() const { return floats_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<float[], Free> floats_;
-  int64_t size_ = 0;
-};
 
 // What threads work in during one layer. Plans of layers that run one after another share it.
 struct AttentionSpace {

@@ -133,7 +133,7 @@ class Worker {
     find_keys(next, next_keys_);
     if constexpr (Codec::kScaled) load_scales(piece);
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t) {
-      const Span seen = seen_from(step_.positions[token], step_.window);
+      const Span seen = seen_from(step_.positions[token], step_);
       seen_[query] = {std::clamp<int64_t>(seen.begin - start, 0, kChunk),
                       std::clamp<int64_t>(seen.end - start, 0, kChunk)};
     });
@@ -261,7 +261,7 @@ class Worker {
   // A row that sees nothing before `chunk` takes its part as it is, whatever the others saw.
   void merge_chunk(const Tile& tile, int64_t chunk, State part) {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t) {
-      const Span seen = seen_from(step_.positions[token], step_.window);
+      const Span seen = seen_from(step_.positions[token], step_);
       if (seen.end <= chunk * kChunk || seen.begin >= (chunk + 1) * kChunk) return;
       float* acc = running_.acc + query * width_;
       const float* next = part.acc + query * width_;
@@ -277,11 +277,16 @@ class Worker {
   void write(const Tile& tile, State state) {
     visit_queries(tile, [&](int64_t query, int64_t token, int64_t head) {
       T* out = args_.out + (token * step_.heads + head) * step_.value_dim;
+      Partial partial = state.partial[query];
+      const float factor = args_.sinks == nullptr
+                               ? 1.0f
+                               : add_sink(partial, static_cast<float>(args_.sinks[head]));
       for (int64_t dim = 0; dim < step_.value_dim; dim += kBlock) {
         const float* acc = state.acc + query * width_ + dim;
-        const F32x16 sum = broadcast(state.partial[query].sum);
+        const F32x16 sum = broadcast(partial.sum);
         T values[kBlock];
-        Codec::store32(values, load<F32x16>(acc) / sum, load<F32x16>(acc + 16) / sum);
+        Codec::store32(values, load<F32x16>(acc) * factor / sum,
+                       load<F32x16>(acc + 16) * factor / sum);
         std::copy_n(values, std::min<int64_t>(step_.value_dim - dim, kBlock), out + dim);
       }
     });

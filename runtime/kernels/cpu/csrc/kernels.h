@@ -55,6 +55,7 @@ struct AttentionStep {
   const int64_t* positions;    // [tokens]
   int64_t tokens, heads, kv_heads, head_dim, value_dim, num_blocks, block_size;
   int64_t window;              // positions that a token sees, itself included; 0: all
+  int64_t chunk;               // a token sees its own chunk of so many positions only; 0: all
   int64_t element_bytes;       // of the model's type
   Storage storage;
   int threads;                 // that use a plan of this step at most
@@ -71,6 +72,7 @@ struct AttentionArgs {
   uint8_t* values;             // likewise; without v the keys
   T* out;                      // [tokens, heads, value_dim], contiguous
   float scale, softcap;        // softcap 0: none
+  const T* sinks = nullptr;    // [heads] a softmax logit without a value; or null
 };
 
 // How a step's attention is cut into work, and the work space for it (`attention_plan.h`). One

@@ -21,6 +21,10 @@ namespace stepgraph {
 // Rows that share a weight block while it is near: eight tiles of twelve.
 constexpr int64_t kGroupRows = 96;
 
+// Elements from row to row of what a linear layer reads: a cache line more than the row takes, so
+// that the rows of a tile do not fall into the same set of the first cache.
+inline int64_t padded(int64_t columns) { return (columns + kBlock - 1) / kBlock * kBlock + kBlock; }
+
 // The sums of one tile: rows of x times one block.
 struct LinearTile {
   const void* x;
@@ -45,6 +49,11 @@ const TileSet& tile_set(WeightKind kind);
 template <class T>
 int64_t block_bytes(const Weights& weights) {
   return weights.steps * tile_set<T>(weights.kind).step_lines * 64;
+}
+
+template <class T>
+int64_t bytes_of(const Weights& weights) {
+  return weights.blocks() * block_bytes<T>(weights);
 }
 
 // The 32 numbers of a block of columns; what lies behind the last column is 0.

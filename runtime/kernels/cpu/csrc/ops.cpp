@@ -11,9 +11,11 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "collective_ops.h"
 #include "elementwise_ops.h"
 #include "embedding_ops.h"
 #include "kernels.h"
+#include "mixture_ops.h"
 #include "sampling_ops.h"
 #include "stack_ops.h"
 
@@ -96,7 +98,8 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                int64_t block_size, std::optional<int64_t> /*tokens_per_row*/,
                                const std::optional<at::Tensor>& /*query_start_loc*/, double scale,
                                int64_t window, double softcap, std::string_view storage_name,
-                               int64_t value_dim) {
+                               int64_t value_dim, int64_t chunk,
+                               const std::optional<at::Tensor>& sinks) {
   const Storage storage = storage_named("paged_attention", storage_name);
   TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && (!v || v->dim() == 3),
               "paged_attention: q, k, v are [tokens, heads, head_dim]; got ", q.sizes(), ", ",
@@ -112,8 +115,11 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
   TORCH_CHECK(v ? value_dim == head_dim : 0 < value_dim && value_dim <= head_dim,
               "paged_attention: value_dim is ", value_dim, v ? ", that of v is " : ", keys have ",
               head_dim);
-  TORCH_CHECK(window >= 0 && softcap >= 0, "paged_attention: window ", window, " and softcap ",
-              softcap, " are 0 (none) or more");
+  TORCH_CHECK(window >= 0 && chunk >= 0 && softcap >= 0, "paged_attention: window ", window,
+              ", chunk ", chunk, " and softcap ", softcap, " are 0 (none) or more");
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == q.scalar_type() && sinks->is_contiguous() &&
+                         sinks->dim() == 1 && sinks->size(0) == q.size(1)),
+              "paged_attention: sinks are a contiguous [", q.size(1), "] of ", q.scalar_type());
   check_arena("paged_attention", arena, q.scalar_type(), v ? 2 : 1, kv_heads, block_size, head_dim,
               storage);
   const int64_t num_blocks = arena.size(2);
@@ -134,9 +140,10 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
       slots.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
       block_tables.size(1), token_rows.const_data_ptr<int64_t>(),
       positions.const_data_ptr<int64_t>(), tokens, q.size(1), kv_heads, head_dim,
-      value_dim, num_blocks, block_size, window, q.element_size(), storage, threads()};
+      value_dim, num_blocks, block_size, window, chunk, q.element_size(), storage, threads()};
   const auto keep = std::make_shared<std::vector<at::Tensor>>(std::vector<at::Tensor>{
       queries, new_keys, new_values, arena, slots, block_tables, token_rows, positions});
+  if (sinks) keep->push_back(*sinks);
   const auto run = [&]<class T>(T) {
     paged_attention(AttentionArgs<T>{
         queries.const_data_ptr<T>(), new_keys.const_data_ptr<T>(),
@@ -144,7 +151,8 @@ at::Tensor paged_attention_cpu(const at::Tensor& q, const at::Tensor& k,
         {queries.stride(0), queries.stride(1)}, {new_keys.stride(0), new_keys.stride(1)},
         {new_values.stride(0), new_values.stride(1)},
         keys, v ? keys + arena.stride(1) * arena.element_size() : keys, out.mutable_data_ptr<T>(),
-        static_cast<float>(scale), static_cast<float>(softcap)}, step, keep);
+        static_cast<float>(scale), static_cast<float>(softcap),
+        sinks ? sinks->const_data_ptr<T>() : nullptr}, step, keep);
   };
   switch (q.scalar_type()) {
     case at::kBFloat16: run(at::BFloat16()); break;

@@ -11,58 +11,116 @@ void StackJob::work(int64_t index) {
 template <class T>
 void StackJob::prepare(const StackStep<T>& step, std::shared_ptr<const void> keep) {
   const StackShape& shape = stack_.shape_;
-  const StackLayer& first = stack_.layers_.front();
-  const int64_t bytes = bytes_of<T>(first.qkv) + bytes_of<T>(first.output) +
-                        bytes_of<T>(first.gate_up) + bytes_of<T>(first.down);
   const int64_t tiles = (step.tokens + kTileRows - 1) / kTileRows;
   int threads = static_cast<int>(
-      std::clamp<int64_t>(bytes * tiles / kLayerBytesPerThread, 1, step.threads));
+      std::clamp<int64_t>(stack_.layer_bytes<T>() * tiles / kLayerBytesPerThread, 1,
+                          step.threads));
   int64_t units = stack_.units(step.tokens);
   for (size_t i = 0; i < plans_.size(); ++i) {
-    const auto [group, window] = stack_.plan_keys_[i];
+    const auto [group, window, chunk] = stack_.plan_keys_[i];
     plans_[i].prepare({step.slots + group * step.tokens,
                        step.block_tables + group * step.rows * step.max_blocks, step.max_blocks,
                        step.token_rows, step.positions, step.tokens, shape.heads, shape.kv_heads,
                        shape.head_dim, shape.head_dim, step.num_blocks, step.block_size, window,
-                       sizeof(T), shape.storage, step.threads}, attention_space_);
+                       chunk, sizeof(T), shape.storage, step.threads}, attention_space_);
     threads = std::max(threads, plans_[i].threads);
     units = std::max(units, plans_[i].units());
   }
   at_ = stack_.layout(step.tokens, threads);
   workspace_.reserve(at_.total * static_cast<int64_t>(sizeof(T)) / sizeof(float));
-  phases_.prepare(stack_.phases(), units, threads);
-  const int64_t heads = shape.heads + 2 * shape.kv_heads, groups = row_groups(step.tokens);
-  if (heads * groups > counted_) {
-    counted_ = heads * groups;
-    blocks_left_.reset(new std::atomic<int64_t>[counted_]);
+  mixtures_at_ = stack_.mixtures(step.tokens, sizeof(T), threads);
+  mixtures_.reserve(mixtures_at_.total);
+  phases_.prepare(stack_.phases(step.tokens, sizeof(T)), units, threads);
+  // A counter for each head, and for all queries and all keys.
+  const int64_t groups = row_groups(step.tokens);
+  const int64_t counters = (shape.qkv_size() / shape.head_dim + 2) * groups;
+  if (counters > counted_) {
+    counted_ = counters;
+    blocks_left_.reset(new std::atomic<int64_t>[counters]);
   }
-  for (int64_t i = 0; i < heads * groups; ++i) {
-    blocks_left_[i].store(blocks_of_head(i / groups, shape.head_dim), std::memory_order_relaxed);
+  for (const bool all_heads : {false, true}) {
+    for (int64_t column = 0; column < shape.qkv_size();) {
+      const HeadRange range = head_range(shape, all_heads, column);
+      for (int64_t group = 0; group < groups; ++group) {
+        blocks_left_[range.index * groups + group].store(range.blocks(), std::memory_order_relaxed);
+      }
+      column = range.end;
+    }
   }
   step_ = step;
   keep_ = std::move(keep);
+  if (stack_.communicator_ != nullptr) {
+    summed_rows_ = stack_.summed_rows(step.tokens, sizeof(T));
+    const int64_t chunks = (step.tokens + summed_rows_ - 1) / summed_rows_;
+    first_sum_ = stack_.communicator_->reserve(stack_.sums() * chunks);
+  }
 }
 
 Stack::Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
-             const void* norm)
+             NormWeights norm, Communicator* communicator)
     : shape_(shape),
       layers_(std::move(layers)),
       plan_keys_(std::move(plans)),
       norm_(norm),
-      output_norms_(layers_.front().mlp_output_norm != nullptr),
+      communicator_(communicator),
       large_job_(std::make_unique<StackJob>(*this)) {}
 
 Stack::~Stack() = default;
 
-int64_t Stack::phases() const { return static_cast<int64_t>(layers_.size()) * kMostPhases + 1; }
+int64_t Stack::phases(int64_t tokens, int64_t element_bytes) const {
+  int64_t phases = static_cast<int64_t>(layers_.size()) * kMostPhases + 1;
+  if (communicator_ != nullptr) {
+    const int64_t rows = summed_rows(tokens, element_bytes);
+    phases += sums() * 2 * ((tokens + rows - 1) / rows);
+  }
+  return phases;
+}
+
+int64_t Stack::sums() const {
+  int64_t sums = 0;
+  for (const StackLayer& layer : layers_) {
+    sums += layer.attention_summed + layer.mlp_summed + (layer.head_ranks > 1);
+  }
+  return sums;
+}
+
+int64_t Stack::summed_rows(int64_t tokens, int64_t element_bytes) const {
+  const int64_t row_bytes = std::max(shape_.hidden * element_bytes, kMeansBytes);
+  return std::min(tokens, communicator_->part_bytes() / row_bytes);
+}
 
 int64_t Stack::units(int64_t tokens) const {
-  const StackLayer& layer = layers_.front();
-  int64_t blocks = 0;
-  for (const Weights& weights : {layer.qkv, layer.output, layer.gate_up, layer.down}) {
-    blocks = std::max(blocks, weights.blocks());
+  int64_t blocks = 0, of_mixtures = 0;
+  for (const StackLayer& layer : layers_) {
+    if (layer.mixture) of_mixtures = std::max(of_mixtures, layer.mixture->units(tokens));
+    for (const Weights* weights : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+      blocks = std::max(blocks, weights->blocks());
+    }
   }
-  return blocks * row_groups(tokens);
+  const int64_t row_units = (tokens + kRowsPerUnit - 1) / kRowsPerUnit;
+  const int64_t summed_columns = (shape_.hidden + kSummedColumns - 1) / kSummedColumns;
+  return std::max({blocks * row_groups(tokens),
+                   row_units * (communicator_ == nullptr ? 1 : summed_columns), of_mixtures});
+}
+
+template <class T>
+int64_t Stack::layer_bytes() const {
+  int64_t bytes = 0;
+  for (const StackLayer& layer : layers_) {
+    bytes += bytes_of<T>(layer.qkv) + bytes_of<T>(layer.output) + bytes_of<T>(layer.gate_up) +
+             bytes_of<T>(layer.down);
+    if (layer.mixture) bytes += layer.mixture->token_bytes<T>();
+  }
+  return bytes / static_cast<int64_t>(layers_.size());
+}
+
+MixtureLayout Stack::mixtures(int64_t tokens, int64_t element_bytes, int threads) const {
+  MixtureLayout at;
+  for (const StackLayer& layer : layers_) {
+    if (layer.mixture) at.add(*layer.mixture, tokens, element_bytes);
+  }
+  at.finish(threads);
+  return at;
 }
 
 Stack::Layout Stack::layout(int64_t tokens, int threads) const {
@@ -73,17 +131,25 @@ Stack::Layout Stack::layout(int64_t tokens, int threads) const {
     return begin;
   };
   const bool own = tokens <= kOwnRows;
+  int64_t inner = 0, unaligned = 0;  // the widest MLP, and of those with incomplete blocks
+  bool projected = false;  // a product is written as a whole before it is added
+  for (const StackLayer& layer : layers_) {
+    if (!layer.mixture) inner = std::max(inner, padded(layer.inner));
+    if (layer.inner % kBlock != 0) unaligned = std::max(unaligned, 2 * layer.inner);
+    projected |= layer.attention_output_norm.weight != nullptr ||
+                 layer.mlp_output_norm.weight != nullptr || layer.attention_summed ||
+                 layer.mlp_summed;
+  }
   at.normed_stride = padded(shape_.hidden);
-  at.inner_stride = padded(shape_.inner);
   at.own_size = tokens * at.normed_stride;
   at.x = take(tokens * shape_.hidden);
   at.normed = take(own ? 0 : at.own_size);
   at.own = take(own ? threads * at.own_size : 0);
   at.qkv = take(tokens * shape_.qkv_size());
   at.attended = take(tokens * shape_.query_size());
-  at.projected = take(output_norms_ ? tokens * shape_.hidden : 0);
-  at.inner = take(tokens * at.inner_stride);
-  at.gate_up = take(shape_.inner % kBlock == 0 ? 0 : tokens * 2 * shape_.inner);
+  at.projected = take(projected ? tokens * shape_.hidden : 0);
+  at.inner = take(tokens * inner);
+  at.gate_up = take(tokens * unaligned);
   return at;
 }
 
@@ -98,8 +164,9 @@ int64_t Stack::workspace_bytes(int64_t tokens, int64_t element_bytes, int thread
     const int64_t few = std::min(most, kOwnRows);
     const int64_t elements = std::max(layout(most, threads).total, layout(few, threads).total);
     step.tokens = most;
-    return elements * element_bytes + AttentionPlan::scratch_bytes(step) +
-           Phases::bytes(phases(), units(most));
+    const int64_t words = mixtures(most, element_bytes, threads).total;
+    return elements * element_bytes + words * 4 + AttentionPlan::scratch_bytes(step) +
+           Phases::bytes(phases(most, element_bytes), units(most));
   };
   // A step of few tokens may find each pool thread late in a step of its own.
   const int64_t large = tokens > kMostLateTokens ? bytes(tokens) : 0;
@@ -116,12 +183,14 @@ template <class T>
 void Stack::run(const StackStep<T>& step, std::shared_ptr<const void> keep) {
   if (step.tokens == 0) return;
   const std::lock_guard<std::mutex> alone(busy_);
+  if (communicator_ != nullptr) communicator_->check();
   // A step of many tokens waits for late threads before and after.
   const bool large = step.tokens > kMostLateTokens;
   if (large) large_job_->acquire();
   StackJob& job = large ? *large_job_ : jobs_.acquire(*this);
   job.prepare_or_release([&] { job.prepare(step, std::move(keep)); });
   job.run(job.threads(), large);
+  if (communicator_ != nullptr) communicator_->check();
 }
 
 template void Stack::run(const StackStep<c10::BFloat16>&, std::shared_ptr<const void>);

@@ -7,35 +7,50 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "attention_plan.h"
+#include "communicator.h"
 #include "kernels.h"
 #include "linear.h"
+#include "mixture.h"
+#include "stack_math.h"
 
 namespace stepgraph {
 
-// Weights of norms are of the model's type; null: there is no such norm.
+// What ranks exchange of a token whose heads are normed over ranks.
+constexpr int64_t kMeansBytes = 2 * sizeof(float);
+
 struct StackLayer {
-  const void *input_norm, *mlp_norm;
-  const void *q_norm, *k_norm;
-  const void *attention_output_norm, *mlp_output_norm;
-  Weights qkv, output, gate_up, down;
-  int64_t position;  // in its layer group: the first coordinate of the arena
-  int64_t plan;      // among the stack's plans
-  int64_t rope;      // kind of rotation
+  NormWeights input_norm, q_norm, k_norm, attention_output_norm, mlp_norm, mlp_output_norm;
+  Weights qkv, output;
+  std::optional<Mixture> mixture;
+  int64_t mixture_place;      // among the mixtures of the stack
+  Weights gate_up, down;      // of the MLP of a layer without mixture, as what follows
+  int64_t inner;              // features
+  Activation activation;
+  float scale, softcap;       // of attention, as in `AttentionArgs`
+  const void* sinks;          // [heads] of the model's type, or null
+  int64_t temperature_floor;  // of `AttentionTemperature` in `layer_operations.py`; 0: none
+  float temperature_scale;
+  float attention_factor, mlp_factor;  // of what is added to the hidden states
+  bool attention_summed, mlp_summed;   // over ranks, before the output norm
+  bool all_heads;             // q_norm and k_norm are of all heads of a token together
+  int64_t head_ranks;         // with all_heads: ranks that hold these heads
+  int64_t position;           // in its layer group: the first coordinate of the arena
+  int64_t plan;               // among the stack's plans
+  int64_t rope;               // kind of rotation
 };
 
 // What layers share a plan of attention by.
 struct StackPlan {
-  int64_t group, window;
+  int64_t group, window, chunk;
+  bool operator==(const StackPlan&) const = default;
 };
 
 struct StackShape {
-  int64_t hidden, inner, heads, kv_heads, head_dim;
-  float eps, scale, softcap;
-  bool offset_norms;  // multiply by one plus the weight, in float
-  bool gelu;          // tanh's approximation of it; else silu
+  int64_t hidden, heads, kv_heads, head_dim;
   Storage storage;
 
   int64_t query_size() const { return heads * head_dim; }
@@ -64,13 +79,15 @@ class StackJob;
 // The stack of one model. Steps of one stack exclude each other.
 class Stack {
  public:
+  // `communicator` is that of the rank; null: no layer sums over ranks. A part has room for a row.
   Stack(const StackShape& shape, std::vector<StackLayer> layers, std::vector<StackPlan> plans,
-        const void* norm);
+        NormWeights norm, Communicator* communicator);
   ~Stack();  // waits for late threads
 
   // `keep` owns what the step points to. A late thread may read it after the call.
   //
-  // Raises IndexError, before anything is written, if a block to read is not of the arena.
+  // Raises IndexError, before anything is written, if a block to read is not of the arena, and
+  // std::runtime_error if another rank does not take part.
   template <class T>
   void run(const StackStep<T>& step, std::shared_ptr<const void> keep);
 
@@ -90,19 +107,29 @@ class Stack {
   // Where the activations of a step lie; elements from the start of the workspace.
   struct Layout {
     int64_t x, normed, qkv, attended, projected, inner, gate_up, own, own_size, total;
-    int64_t normed_stride, inner_stride;
+    int64_t normed_stride;
   };
   Layout layout(int64_t tokens, int threads) const;
+  MixtureLayout mixtures(int64_t tokens, int64_t element_bytes, int threads) const;
 
   // Phases of a step, and units of its largest one that is no attention.
-  int64_t phases() const;
+  int64_t phases(int64_t tokens, int64_t element_bytes) const;
   int64_t units(int64_t tokens) const;
+
+  // Sums over ranks of a step of one token.
+  int64_t sums() const;
+  // Rows of a sum that ranks exchange at once; all, if they have room for them.
+  int64_t summed_rows(int64_t tokens, int64_t element_bytes) const;
+
+  // Bytes of weights of an average layer.
+  template <class T>
+  int64_t layer_bytes() const;
 
   StackShape shape_;
   std::vector<StackLayer> layers_;
   std::vector<StackPlan> plan_keys_;
-  const void* norm_;
-  bool output_norms_;
+  NormWeights norm_;
+  Communicator* communicator_;
   std::mutex busy_;
   JobList<StackJob> jobs_;
   std::unique_ptr<StackJob> large_job_;  // for steps that need a large workspace

@@ -4,73 +4,23 @@
 //
 //     qkv | attention | output + residual | gate, up, activation | down + residual
 //
+// or more with a mixture of experts (`mixture.h`). On a rank of several, output and down are a phase
+// that writes this rank's part of the sum to shared memory, and, once the parts of all ranks are
+// there (`communicator.h`), one that adds the sum to the residual.
+//
 // What follows a linear layer is done to the sums of a unit before they are published. Queries and
 // keys are normed and rotated, and keys and values stored, by the thread that publishes the last
-// block of their head. Norms come before a linear layer: for the few rows of a decode step every
-// thread norms all of them for itself, which costs less than a phase; of more rows they are a phase.
-// So are norms of outputs, and gates and ups whose columns do not share out in blocks.
+// block of their head, or of all heads that are normed together. Norms come before a linear layer:
+// for the few rows of a decode step every thread norms all of them for itself, which costs less than
+// a phase; of more rows they are a phase. So are norms of outputs, and gates and ups whose columns do
+// not share out in blocks.
 #pragma once
 
-#include <variant>
-
-#include "stack.h"
+#include "mixture_thread.h"
+#include "stack_job.h"
 #include "stack_math.h"
 
 namespace stepgraph {
-
-constexpr int64_t kOwnRows = 16;  // up to so many rows are normed by every thread for itself
-// Below this a layer's second thread costs more than it brings: bytes of weights, times the tiles
-// of rows that pass over them.
-constexpr int64_t kLayerBytesPerThread = 128 * 1024;
-constexpr int kMostPhases = 10;        // of a layer
-constexpr int64_t kRowsPerUnit = 8;    // of phases that work on rows
-// Steps of more tokens wait for late threads: a second workspace of theirs would be large.
-constexpr int64_t kMostLateTokens = kGroupRows;
-
-// Elements from row to row of what a linear layer reads: a cache line more than the row takes, so
-// that the rows of a tile do not fall into the same set of the first cache.
-inline int64_t padded(int64_t columns) { return (columns + kBlock - 1) / kBlock * kBlock + kBlock; }
-
-template <class T>
-int64_t bytes_of(const Weights& weights) {
-  return weights.blocks() * block_bytes<T>(weights);
-}
-
-// Blocks of columns that a head has a part in, when heads of `size` lie one after another.
-inline int64_t blocks_of_head(int64_t head, int64_t size) {
-  return ((head + 1) * size - 1) / kBlock - head * size / kBlock + 1;
-}
-
-// A step, and what its threads work in.
-class StackJob : public Job {
- public:
-  explicit StackJob(Stack& stack) : stack_(stack), plans_(stack.plan_keys_.size()) {}
-
-  template <class T>
-  void prepare(const StackStep<T>& step, std::shared_ptr<const void> keep);
-
-  int threads() const { return phases_.threads(); }
-
- protected:
-  void work(int64_t index) override;
-  void clear() override { keep_.reset(); }
-
- private:
-  template <class T>
-  friend class StackThread;
-
-  Stack& stack_;
-  std::variant<StackStep<c10::BFloat16>, StackStep<float>> step_;
-  std::shared_ptr<const void> keep_;
-  std::vector<AttentionPlan> plans_;
-  AttentionSpace attention_space_;  // of all plans
-  Stack::Layout at_;
-  WorkSpace workspace_;
-  Phases phases_;
-  // Blocks of qkv that are not done yet in the layer: [heads][groups of rows].
-  std::unique_ptr<std::atomic<int64_t>[]> blocks_left_;
-  int64_t counted_ = 0;
-};
 
 // What one thread does in a step.
 template <class T>
@@ -79,7 +29,7 @@ class StackThread {
   StackThread(StackJob& job, const StackStep<T>& step, int64_t index)
       : job_(job), stack_(job.stack_), shape_(stack_.shape_), step_(step), at_(job.at_),
         phases_(job.phases_), workspace_(reinterpret_cast<T*>(job.workspace_.get())),
-        index_(index) {}
+        index_(index), sum_(job.first_sum_) {}
 
   void run() {
     const T* x = step_.x;
@@ -87,48 +37,62 @@ class StackThread {
     const size_t layers = stack_.layers_.size();
     for (size_t i = 0; i < layers; ++i) {
       const StackLayer& layer = stack_.layers_[i];
-      attention(layer, x);
-      add_linear(layer.output, workspace_ + at_.attended, shape_.query_size(), layer.gate_up,
-                 layer.attention_output_norm, x, residual);
+      if (!attention(layer, x)) return;
+      const bool attended = add([&](auto publish) {
+        linear(layer.output, workspace_ + at_.attended, shape_.query_size(), begin_of_mlp(layer),
+               publish);
+      }, layer.attention_summed, layer.attention_output_norm, layer.attention_factor, x, residual);
+      if (!attended) return;
       x = residual;
-      mlp(layer, x);
       const StackLayer& next = i + 1 < layers ? stack_.layers_[i + 1] : stack_.layers_.front();
-      add_linear(layer.down, workspace_ + at_.inner, at_.inner_stride, next.qkv,
-                 layer.mlp_output_norm, x, residual);
+      const T* inputs = normed(x, layer.mlp_norm, layer.mixture ? kMixtureInputPhases : 1);
+      if (!layer.mixture) gated_mlp(layer, inputs);
+      const bool added = add([&](auto publish) {
+        const char* after = begin_of(next.qkv);
+        if (layer.mixture) {
+          mixture(layer, inputs, after, publish);
+        } else {
+          linear(layer.down, workspace_ + at_.inner, padded(layer.inner), after, publish);
+        }
+      }, layer.mlp_summed, layer.mlp_output_norm, layer.mlp_factor, x, residual);
+      if (!added) return;
     }
     each_row([&](int64_t t) {
-      norm(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
+      norm_row<T>(x + t * shape_.hidden, stack_.norm_, shape_.hidden, step_.out + t * shape_.hidden);
     });
   }
 
  private:
-  // A phase that calls visit(row) for all rows.
+  // A phase that calls visit(row) for some rows.
   template <class Visit>
-  void each_row(Visit visit) {
-    const int64_t units = (step_.tokens + kRowsPerUnit - 1) / kRowsPerUnit;
+  void each_row(int64_t first, int64_t rows, Visit visit) {
+    const int64_t units = (rows + kRowsPerUnit - 1) / kRowsPerUnit;
     phases_.run(phase_++, units, [&](int64_t unit) {
-      const int64_t end = std::min(step_.tokens, (unit + 1) * kRowsPerUnit);
-      for (int64_t t = unit * kRowsPerUnit; t < end; ++t) visit(t);
+      const int64_t end = std::min(rows, (unit + 1) * kRowsPerUnit);
+      for (int64_t t = unit * kRowsPerUnit; t < end; ++t) visit(first + t);
     });
   }
 
-  void norm(const T* x, const void* weight, int64_t size, T* out) const {
-    norm_row<T>(x, static_cast<const T*>(weight), size, shape_.eps, shape_.offset_norms, nullptr,
-                out);
+  template <class Visit>
+  void each_row(Visit visit) {
+    each_row(0, step_.tokens, visit);
   }
 
-  // All rows normed, `normed_stride` apart, for the phase that comes next.
-  const T* normed(const T* x, const void* weight) {
+  // All rows, normed unless the norm is none, `normed_stride` apart, for so many phases from the one
+  // that comes next.
+  const T* normed(const T* x, const NormWeights& norm, int64_t phases = 1) {
     const bool own = step_.tokens <= kOwnRows;
     T* out = workspace_ + (own ? at_.own + index_ * at_.own_size : at_.normed);
     const auto row = [&](int64_t t) {
+      const T* from = x + t * shape_.hidden;
       T* place = out + t * at_.normed_stride;
-      norm(x + t * shape_.hidden, weight, shape_.hidden, place);
+      if (norm.weight != nullptr) norm_row<T>(from, norm, shape_.hidden, place);
+      else std::copy_n(from, shape_.hidden, place);
       if (shape_.hidden % 2 != 0) place[shape_.hidden] = T(0.0f);  // read as half of a word
     };
     if (!own) {
       each_row(row);
-    } else if (!phases_.over(phase_)) {
+    } else if (!phases_.over(phase_ + phases - 1)) {
       for (int64_t t = 0; t < step_.tokens; ++t) row(t);
     }
     return out;
@@ -140,142 +104,279 @@ class StackThread {
     return weights.packed + block_bytes<T>(weights) * block;
   }
 
-  // Rounded sums of some rows of a block to `out`, rows `stride` apart.
-  static void put_sums(const float* sums, int64_t rows, int64_t columns, T* out, int64_t stride) {
-    for (int64_t m = 0; m < rows; ++m, sums += kBlock, out += stride) {
-      if (columns >= kBlock) {
-        Element<T>::store32_in_order(out, load<F32x16>(sums), load<F32x16>(sums + 16));
-      } else {
-        for (int64_t c = 0; c < columns; c += 16) put(out + c, load<F32x16>(sums + c), columns - c);
-      }
-    }
+  const char* begin_of_mlp(const StackLayer& layer) const {
+    if (!layer.mixture) return begin_of(layer.gate_up);
+    const int64_t bytes = shape_.hidden * static_cast<int64_t>(sizeof(T));
+    return static_cast<const char*>(layer.mixture->router) + index_ * kRouterExperts * bytes;
   }
 
   // publish(block, first row, rows, sums)
   template <class Publish>
-  void linear(const Weights& weights, const T* x, int64_t x_stride, const Weights& next,
+  void linear(const Weights& weights, const T* x, int64_t x_stride, const char* after,
               Publish publish) {
-    linear_phase(phases_, phase_++, weights, x, x_stride, step_.tokens, begin_of(next), sums_,
-                 publish);
+    linear_phase(phases_, phase_++, weights, x, x_stride, step_.tokens, after, sums_, publish);
   }
 
-  // The same to `out`, rows one after another.
-  void linear_to(const Weights& weights, const T* x, int64_t x_stride, const Weights& next,
-                 T* out) {
-    linear(weights, x, x_stride, next,
-           [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-             put_sums(sums, rows, weights.columns - block * kBlock,
-                      out + row * weights.columns + block * kBlock, weights.columns);
-           });
-  }
-
-  void attention(const StackLayer& layer, const T* x) {
+  // False: another rank does not take part.
+  bool attention(const StackLayer& layer, const T* x) {
     T* qkv = workspace_ + at_.qkv;
     const int64_t size = shape_.qkv_size(), d = shape_.head_dim;
     uint8_t* keys = step_.arena + layer.position * step_.layer_bytes;
     const AttentionArgs<T> args{qkv, qkv + shape_.query_size(),
                                 qkv + shape_.query_size() + shape_.kv_heads * d,
                                 {size, d}, {size, d}, {size, d}, keys, keys + step_.side_bytes,
-                                workspace_ + at_.attended, shape_.scale, shape_.softcap};
+                                workspace_ + at_.attended, layer.scale, layer.softcap,
+                                static_cast<const T*>(layer.sinks)};
     AttentionPlan& plan = job_.plans_[layer.plan];
     const int64_t groups = row_groups(step_.tokens);
-    linear(layer.qkv, normed(x, layer.input_norm), at_.normed_stride, layer.output,
+    linear(layer.qkv, normed(x, layer.input_norm), at_.normed_stride, begin_of(layer.output),
            [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
              const int64_t begin = block * kBlock, end = std::min(begin + kBlock, size);
              put_sums(sums, rows, end - begin, qkv + row * size + begin, size);
-             for (int64_t head = begin / d; head * d < end; ++head) {
-               auto& left = job_.blocks_left_[head * groups + row / kGroupRows];
+             for (int64_t column = begin; column < end;) {
+               const HeadRange range = head_range(shape_, layer.all_heads, column);
+               column = range.end;
+               auto& left = job_.blocks_left_[range.index * groups + row / kGroupRows];
                if (phases_.threads() == 1) {
-                 if ((head + 1) * d <= end) finish_head(layer, args, plan.step, head, row, rows);
+                 if (range.end <= end) finish_heads(layer, args, plan.step, range, row, rows);
                } else if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-                 left.store(blocks_of_head(head, d), std::memory_order_relaxed);
-                 finish_head(layer, args, plan.step, head, row, rows);
+                 left.store(range.blocks(), std::memory_order_relaxed);
+                 finish_heads(layer, args, plan.step, range, row, rows);
                }
              }
            });
+    if (layer.head_ranks > 1 && !finish_heads_of_ranks(layer, args, plan.step)) return false;
     attend(args, plan, phases_, phase_++, index_);
+    return true;
+  }
+
+  // The phases of a norm over the heads of all ranks. False: another rank does not take part.
+  bool finish_heads_of_ranks(const StackLayer& layer, const AttentionArgs<T>& args,
+                             const AttentionStep& step) {
+    const HeadRange queries = head_range(shape_, true, 0);
+    const HeadRange keys = head_range(shape_, true, queries.end);
+    for (int64_t first = 0; first < step_.tokens; first += job_.summed_rows_) {
+      const int64_t rows = std::min(job_.summed_rows_, step_.tokens - first);
+      each_row(first, rows, [&](int64_t t) {
+        float* means = own_part<float>() + 2 * (t - first);
+        const T* row = workspace_ + at_.qkv + t * shape_.qkv_size();
+        means[0] = mean_square(row, queries.end);
+        means[1] = mean_square(row + keys.begin, keys.end - keys.begin);
+      });
+      if (!exchange(2 * rows, sizeof(float))) return false;
+      const Parts<float> parts(*stack_.communicator_, sum_++);
+      each_row(first, rows, [&](int64_t t) {
+        const F32x16 sums = parts.sum(2 * (t - first), 2 * rows);
+        const float ranks = static_cast<float>(layer.head_ranks);
+        const float means[2] = {sums[0] / ranks, sums[1] / ranks};
+        finish_heads(layer, args, step, queries, t, 1, &means[0]);
+        finish_heads(layer, args, step, keys, t, 1, &means[1]);
+      });
+    }
+    return true;
   }
 
   // Of rows whose projections are all there: queries and keys are normed and rotated, keys and
-  // values stored.
-  void finish_head(const StackLayer& layer, const AttentionArgs<T>& args, const AttentionStep& step,
-                   int64_t head, int64_t row, int64_t rows) const {
-    const int64_t d = shape_.head_dim, rotated = shape_.heads + shape_.kv_heads;
-    if (head < rotated) {
-      const void* weight = head < shape_.heads ? layer.q_norm : layer.k_norm;
+  // values stored. `mean`: of the squares of the longer row that the norm is over.
+  void finish_heads(const StackLayer& layer, const AttentionArgs<T>& args,
+                    const AttentionStep& step, const HeadRange& range, int64_t row, int64_t rows,
+                    const float* mean = nullptr) const {
+    const int64_t d = shape_.head_dim, size = range.end - range.begin;
+    const bool queries = range.head < shape_.heads;
+    const bool values = range.head >= shape_.heads + shape_.kv_heads;
+    if (!values) {
+      if (layer.head_ranks > 1 && mean == nullptr) return;  // `finish_heads_of_ranks` does
+      const NormWeights& norm = queries ? layer.q_norm : layer.k_norm;
       for (int64_t t = row; t < row + rows; ++t) {
-        T* vector = workspace_ + at_.qkv + t * shape_.qkv_size() + head * d;
-        if (weight != nullptr) norm(vector, weight, d, vector);
+        T* vectors = workspace_ + at_.qkv + t * shape_.qkv_size() + range.begin;
+        if (mean != nullptr) norm_part<T>(vectors, norm, *mean, size, vectors);
+        else if (norm.weight != nullptr) norm_row<T>(vectors, norm, size, vectors);
         const int64_t angles = (layer.rope * step_.tokens + t) * (d / 2);
-        rotate_row(vector, step_.cos + angles, step_.sin + angles, d / 2);
+        for (int64_t i = 0; i < size; i += d) {
+          rotate_row(vectors + i, step_.cos + angles, step_.sin + angles, d / 2);
+        }
+        if (queries && layer.temperature_floor > 0) temper_row(layer, vectors, size, t);
       }
     }
-    if (head < shape_.heads) return;
-    const bool values = head >= rotated;
-    store_head(args, step, values, head - (values ? rotated : shape_.heads), row, rows);
+    if (queries) return;
+    const int64_t before = shape_.heads + (values ? shape_.kv_heads : 0);
+    for (int64_t head = range.head; head < range.head + range.heads; ++head) {
+      store_head(args, step, values, head - before, row, rows);
+    }
   }
 
-  // residual = x + linear layer, which an output norm may follow.
-  void add_linear(const Weights& weights, const T* inputs, int64_t stride, const Weights& next,
-                  const void* output_norm, const T* x, T* residual) {
+  // Multiplies queries by the temperature of their token's position.
+  void temper_row(const StackLayer& layer, T* queries, int64_t size, int64_t token) const {
+    const float place = static_cast<float>(step_.positions[token]) + 1.0f;
+    const float floors = std::floor(place / static_cast<float>(layer.temperature_floor));
+    const float factor = std::log1p(floors) * layer.temperature_scale + 1.0f;
+    for (int64_t i = 0; i < size; i += 16) {
+      put(queries + i, floats_of(queries, i, size) * factor, size - i);
+    }
+  }
+
+  // residual = x + factor * product, which may be summed over ranks and normed before. `product` runs
+  // phases that publish the product as `linear` does. False: another rank does not take part.
+  template <class Product>
+  bool add(Product product, bool summed, const NormWeights& output_norm, float factor, const T* x,
+           T* residual) {
+    if (summed) return add_sum(product, output_norm, factor, x, residual);
+    add_own(product, output_norm, factor, x, residual);
+    return true;
+  }
+
+  // The sum over ranks is exchanged in chunks of rows. The only chunk is published straight to where
+  // other ranks read it, of more chunks each is copied there.
+  template <class Product>
+  bool add_sum(Product product, const NormWeights& output_norm, float factor, const T* x,
+               T* residual) {
+    const int64_t hidden = shape_.hidden, chunk = job_.summed_rows_;
+    T* projected = chunk == step_.tokens ? own_part<T>() : workspace_ + at_.projected;
+    product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
+      put_sums(sums, rows, hidden - block * kBlock, projected + row * hidden + block * kBlock,
+               hidden);
+    });
+    for (int64_t first = 0; first < step_.tokens; first += chunk) {
+      const int64_t rows = std::min(chunk, step_.tokens - first);
+      if (chunk != step_.tokens) {
+        each_row(first, rows, [&](int64_t t) {
+          std::copy_n(projected + t * hidden, hidden, own_part<T>() + (t - first) * hidden);
+        });
+      }
+      if (!exchange(rows * hidden, sizeof(T))) return false;
+      add_parts(Parts<T>(*stack_.communicator_, sum_++), first, rows, output_norm, factor, x,
+                residual);
+    }
+    return true;
+  }
+
+  // This rank's part of the next operation of ranks.
+  template <class U>
+  U* own_part() const {
+    const Communicator& communicator = *stack_.communicator_;
+    return reinterpret_cast<U*>(communicator.part(sum_, communicator.rank()));
+  }
+
+  // Publishes it once its phase is over, and waits for the parts of other ranks. False: another
+  // rank does not take part.
+  bool exchange(int64_t elements, int64_t element_bytes) {
+    Communicator& communicator = *stack_.communicator_;
+    const uint32_t signature =
+        Communicator::signature(OperationKind::kSum, elements, element_bytes);
+    const auto over = [&] { return phases_.over(phase_); };
+    communicator.publish(sum_, signature);
+    return communicator.wait(sum_, signature, over) || over();
+  }
+
+  // A phase that adds the sums of some rows, of which all parts are there.
+  void add_parts(const Parts<T>& parts, int64_t first, int64_t rows, const NormWeights& output_norm,
+                 float factor, const T* x, T* residual) {
     const int64_t hidden = shape_.hidden;
-    if (output_norm != nullptr) {
+    if (output_norm.weight != nullptr) {
       T* projected = workspace_ + at_.projected;
-      linear_to(weights, inputs, stride, next, projected);
-      each_row([&](int64_t t) {
-        norm_row<T>(projected + t * hidden, static_cast<const T*>(output_norm), hidden, shape_.eps,
-                    shape_.offset_norms, x + t * hidden, residual + t * hidden);
+      each_row(first, rows, [&](int64_t t) {
+        T* row = projected + t * hidden;
+        const int64_t begin = (t - first) * hidden, end = begin + hidden;
+        for (int64_t i = 0; i < hidden; i += 16) {
+          put(row + i, parts.sum(begin + i, end), hidden - i);
+        }
+        norm_row<T>(row, output_norm, hidden, residual + t * hidden, x + t * hidden, factor);
       });
       return;
     }
-    linear(weights, inputs, stride, next,
-           [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
-             const int64_t columns = std::min<int64_t>(hidden - block * kBlock, kBlock);
-             int64_t at = row * hidden + block * kBlock;
-             if (columns == kBlock) {
-               for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
-                 const auto half = [&](int64_t c) {
-                   return floats_of(x + at, c, kBlock) + rounded<T>(load<F32x16>(sums + c));
-                 };
-                 Element<T>::store32_in_order(residual + at, half(0), half(16));
-               }
-               return;
-             }
-             for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
-               for (int64_t c = 0; c < columns; c += 16) {
-                 const F32x16 old = floats_of(x + at, c, columns);
-                 put(residual + at + c, old + rounded<T>(load<F32x16>(sums + c)), columns - c);
-               }
-             }
-           });
+    const int64_t pieces = (hidden + kSummedColumns - 1) / kSummedColumns;
+    const int64_t units = (rows + kRowsPerUnit - 1) / kRowsPerUnit * pieces;
+    phases_.run(phase_++, units, [&](int64_t unit) {
+      const int64_t row = unit / pieces * kRowsPerUnit, column = unit % pieces * kSummedColumns;
+      const int64_t end = std::min(column + kSummedColumns, hidden);
+      for (int64_t t = row; t < std::min(row + kRowsPerUnit, rows); ++t) {
+        const int64_t part = t * hidden, at = (first + t) * hidden;
+        for (int64_t i = column; i < end; i += 16) {
+          const F32x16 sum = rounded<T>(parts.sum(part + i, part + end));
+          put(residual + at + i, floats_of(x + at, i, end) + scaled<T>(sum, factor), end - i);
+        }
+      }
+    });
   }
 
-  // act(gate) * up of all rows, `inner_stride` apart.
-  void mlp(const StackLayer& layer, const T* x) {
-    const T* inputs = normed(x, layer.mlp_norm);
+  template <class Product>
+  void add_own(Product product, const NormWeights& output_norm, float factor, const T* x,
+               T* residual) {
+    const int64_t hidden = shape_.hidden;
+    if (output_norm.weight != nullptr) {
+      T* projected = workspace_ + at_.projected;
+      product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
+        put_sums(sums, rows, hidden - block * kBlock, projected + row * hidden + block * kBlock,
+                 hidden);
+      });
+      each_row([&](int64_t t) {
+        norm_row<T>(projected + t * hidden, output_norm, hidden, residual + t * hidden,
+                    x + t * hidden, factor);
+      });
+      return;
+    }
+    product([&](int64_t block, int64_t row, int64_t rows, const float* sums) {
+      const int64_t columns = std::min<int64_t>(hidden - block * kBlock, kBlock);
+      int64_t at = row * hidden + block * kBlock;
+      if (columns == kBlock) {
+        for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
+          const auto half = [&](int64_t c) {
+            return floats_of(x + at, c, kBlock) + scaled<T>(load<F32x16>(sums + c), factor);
+          };
+          Element<T>::store32_in_order(residual + at, half(0), half(16));
+        }
+        return;
+      }
+      for (int64_t m = 0; m < rows; ++m, sums += kBlock, at += hidden) {
+        for (int64_t c = 0; c < columns; c += 16) {
+          const F32x16 old = floats_of(x + at, c, columns);
+          put(residual + at + c, old + scaled<T>(load<F32x16>(sums + c), factor), columns - c);
+        }
+      }
+    });
+  }
+
+  template <class Publish>
+  void mixture(const StackLayer& layer, const T* inputs, const char* after, Publish publish) {
+    const MixtureStep step{&phases_, &job_.mixtures_at_,
+                           reinterpret_cast<int32_t*>(job_.mixtures_.get()), step_.tokens};
+    MixtureThread<T> thread(step, index_, sums_, gates_);
+    const auto is_live = [&](int64_t row) { return step_.token_rows[row] != step_.rows - 1; };
+    thread.run(*layer.mixture, layer.mixture_place, inputs, at_.normed_stride, phase_, after,
+               is_live, publish);
+  }
+
+  // act(gate) * up of all rows, padded(inner) apart.
+  void gated_mlp(const StackLayer& layer, const T* inputs) {
     T* inner = workspace_ + at_.inner;
-    if (shape_.inner % kBlock == 0) {
-      gate_and_up(layer.gate_up, inputs, begin_of(layer.down), inner);
+    const int64_t size = layer.inner;
+    if (size % kBlock == 0) {
+      gate_and_up(layer, inputs, begin_of(layer.down), inner);
       return;
     }
     // Columns of a gate and of its up lie in blocks that do not match.
     T* both = workspace_ + at_.gate_up;
-    linear_to(layer.gate_up, inputs, at_.normed_stride, layer.down, both);
+    linear(layer.gate_up, inputs, at_.normed_stride, begin_of(layer.down),
+           [&](int64_t block, int64_t row, int64_t rows, const float* sums) {
+             put_sums(sums, rows, 2 * size - block * kBlock, both + row * 2 * size + block * kBlock,
+                      2 * size);
+           });
     each_row([&](int64_t t) {
-      const T *gate = both + t * 2 * shape_.inner, *up = gate + shape_.inner;
-      T* out = inner + t * at_.inner_stride;
-      for (int64_t i = 0; i < shape_.inner; i += 16) {
-        put(out + i, gated<T>(floats_of(gate, i, shape_.inner), floats_of(up, i, shape_.inner),
-                              shape_.gelu), shape_.inner - i);
+      const T *gate = both + t * 2 * size, *up = gate + size;
+      T* out = inner + t * padded(size);
+      for (int64_t i = 0; i < size; i += 16) {
+        put(out + i, gated<T>(floats_of(gate, i, size), floats_of(up, i, size), layer.activation),
+            size - i);
       }
-      if (shape_.inner % 2 != 0) out[shape_.inner] = T(0.0f);  // read as half of a word
+      if (size % 2 != 0) out[size] = T(0.0f);  // read as half of a word
     });
   }
 
   // A unit is a block of gates and that of their ups.
-  void gate_and_up(const Weights& weights, const T* inputs, const char* after, T* inner) {
-    const int64_t groups = row_groups(step_.tokens);
-    const int64_t pairs = shape_.inner / kBlock, units = pairs * groups;
+  void gate_and_up(const StackLayer& layer, const T* inputs, const char* after, T* inner) {
+    const Weights& weights = layer.gate_up;
+    const int64_t groups = row_groups(step_.tokens), stride = padded(layer.inner);
+    const int64_t pairs = layer.inner / kBlock, units = pairs * groups;
     const int64_t bytes = block_bytes<T>(weights);
     const auto first_of = [&](int64_t unit) { return unit % groups * kGroupRows; };
     const auto rows_of = [&](int64_t unit) {
@@ -292,15 +393,8 @@ class StackThread {
           run_block(weights, pairs + pair, x, at_.normed_stride, rows, then, sums_);
         },
         [&](int64_t unit) {
-          const int64_t first = first_of(unit), rows = rows_of(unit);
-          T* out = inner + first * at_.inner_stride + unit / groups * kBlock;
-          for (int64_t m = 0; m < rows; ++m, out += at_.inner_stride) {
-            const auto half = [&](int64_t at) {
-              return gated<T>(load<F32x16>(gates_ + m * kBlock + at),
-                              load<F32x16>(sums_ + m * kBlock + at), shape_.gelu);
-            };
-            Element<T>::store32_in_order(out, half(0), half(16));
-          }
+          T* out = inner + first_of(unit) * stride + unit / groups * kBlock;
+          put_gated(gates_, sums_, rows_of(unit), layer.activation, out, stride);
         });
   }
 
@@ -313,6 +407,7 @@ class StackThread {
   T* workspace_;
   int64_t index_;
   int64_t phase_ = 0;  // the next one
+  uint32_t sum_;       // the next operation of ranks
   alignas(64) float sums_[kGroupRows * kBlock];
   alignas(64) float gates_[kGroupRows * kBlock];
 };

@@ -145,6 +145,16 @@ struct Scaled {
   }
 };
 
+// 16 words that start at element `from` of a row of `size` elements, zeros behind its end.
+template <class Codec>
+inline auto words_of(const typename Codec::Data* row, int64_t from, int64_t size) {
+  constexpr int64_t kSpan = 16 * Codec::kPerWord;
+  if (from + kSpan <= size) return Codec::words(row + from);
+  typename Codec::Data padded[kSpan] = {};
+  std::copy_n(row + from, size - from, padded);
+  return Codec::words(padded);
+}
+
 // ---- writing -----------------------------------------------------------------------------------
 
 inline uint16_t round_up_to_bf16(float value) {  // of values that are not negative

@@ -1,0 +1,1 @@
+"""The ranks of a tensor-parallel engine: shared memory, commands, collectives, processes."""

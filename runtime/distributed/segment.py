@@ -1,0 +1,215 @@
+"""The shared memory of a group of ranks: one anonymous mapping, without a name in any file system.
+
+    header     abort word, published bytes and messages
+    ranks      a page each: heartbeat, consumed bytes, progress, process, why it aborted
+    mailboxes  two for each rank, for `RankGroup.exchange`
+    ring       of commands, see `command_ring.py`
+
+Rank 0 creates it with memfd_create(2). The other ranks open it as `/proc/PID/fd/FD`, so nothing
+remains when the processes end, however they do. Words are aligned and written by one store each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import time
+from typing import Any
+
+from ..errors import RankError
+
+__all__ = ["MAILBOX_BYTES", "RING_BYTES", "SharedSegment", "open_shared", "shared_memory"]
+
+_PAGE = 4096
+_ABORT, _PUBLISHED_MESSAGES, _PUBLISHED_BYTES = 0, 64, 72
+_HEARTBEAT, _CONSUMED, _PROGRESS, _PROCESS, _ARRIVED = 0, 64, 128, 192, 256
+_REASON = 1024
+"""Offset in the page of a rank: length, then the record as JSON."""
+_MOST_REASON = _PAGE - _REASON - 4
+
+MAILBOX_BYTES = 1 << 16
+RING_BYTES = 1 << 20
+
+
+def shared_memory(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Create zeroed anonymous memory that processes can share; return it and its descriptor.
+
+    Pages are allocated when they are first touched.
+    """
+    descriptor = os.memfd_create("stepgraph-ranks", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return mmap.mmap(descriptor, nbytes), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map the shared memory that another process of this user created.
+
+    Raises:
+        RankError: the process is not visible, or belongs to another user.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RankError(
+            f"the shared memory of process {process} (rank 0) cannot be opened: {error.strerror}."
+            " All ranks must run in one container, as one user"
+        ) from error
+    try:
+        return mmap.mmap(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+class SharedSegment:
+    """The words of the segment, as a rank reads and writes them."""
+
+    def __init__(self, memory: mmap.mmap, ranks: int) -> None:
+        """Take a mapping of `nbytes_for(ranks)` bytes."""
+        self.ranks = ranks
+        self.memory = memory
+        self._view = memoryview(memory)
+        self._words = self._view.cast("I")
+        self._longs = self._view.cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        ring = _PAGE * (1 + ranks) + 2 * ranks * MAILBOX_BYTES
+        self.ring = self._view[ring : ring + RING_BYTES]
+
+    @staticmethod
+    def nbytes_for(ranks: int) -> int:
+        """Bytes of a segment."""
+        return _PAGE * (1 + ranks) + 2 * ranks * MAILBOX_BYTES + RING_BYTES
+
+    @property
+    def abort_word(self) -> memoryview:
+        """The abort word, uint32: 0 until a rank ends the group."""
+        return self._view[_ABORT : _ABORT + 4]
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has ended the group."""
+        return self._words[_ABORT] != 0
+
+    @property
+    def messages_address(self) -> int:
+        """Address of `messages`, for a futex."""
+        return self._address + _PUBLISHED_MESSAGES
+
+    @property
+    def messages(self) -> int:
+        """Number of published messages, modulo 2^32; a futex word."""
+        return self._words[_PUBLISHED_MESSAGES >> 2]
+
+    @property
+    def published(self) -> int:
+        """Bytes that were ever published in the ring."""
+        return self._longs[_PUBLISHED_BYTES >> 3]
+
+    def publish(self, nbytes: int, messages: int) -> None:
+        """Set the published bytes, then the published messages."""
+        self._longs[_PUBLISHED_BYTES >> 3] = nbytes
+        self._words[_PUBLISHED_MESSAGES >> 2] = messages & 0xFFFFFFFF
+
+    def heartbeat(self, rank: int) -> int:
+        """A number that a live rank keeps changing."""
+        return self._longs[self._at(rank, _HEARTBEAT) >> 3]
+
+    def beat(self, rank: int) -> None:
+        """Change the heartbeat of this rank."""
+        self._longs[self._at(rank, _HEARTBEAT) >> 3] += 1
+
+    def consumed(self, rank: int) -> int:
+        """Bytes of the ring that a rank has read."""
+        return self._longs[self._at(rank, _CONSUMED) >> 3]
+
+    def consume(self, rank: int, nbytes: int) -> None:
+        """Set the bytes that this rank has read."""
+        self._longs[self._at(rank, _CONSUMED) >> 3] = nbytes
+
+    def progress(self, rank: int) -> int:
+        """Number of the last step whose tokens a rank has checked in, and a checksum; 0 at first.
+
+        The number is in the high 32 bits. The CRC32 in the low bits covers all tokens so far.
+        """
+        return self._longs[self._at(rank, _PROGRESS) >> 3]
+
+    def set_progress(self, rank: int, value: int) -> None:
+        """Set the progress of this rank."""
+        self._longs[self._at(rank, _PROGRESS) >> 3] = value
+
+    def process(self, rank: int) -> int:
+        """Process id of a rank; 0 until it has joined."""
+        return self._words[self._at(rank, _PROCESS) >> 2]
+
+    def join(self, rank: int) -> None:
+        """Set the process of this rank."""
+        self._words[self._at(rank, _PROCESS) >> 2] = os.getpid()
+
+    def arrived(self, rank: int) -> int:
+        """Number of exchanges to which a rank has sent its value."""
+        return self._words[self._at(rank, _ARRIVED) >> 2]
+
+    def send(self, rank: int, number: int, value: bytes) -> None:
+        """Put the value of this rank into its mailbox for exchange `number`, from 1.
+
+        Raises:
+            ValueError: the value is too long.
+        """
+        if len(value) > MAILBOX_BYTES - 4:
+            raise ValueError(f"{len(value)} bytes to exchange, at most {MAILBOX_BYTES - 4} fit")
+        begin = self._mailbox(rank, number)
+        self._words[begin >> 2] = len(value)
+        self._view[begin + 4 : begin + 4 + len(value)] = value
+        self._words[self._at(rank, _ARRIVED) >> 2] = number
+
+    def received(self, rank: int, number: int) -> bytes:
+        """Return the value of a rank that has arrived at exchange `number`."""
+        begin = self._mailbox(rank, number)
+        length = self._words[begin >> 2]
+        return bytes(self._view[begin + 4 : begin + 4 + length])
+
+    def abort(self, rank: int, record: dict[str, Any]) -> None:
+        """End the group, with a record of the reason; no effect after the first of this rank."""
+        begin = self._at(rank, _REASON)
+        if self._words[begin >> 2] == 0:
+            record = record | {"time": time.monotonic_ns()}
+            encoded = json.dumps(record).encode()
+            if len(encoded) > _MOST_REASON:
+                excess = len(encoded) - _MOST_REASON
+                record = record | {"reason": record["reason"][: -excess - 1]}
+                encoded = json.dumps(record).encode()
+            self._view[begin + 4 : begin + 4 + len(encoded)] = encoded
+            self._words[begin >> 2] = len(encoded)
+        if not self.aborted:
+            self._words[_ABORT] = rank + 1
+
+    def abort_record(self) -> dict[str, Any] | None:
+        """Return the earliest record; None if operators set the abort word without one."""
+        records: list[dict[str, Any]] = []
+        for rank in range(self.ranks):
+            begin = self._at(rank, _REASON)
+            length = self._words[begin >> 2]
+            if length:
+                records.append(json.loads(bytes(self._view[begin + 4 : begin + 4 + length])))
+        return min(records, key=lambda record: int(record["time"]), default=None)
+
+    def close(self) -> None:
+        """Unmap the memory. Idempotent."""
+        for view in (self.ring, self._longs, self._words, self._view):
+            view.release()
+        try:
+            self.memory.close()
+        except BufferError:  # an address of it is still held: unmapped with its last holder
+            return
+
+    def _at(self, rank: int, offset: int) -> int:
+        return _PAGE * (1 + rank) + offset
+
+    def _mailbox(self, rank: int, number: int) -> int:
+        return _PAGE * (1 + self.ranks) + (2 * rank + number % 2) * MAILBOX_BYTES

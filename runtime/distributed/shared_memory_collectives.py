@@ -1,0 +1,144 @@
+"""Collectives of the processes of one machine on CPUs, in C++ over memory that they share."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..errors import RankError
+from ..kernels import load_cpu_ops
+from ..kernels.cpu.collectives import all_reduce, gather_columns, largest, region_bytes
+
+__all__ = ["SharedMemoryCollectives"]
+
+_LARGEST_PART = 1 << 20
+"""Bytes; what ranks exchange at once. Longer tensors are exchanged in pieces."""
+_SMALLEST_PART = 4096
+
+
+class SharedMemoryCollectives:
+    """The `Collectives` of one rank, over a region that the processes of all ranks map.
+
+    A rank that does not take part within the timeout, or runs another operation, ends the group:
+    the abort word becomes 1 + the rank that noticed, and all ranks raise RankError, also from later
+    operations. Operations inside compiled code and inside the C++ stack raise RuntimeError instead,
+    which `rank_errors` converts.
+    """
+
+    def __init__(
+        self,
+        buffer: mmap.mmap | memoryview,
+        rank: int,
+        ranks: int,
+        *,
+        abort: memoryview,
+        timeout_seconds: float,
+    ) -> None:
+        """Join a group; builds and loads the C++ operators.
+
+        Args:
+            buffer: writable shared memory of `bytes_needed` bytes, the same on all ranks, at a
+                multiple of 128 bytes; zero before the first rank joins. It stays exported until
+                the collectives are closed and no stack uses them.
+            rank: of this process.
+            ranks: of the group, 2 to 64.
+            abort: the group's abort word, 4 bytes of shared memory; 0 until the group fails.
+            timeout_seconds: how long an operation waits for another rank.
+
+        Raises:
+            KernelBuildError: the C++ operators cannot be built.
+            RuntimeError: the buffer is too small or not aligned.
+        """
+        load_cpu_ops()
+        self.rank, self.ranks = rank, ranks
+        self._timeout_seconds = timeout_seconds
+        self.communicator: int = torch.ops.stepgraph.communicator_create.default(
+            _bytes_of(buffer), _bytes_of(abort).view(torch.int32), rank, ranks, timeout_seconds
+        )
+        # A tensor, so that compiled code does not depend on the number.
+        self._handle = torch.tensor(self.communicator, device="cpu")
+        self._close = weakref.finalize(
+            self, torch.ops.stepgraph.communicator_destroy.default, self.communicator
+        )
+
+    @staticmethod
+    def bytes_needed(
+        ranks: int,
+        max_tokens: int,
+        hidden_size: int,
+        max_num_seqs: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+    ) -> int:
+        """Return the bytes of shared memory of a group, all ranks together.
+
+        At most some 2 MiB a rank, however long the tensors are.
+        """
+        row = hidden_size * dtype.itemsize
+        logits = max_num_seqs * -(-vocab_size // ranks) * dtype.itemsize
+        most = min(max(max_tokens * row, logits, _SMALLEST_PART), _LARGEST_PART)
+        return region_bytes(ranks, max(row, most))
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long an operation waits for another rank. Can be set at any time."""
+        return self._timeout_seconds
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None:
+        torch.ops.stepgraph.communicator_set_timeout.default(self.communicator, seconds)
+        self._timeout_seconds = seconds
+
+    @property
+    def failure(self) -> str | None:
+        """Why this rank gave up waiting for the others; None: it did not."""
+        if not self._close.alive:
+            return None
+        reason: str = torch.ops.stepgraph.communicator_failure.default(self.communicator)
+        return reason or None
+
+    @contextmanager
+    def rank_errors(self) -> Iterator[None]:
+        """Convert errors of operations in compiled code and in the C++ stack to RankError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (reason := self.failure) is None:
+                raise
+            raise RankError(f"rank {self.rank} of {self.ranks}: {reason}") from error
+
+    def all_reduce(self, x_BF: Tensor) -> Tensor:
+        """See `Collectives.all_reduce`; for float32, bfloat16 and float16, also inside compiled
+        code. Raises RankError."""
+        if torch.compiler.is_compiling():
+            return all_reduce(x_BF, self._handle)
+        with self.rank_errors():
+            return all_reduce(x_BF, self._handle)
+
+    def gather(self, x_BF: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `Collectives.gather`; also inside compiled code. Raises RankError."""
+        if torch.compiler.is_compiling():
+            return gather_columns(x_BF, sizes, self._handle)
+        with self.rank_errors():
+            return gather_columns(x_BF, sizes, self._handle)
+
+    def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Collectives.largest`; also inside compiled code. Raises RankError."""
+        if torch.compiler.is_compiling():
+            return largest(values_B, ids_B, self._handle)
+        with self.rank_errors():
+            return largest(values_B, ids_B, self._handle)
+
+    def close(self) -> None:
+        """Release the memory, once no stack uses it; operations raise RuntimeError afterwards."""
+        self._close()
+
+
+def _bytes_of(buffer: mmap.mmap | memoryview) -> Tensor:
+    """The bytes of a buffer, which is exported as long as the tensor lives."""
+    return torch.frombuffer(memoryview(buffer), dtype=torch.uint8)

@@ -1,0 +1,148 @@
+"""Runs the commands of rank 0 on another rank of a tensor-parallel group."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+
+from ...graphs.buffers import StaticBuffers
+from ..distributed.rank_group import RankGroup
+from ..kernels.cpu.threads import limit_threads
+from .inputs import EmbedInputs, StepInputs
+from .outputs import OUTPUT_SETS, checked_tokens
+from .prompt_scorer import ScoreInputs
+from .rank_commands import (
+    Command,
+    InputBuffer,
+    decode_copies,
+    decode_inputs,
+    decode_padding,
+    decode_row,
+    decode_run,
+    decode_score,
+    decode_token,
+)
+from .runner import Runner
+from .step_functions import StepKey, StepOutput
+
+__all__ = ["Follower"]
+
+_Array = npt.NDArray[Any]
+
+
+class _Pending(NamedTuple):
+    """A step whose tokens are on their way to the host."""
+
+    arrived: torch.cuda.Event
+    output: StepOutput
+    lanes: int
+
+
+class Follower:
+    """Applies commands to a prepared runner, until rank 0 closes the group."""
+
+    def __init__(self, runner: Runner, group: RankGroup, reload: Callable[[str], None]) -> None:
+        """Follow with the runner of this rank.
+
+        Args:
+            runner: prepared like that of rank 0.
+            group: of the rank.
+            reload: replaces the weights by those of a source.
+        """
+        self._runner = runner
+        self._group = group
+        self._reload = reload
+        self._arrays: dict[InputBuffer, object] = {
+            "steps": runner.inputs.arrays(StepInputs[npt.NDArray[Any]]),
+            "scores": runner.scorer.inputs.arrays(ScoreInputs[npt.NDArray[Any]]),
+        }
+        if runner.embeds is not None:
+            self._arrays["embeds"] = runner.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
+        sampling = runner.state.sampling
+        self._row_sizes = sampling.reals.shape[1], sampling.integers.shape[1]
+        self._vocab_size = sampling.token_counts.shape[1]
+        self._keys: dict[bytes, tuple[StepKey, int]] = {}
+        self._pending: deque[_Pending] = deque()
+        self._checked = 0
+        self._apply: dict[int, Callable[[bytes], None]] = {
+            Command.RUN: self._run,
+            Command.INPUTS: self._inputs,
+            Command.ROW: self._row,
+            Command.COPY_BLOCKS: lambda payload: runner.copy_blocks(*decode_copies(payload)),
+            Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
+            Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
+            Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
+            Command.RELOAD: lambda payload: reload(json.loads(payload)),
+        }
+
+    def follow(self) -> None:
+        """Apply commands until rank 0 ends them.
+
+        Raises:
+            RankError: the group has failed.
+        """
+        reader = self._group.reader
+        reader.on_idle = self._check_in_arrived
+        while True:
+            kind, payload = reader.receive()
+            if kind == Command.CLOSE:
+                return
+            self._apply[kind](payload)
+
+    def _run(self, payload: bytes) -> None:
+        decoded = self._keys.get(payload)
+        if decoded is None:
+            decoded = self._keys[payload] = decode_run(payload)
+        key, lanes = decoded
+        runner = self._runner
+        if runner.threads is not None:
+            limit_threads(runner.threads)
+        if not lanes:
+            runner.run(key)
+            return
+        if runner.outputs is None:
+            self._group.check_in(checked_tokens(runner.run(key), lanes))
+            return
+        while len(self._pending) >= OUTPUT_SETS:  # whose buffers are used again
+            self._check_in(self._pending.popleft())
+        number, self._checked = self._checked, self._checked + 1
+        output = runner.outputs.copy_async(number, key.phase, runner.run(key))
+        arrived = runner.outputs.record_event(number, None)
+        assert arrived is not None
+        self._pending.append(_Pending(arrived, output, lanes))
+
+    def _check_in(self, step: _Pending) -> None:
+        step.arrived.synchronize()
+        self._runner.check_peers()
+        self._group.check_in(checked_tokens(step.output, step.lanes))
+
+    def _check_in_arrived(self) -> None:
+        """Check in the steps that have ended, while there is no command."""
+        while self._pending and self._pending[0].arrived.query():
+            self._check_in(self._pending.popleft())
+
+    def _inputs(self, payload: bytes) -> None:
+        runner = self._runner
+        changed = decode_inputs(payload, self._arrays)
+        buffers: dict[InputBuffer, StaticBuffers[Any] | None] = {
+            "steps": runner.inputs,
+            "embeds": runner.embeds,
+            "scores": runner.scorer.inputs,
+        }
+        target, arrays = buffers[changed.buffer], self._arrays[changed.buffer]
+        assert target is not None
+        target.begin_write()
+        for name, values in changed.values:
+            array: _Array = getattr(arrays, name)
+            array[: len(values)] = values
+        target.copy_to_device()
+        if changed.updates:
+            runner.state.update_tables(runner.inputs.device.table_updates[: changed.updates])
+
+    def _row(self, payload: bytes) -> None:
+        self._runner.assign_row(*decode_row(payload, self._vocab_size, self._row_sizes))

@@ -1,0 +1,201 @@
+"""What rank 0 sends the other ranks of a tensor-parallel group: changes on the device, and steps.
+
+The commands follow one another exactly as rank 0 applies them to its own device. While nothing but
+tokens changes, a step is one command, its key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..distributed.rank_group import RankGroup
+from ..sampling.sampling_state import RowParameters
+from .step_functions import StepKey
+
+__all__ = ["BLOCK_COPIES", "INPUT_BUFFERS", "Command", "CommandSender", "Inputs", "decode_inputs"]
+
+BlockCopy = Literal["within", "to_host", "from_host"]
+BLOCK_COPIES: tuple[BlockCopy, ...] = ("within", "to_host", "from_host")
+InputBuffer = Literal["steps", "embeds", "scores"]
+INPUT_BUFFERS: tuple[InputBuffer, ...] = ("steps", "embeds", "scores")
+
+_PHASES = ("decode", "prefill")
+_RUN = Struct("<BIIBIII")
+_INPUTS, _FIELD = Struct("<BBI"), Struct("<BI")
+_ROW, _TOKEN, _SCORE = Struct("<Iqq"), Struct("<Iq"), Struct("<II")
+_PADDING = Struct("<qqqq")
+
+
+class Command(IntEnum):
+    """Kind of a message."""
+
+    RUN = 1
+    INPUTS = 2
+    ROW = 3
+    COPY_BLOCKS = 4
+    FORCE_TOKEN = 5
+    SCORE = 6
+    PADDING = 7
+    RELOAD = 8
+    CLOSE = 9
+
+
+class Inputs(NamedTuple):
+    """Changed fields of static buffers."""
+
+    buffer: InputBuffer
+    updates: int
+    """Entries of `table_updates` to write into the block tables, after the copy."""
+    values: list[tuple[str, npt.NDArray[Any]]]
+    """Name of each field, and its first elements."""
+
+
+class CommandSender:
+    """Sends the commands of a runner. Every method publishes one, before the runner applies it."""
+
+    def __init__(self, group: RankGroup) -> None:
+        """Send to the ranks of a group, of which this is rank 0."""
+        assert group.rank == 0
+        self.group = group
+        self._send = group.writer.send
+        self._runs: dict[tuple[StepKey, int], bytes] = {}
+
+    def run(self, key: StepKey, lanes: int) -> None:
+        """Run a step, whose first `lanes` tokens are checked in."""
+        encoded = self._runs.get((key, lanes))
+        if encoded is None:
+            encoded = self._runs[key, lanes] = encode_run(key, lanes)
+        self._send(Command.RUN, encoded)
+
+    def inputs(
+        self, buffer: InputBuffer, arrays: object, counts: dict[str, int], updates: int = 0
+    ) -> None:
+        """Copy the first `counts` elements of fields of a dataclass of arrays; see `Inputs`."""
+        names = [field.name for field in fields(arrays)]  # type: ignore[arg-type]
+        parts = [_INPUTS.pack(INPUT_BUFFERS.index(buffer), len(counts), updates)]
+        parts += [_FIELD.pack(names.index(name), count) for name, count in counts.items()]
+        parts += [getattr(arrays, name)[:count].tobytes() for name, count in counts.items()]
+        self._send(Command.INPUTS, b"".join(parts))
+
+    def row(self, row: int, rope_length: int, parameters: RowParameters) -> None:
+        """Assign a row to a request."""
+        counts = parameters.token_counts
+        used = torch.zeros(0, dtype=torch.int64) if counts is None else counts.nonzero()[:, 0]
+        parts = [
+            _ROW.pack(row, rope_length, -1 if counts is None else len(used)),
+            *(tensor.numpy().tobytes() for tensor in (parameters.reals, parameters.integers)),
+        ]
+        if counts is not None:
+            parts += [used.numpy().tobytes(), counts[used].numpy().tobytes()]
+        self._send(Command.ROW, b"".join(parts))
+
+    def copy_blocks(self, copy: BlockCopy, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks."""
+        kind = bytes([BLOCK_COPIES.index(copy)])
+        self._send(Command.COPY_BLOCKS, kind + np.asarray(pairs, dtype=np.int64).tobytes())
+
+    def force_token(self, row: int, token_id: int) -> None:
+        """Replace the newest token of a row."""
+        self._send(Command.FORCE_TOKEN, _TOKEN.pack(row, token_id))
+
+    def score(self, count: int, num_top: int) -> None:
+        """Score the first `count` scored tokens."""
+        self._send(Command.SCORE, _SCORE.pack(count, num_top))
+
+    def padding(self, null_position: int, start: int, count: int, last: int) -> None:
+        """Move the null row and padding; see `Runner.place_padding`."""
+        self._send(Command.PADDING, _PADDING.pack(null_position, start, count, last))
+
+    def reload(self, source: str) -> None:
+        """Take the weights of another checkpoint."""
+        self._send(Command.RELOAD, json.dumps(source).encode())
+
+    def close(self) -> None:
+        """End the processes."""
+        self._send(Command.CLOSE)
+
+
+def encode_run(key: StepKey, lanes: int) -> bytes:
+    """Return the payload of `Command.RUN`."""
+    return _RUN.pack(
+        _PHASES.index(key.phase),
+        key.size,
+        key.read_blocks,
+        key.full_sampler,
+        key.steps,
+        key.tokens_per_row,
+        lanes,
+    )
+
+
+def decode_run(payload: bytes) -> tuple[StepKey, int]:
+    """Return key and lanes of `Command.RUN`."""
+    phase, size, read_blocks, full_sampler, steps, tokens_per_row, lanes = _RUN.unpack(payload)
+    key = StepKey(
+        "prefill" if phase else "decode",
+        size,
+        read_blocks,
+        bool(full_sampler),
+        steps,
+        tokens_per_row,
+    )
+    return key, lanes
+
+
+def decode_inputs(payload: bytes, arrays: dict[InputBuffer, object]) -> Inputs:
+    """Return the fields of `Command.INPUTS`; `arrays` are the dataclasses that they belong to."""
+    buffer, count, updates = _INPUTS.unpack_from(payload)
+    name: InputBuffer = INPUT_BUFFERS[buffer]
+    targets = fields(arrays[name])  # type: ignore[arg-type]
+    begin = _INPUTS.size + count * _FIELD.size
+    values = []
+    for index in range(count):
+        field, length = _FIELD.unpack_from(payload, _INPUTS.size + index * _FIELD.size)
+        target: npt.NDArray[Any] = getattr(arrays[name], targets[field].name)
+        shape = (length, *target.shape[1:])
+        elements = int(np.prod(shape))
+        array = np.frombuffer(payload, target.dtype, elements, begin).reshape(shape)
+        values.append((targets[field].name, array))
+        begin += array.nbytes
+    return Inputs(name, updates, values)
+
+
+def decode_row(
+    payload: bytes, vocab_size: int, sizes: tuple[int, int]
+) -> tuple[int, int, RowParameters]:
+    """Return row, rope length and parameters of `Command.ROW`; `sizes` are those of the latter."""
+    row, rope_length, used = _ROW.unpack_from(payload)
+    begin = _ROW.size
+    reals = np.frombuffer(payload, np.float32, sizes[0], begin)
+    begin += reals.nbytes
+    integers = np.frombuffer(payload, np.int64, sizes[1], begin)
+    begin += integers.nbytes
+    counts = None
+    if used >= 0:
+        ids = np.frombuffer(payload, np.int64, used, begin)
+        values = np.frombuffer(payload, np.int32, used, begin + ids.nbytes)
+        dense = np.zeros(vocab_size, np.int32)
+        dense[ids] = values
+        counts = torch.from_numpy(dense)
+    parameters = RowParameters(
+        torch.from_numpy(reals.copy()), torch.from_numpy(integers.copy()), counts
+    )
+    return row, rope_length, parameters
+
+
+def decode_copies(payload: bytes) -> tuple[BlockCopy, list[tuple[int, int]]]:
+    """Return kind and pairs of `Command.COPY_BLOCKS`."""
+    pairs = np.frombuffer(payload, np.int64, offset=1).reshape(-1, 2).tolist()
+    return BLOCK_COPIES[payload[0]], [(source, target) for source, target in pairs]
+
+
+decode_token, decode_score, decode_padding = _TOKEN.unpack, _SCORE.unpack, _PADDING.unpack

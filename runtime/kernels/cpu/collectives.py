@@ -1,0 +1,78 @@
+"""Collective operations of the processes of a machine as C++ operators over shared memory.
+
+`csrc/communicator.h` describes the exchange. Operators take their group as a tensor with the handle
+of a communicator, so that compiled code does not depend on its number. They are declared to write
+to it: compiled code keeps all of them, in their order.
+
+Shape suffixes: B rows, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["LINE_BYTES", "all_reduce", "gather_columns", "largest", "region_bytes"]
+
+LINE_BYTES = 128
+"""`Communicator::kAlignment`: of a rank's line, and what parts are rounded up to."""
+
+torch.library.define(
+    "stepgraph::communicator_create",
+    "(Tensor region, Tensor abort, int rank, int ranks, float timeout_seconds) -> int",
+)
+torch.library.define("stepgraph::communicator_destroy", "(int handle) -> ()")
+torch.library.define(
+    "stepgraph::communicator_set_timeout", "(int handle, float timeout_seconds) -> ()"
+)
+torch.library.define("stepgraph::communicator_failure", "(int handle) -> str")
+torch.library.define("stepgraph::all_reduce", "(Tensor x, Tensor(a!) communicator) -> Tensor")
+torch.library.define(
+    "stepgraph::gather_columns", "(Tensor x, int[] sizes, Tensor(a!) communicator) -> Tensor"
+)
+torch.library.define(
+    "stepgraph::largest", "(Tensor values, Tensor ids, Tensor(a!) communicator) -> (Tensor, Tensor)"
+)
+
+
+def _fake_all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> Tensor:
+    return x_BF.new_empty(x_BF.shape[0], sum(sizes))
+
+
+def _fake_largest(values_B: Tensor, ids_B: Tensor, communicator: Tensor) -> tuple[Tensor, Tensor]:
+    return values_B.new_empty(values_B.shape), ids_B.new_empty(ids_B.shape)
+
+
+torch.library.register_fake("stepgraph::all_reduce", _fake_all_reduce)
+torch.library.register_fake("stepgraph::gather_columns", _fake_gather_columns)
+torch.library.register_fake("stepgraph::largest", _fake_largest)
+
+
+def region_bytes(ranks: int, part_bytes: int) -> int:
+    """Return the bytes of shared memory for parts of up to `part_bytes` bytes."""
+    part = -(-part_bytes // LINE_BYTES) * LINE_BYTES
+    return ranks * (LINE_BYTES + 2 * part)
+
+
+def all_reduce(x: Tensor, communicator: Tensor) -> Tensor:
+    """See `Collectives.all_reduce`. Raises RuntimeError if another rank does not take part."""
+    out: Tensor = torch.ops.stepgraph.all_reduce.default(x, communicator)
+    return out
+
+
+def gather_columns(x_BF: Tensor, sizes: Sequence[int], communicator: Tensor) -> Tensor:
+    """See `Collectives.gather`. Raises RuntimeError if another rank does not take part."""
+    out: Tensor = torch.ops.stepgraph.gather_columns.default(x_BF, list(sizes), communicator)
+    return out
+
+
+def largest(values_B: Tensor, ids_B: Tensor, communicator: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Collectives.largest`. Raises RuntimeError if another rank does not take part."""
+    values, ids = torch.ops.stepgraph.largest.default(values_B, ids_B, communicator)
+    return values, ids

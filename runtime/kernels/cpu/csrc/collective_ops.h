@@ -1,0 +1,174 @@
+// Communicators and their operations as implementations of `torch.ops.stepgraph.*`;
+// `cpu/collectives.py` has the schemas. Part of `ops.cpp`.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "communicator.h"
+
+namespace stepgraph {
+
+// A communicator and the shared memory that it points into.
+struct OwnedCommunicator {
+  at::Tensor region, abort;
+  Communicator communicator;
+};
+
+// All communicators of the process, by handle.
+class Communicators {
+ public:
+  static Communicators& instance() {
+    static auto* communicators = new Communicators;
+    return *communicators;
+  }
+
+  int64_t add(std::shared_ptr<OwnedCommunicator> communicator) {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    communicators_.emplace(++last_, std::move(communicator));
+    return last_;
+  }
+
+  void remove(int64_t handle) {
+    std::shared_ptr<OwnedCommunicator> removed = find("communicator_destroy", handle);
+    const std::lock_guard<std::mutex> alone(mutex_);
+    communicators_.erase(handle);
+  }
+
+  std::shared_ptr<OwnedCommunicator> find(const char* op, int64_t handle) {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    const auto found = communicators_.find(handle);
+    TORCH_CHECK(found != communicators_.end(), op, ": communicator ", handle,
+                " is closed, or never was");
+    return found->second;
+  }
+
+  std::shared_ptr<OwnedCommunicator> find(const char* op, const at::Tensor& handle) {
+    TORCH_CHECK(handle.scalar_type() == at::kLong && handle.numel() == 1, op,
+                ": the communicator is one int64");
+    return find(op, *handle.const_data_ptr<int64_t>());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<OwnedCommunicator>> communicators_;
+  int64_t last_ = 0;
+};
+
+namespace {
+
+int64_t communicator_create(const at::Tensor& region, const at::Tensor& abort, int64_t rank,
+                            int64_t ranks, double timeout_seconds) {
+  TORCH_CHECK(2 <= ranks && ranks <= Communicator::kMostRanks && 0 <= rank && rank < ranks,
+              "communicator_create: rank ", rank, " of ", ranks, "; 2 to ",
+              Communicator::kMostRanks, " ranks expected");
+  const auto address = [](const at::Tensor& memory) {
+    return reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+  };
+  TORCH_CHECK(region.scalar_type() == at::kByte && region.is_contiguous() &&
+                  address(region) % Communicator::kAlignment == 0,
+              "communicator_create: the region is contiguous memory at a multiple of ",
+              Communicator::kAlignment, " bytes");
+  const int64_t least = ranks * 3 * Communicator::kAlignment;
+  TORCH_CHECK(region.numel() >= least, "communicator_create: the region has ", region.numel(),
+              " bytes, at least ", least, " expected");
+  TORCH_CHECK(abort.scalar_type() == at::kInt && abort.numel() == 1 && address(abort) % 4 == 0,
+              "communicator_create: the abort word is one aligned int32");
+  auto* word = reinterpret_cast<std::atomic<uint32_t>*>(abort.mutable_data_ptr<int32_t>());
+  return Communicators::instance().add(std::shared_ptr<OwnedCommunicator>(new OwnedCommunicator{
+      region, abort,
+      {region.mutable_data_ptr<uint8_t>(), region.numel(), static_cast<int>(rank),
+       static_cast<int>(ranks), word, timeout_seconds}}));
+}
+
+at::Tensor all_reduce_cpu(const at::Tensor& x, at::Tensor& handle) {
+  const auto owned = Communicators::instance().find("all_reduce", handle);
+  const at::Tensor own = x.contiguous();
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  const auto run = [&]<class T>(T) {
+    all_reduce(owned->communicator, own.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
+               own.numel(), threads());
+  };
+  switch (x.scalar_type()) {
+    case at::kBFloat16: run(at::BFloat16()); break;
+    case at::kHalf: run(at::Half()); break;
+    case at::kFloat: run(float()); break;
+    default:
+      TORCH_CHECK(false, "all_reduce: bfloat16, float16 or float32 expected, got ",
+                  x.scalar_type());
+  }
+  return out;
+}
+
+at::Tensor gather_columns_cpu(const at::Tensor& x, at::IntArrayRef sizes, at::Tensor& handle) {
+  const auto owned = Communicators::instance().find("gather_columns", handle);
+  Communicator& communicator = owned->communicator;
+  TORCH_CHECK(static_cast<int64_t>(sizes.size()) == communicator.ranks(),
+              "gather_columns: a size for each of ", communicator.ranks(), " ranks expected, got ",
+              sizes);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == sizes[communicator.rank()],
+              "gather_columns: x is [rows, ", sizes[communicator.rank()], "], got ", x.sizes());
+  const at::Tensor own = x.contiguous();
+  std::vector<int64_t> bytes;
+  int64_t width = 0;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK(size >= 0, "gather_columns: sizes are not negative, got ", sizes);
+    width += size;
+    bytes.push_back(size * x.element_size());
+  }
+  at::Tensor out = at::empty({x.size(0), width}, x.options());
+  gather(communicator, static_cast<const uint8_t*>(own.const_data_ptr()),
+         static_cast<uint8_t*>(out.mutable_data_ptr()), x.size(0), bytes.data(), threads());
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> largest_cpu(const at::Tensor& values, const at::Tensor& ids,
+                                               at::Tensor& handle) {
+  const auto owned = Communicators::instance().find("largest", handle);
+  TORCH_CHECK(values.scalar_type() == at::kFloat && ids.scalar_type() == at::kLong &&
+                  values.dim() == 1 && ids.sizes() == values.sizes(),
+              "largest: values are float32 [rows] and ids int64 [rows], got ", values.sizes(),
+              " of ", values.scalar_type(), " and ", ids.sizes(), " of ", ids.scalar_type());
+  const at::Tensor own_values = values.contiguous(), own_ids = ids.contiguous();
+  at::Tensor out_values = at::empty_like(own_values), out_ids = at::empty_like(own_ids);
+  largest(owned->communicator, own_values.const_data_ptr<float>(), own_ids.const_data_ptr<int64_t>(),
+          out_values.mutable_data_ptr<float>(), out_ids.mutable_data_ptr<int64_t>(),
+          values.size(0));
+  return {out_values, out_ids};
+}
+
+}  // namespace
+}  // namespace stepgraph
+
+TORCH_LIBRARY_IMPL(stepgraph, CPU, library) {
+  library.impl("communicator_create", &stepgraph::communicator_create);
+  library.impl("all_reduce", &stepgraph::all_reduce_cpu);
+  library.impl("gather_columns", &stepgraph::gather_columns_cpu);
+  library.impl("largest", &stepgraph::largest_cpu);
+}
+
+TORCH_LIBRARY_IMPL(stepgraph, CompositeExplicitAutograd, library) {
+  library.impl("communicator_destroy",
+               [](int64_t handle) { stepgraph::Communicators::instance().remove(handle); });
+  library.impl("communicator_set_timeout", [](int64_t handle, double seconds) {
+    stepgraph::Communicators::instance()
+        .find("communicator_set_timeout", handle)
+        ->communicator.set_timeout(seconds);
+  });
+  library.impl("communicator_failure", [](int64_t handle) {
+    return stepgraph::Communicators::instance()
+        .find("communicator_failure", handle)
+        ->communicator.failure();
+  });
+}

@@ -1,0 +1,276 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <stdexcept>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace stepgraph {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Longer than ranks of equal work wait for each other; a sleeping thread takes some 50 us to wake.
+constexpr auto kSpin = std::chrono::microseconds(100);
+constexpr auto kLongestSleep = std::chrono::milliseconds(20);  // then the abort word is read again
+constexpr int64_t kPassesPerLook = 64;  // of a spinning thread at the clock and the abort word
+// Below this a second thread costs more than it brings.
+constexpr int64_t kBytesPerThread = 64 * 1024;
+
+constexpr auto kNap = std::chrono::microseconds(50);  // where a word cannot wake a thread
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+// Calls run(begin, end) for pieces of 0 ... count - 1, which begin at multiples of 16.
+template <class Run>
+void in_pieces(int64_t count, int64_t element_bytes, int threads, Run run) {
+  if (count == 0) return;
+  const int64_t bytes = count * element_bytes;
+  const int64_t most = std::clamp<int64_t>(bytes / kBytesPerThread, 1, threads);
+  const int64_t size = ((count + most - 1) / most + 15) / 16 * 16;
+  const int64_t pieces = (count + size - 1) / size;
+  parallel_for(pieces, static_cast<int>(pieces), [&](int64_t piece, int64_t) {
+    run(piece * size, std::min(count, (piece + 1) * size));
+  });
+}
+
+U16x16 rounded_bits(F32x16 value, c10::BFloat16) {
+  return __builtin_convertvector(round_to_bf16(value) >> 16, U16x16);
+}
+U16x16 rounded_bits(F32x16 value, c10::Half) {
+#if STEPGRAPH_AVX512
+  return (U16x16)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+  U16x16 result;
+  for (int i = 0; i < 16; ++i) result[i] = c10::Half(value[i]).x;
+  return result;
+#endif
+}
+F32x16 rounded_bits(F32x16 value, float) { return value; }
+
+// The first `count` of 16 numbers, rounded to T.
+template <class T>
+void put_rounded(T* out, F32x16 value, int64_t count) {
+  const auto result = rounded_bits(value, T());
+  if (count >= 16) store(out, result);
+  else std::memcpy(static_cast<void*>(out), &result, count * sizeof(T));
+}
+
+// Sleeping until the upper half of a word has another value than `seen`, or for a while.
+#if defined(__linux__)
+uint32_t* upper_half(std::atomic<uint64_t>& word) {
+  return reinterpret_cast<uint32_t*>(&word) + (std::endian::native == std::endian::little);
+}
+void wake(std::atomic<uint64_t>& word) {
+  syscall(SYS_futex, upper_half(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+void sleep_on(std::atomic<uint64_t>& word, uint32_t seen, std::chrono::nanoseconds most) {
+  const timespec time{static_cast<time_t>(most.count() / 1000000000),
+                      static_cast<long>(most.count() % 1000000000)};
+  syscall(SYS_futex, upper_half(word), FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+#else
+void wake(std::atomic<uint64_t>&) {}
+void sleep_on(std::atomic<uint64_t>&, uint32_t, std::chrono::nanoseconds most) {
+  std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(most, kNap));
+}
+#endif
+
+void exchange(Communicator& communicator, uint32_t number, uint32_t signature) {
+  communicator.publish(number, signature);
+  if (!communicator.wait(number, signature, [] { return false; })) communicator.check();
+}
+
+}  // namespace
+
+Communicator::Communicator(uint8_t* region, int64_t bytes, int rank, int ranks,
+                           std::atomic<uint32_t>* abort, double timeout_seconds)
+    : region_(region),
+      lines_(reinterpret_cast<Line*>(region)),
+      part_bytes_((bytes / ranks - kAlignment) / 2 / kAlignment * kAlignment),
+      rank_(rank),
+      ranks_(ranks),
+      abort_(abort) {
+  set_timeout(timeout_seconds);
+}
+
+void Communicator::publish(uint32_t number, uint32_t signature) {
+  Line& line = lines_[rank_];
+  std::atomic<uint64_t>& slot = line.slots[number % 2];
+  const uint64_t own = static_cast<uint64_t>(number) << 32 | signature;
+  uint64_t before = slot.load(std::memory_order_relaxed);
+  do {
+    if (reached(before, number)) return;
+  } while (!slot.compare_exchange_weak(before, own, std::memory_order_seq_cst));
+  // In one order with what `sleep` does: either it sees the slot, or this sees the sleeper.
+  if (line.sleepers.load(std::memory_order_seq_cst) > 0) wake(slot);
+}
+
+void Communicator::sleep(Line& line, uint32_t number, std::chrono::nanoseconds most) {
+  std::atomic<uint64_t>& slot = line.slots[number % 2];
+  line.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint64_t seen = slot.load(std::memory_order_seq_cst);
+  if (!reached(seen, number)) sleep_on(slot, static_cast<uint32_t>(seen >> 32), most);
+  line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+bool Communicator::Patience::pass() {
+  pause_thread();
+  if (passes_++ % kPassesPerLook != 0) return true;
+  Communicator& communicator = communicator_;
+  const uint32_t aborted = communicator.abort_->load(std::memory_order_acquire);
+  if (aborted != 0) {
+    communicator.fail(Reason::kAborted, static_cast<int>(aborted - 1));
+    return false;
+  }
+  const Clock::time_point now = Clock::now();
+  if (passes_ == 1) began_ = now;
+  const auto left = communicator.timeout_.load(std::memory_order_relaxed) - (now - began_);
+  if (left <= left.zero()) {
+    communicator.fail(Reason::kLate, other_);
+    return false;
+  }
+  if (now - began_ >= kSpin) {
+    passes_ = kPassesPerLook;  // looks again after each sleep
+    sleep(communicator.lines_[other_], number_,
+          std::min<std::chrono::nanoseconds>(left, kLongestSleep));
+  }
+  return true;
+}
+
+void Communicator::fail(Reason reason, int rank) {
+  uint64_t none = 0;
+  const uint64_t own = static_cast<uint64_t>(rank) << 32 | static_cast<uint32_t>(reason);
+  failure_.compare_exchange_strong(none, own, std::memory_order_acq_rel);
+  uint32_t fine = 0;
+  abort_->compare_exchange_strong(fine, static_cast<uint32_t>(rank_) + 1,
+                                  std::memory_order_acq_rel);
+}
+
+std::string Communicator::failure() const {
+  const uint64_t failure = failure_.load(std::memory_order_acquire);
+  const std::string rank = "rank " + std::to_string(failure >> 32);
+  switch (static_cast<Reason>(static_cast<uint32_t>(failure))) {
+    case Reason::kNone: return "";
+    case Reason::kLate: {
+      const double seconds = std::chrono::duration<double>(timeout_.load()).count();
+      char text[32];
+      std::snprintf(text, sizeof(text), "%g", seconds);
+      return rank + " did not take part in an operation of the group within " + text + " s";
+    }
+    case Reason::kDisagrees: return rank + " runs another operation of the group";
+    case Reason::kAborted: return rank + " aborted the group";
+  }
+  return rank;
+}
+
+void Communicator::check() {
+  const uint32_t aborted = abort_->load(std::memory_order_acquire);
+  if (aborted != 0) fail(Reason::kAborted, static_cast<int>(aborted - 1));
+  if (failure_.load(std::memory_order_acquire) != 0) throw std::runtime_error(failure());
+}
+
+template <class T>
+void all_reduce(Communicator& communicator, const T* x, T* out, int64_t count, int threads) {
+  communicator.check();
+  const int64_t most = communicator.part_bytes() / static_cast<int64_t>(sizeof(T));
+  for (int64_t begin = 0; begin < count; begin += most) {
+    const int64_t size = std::min(most, count - begin);
+    const uint32_t number = communicator.reserve(1);
+    T* own = reinterpret_cast<T*>(communicator.part(number, communicator.rank()));
+    in_pieces(size, sizeof(T), threads, [&](int64_t from, int64_t to) {
+      std::copy(x + begin + from, x + begin + to, own + from);
+    });
+    exchange(communicator, number,
+             Communicator::signature(OperationKind::kSum, size, sizeof(T)));
+    const Parts<T> parts(communicator, number);
+    in_pieces(size, sizeof(T), threads, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i += 16) {
+        put_rounded(out + begin + i, parts.sum(i, to), to - i);
+      }
+    });
+  }
+}
+
+template void all_reduce(Communicator&, const float*, float*, int64_t, int);
+template void all_reduce(Communicator&, const c10::BFloat16*, c10::BFloat16*, int64_t, int);
+template void all_reduce(Communicator&, const c10::Half*, c10::Half*, int64_t, int);
+
+void gather(Communicator& communicator, const uint8_t* x, uint8_t* out, int64_t rows,
+            const int64_t* sizes, int threads) {
+  communicator.check();
+  const int ranks = communicator.ranks(), rank = communicator.rank();
+  int64_t widest = 0, width = 0;
+  for (int other = 0; other < ranks; ++other) {
+    widest = std::max(widest, sizes[other]);
+    width += sizes[other];
+  }
+  const int64_t most = communicator.part_bytes();
+  for (int64_t begin = 0; begin < rows * widest; begin += most) {
+    const uint32_t number = communicator.reserve(1);
+    uint8_t* own = communicator.part(number, rank);
+    const int64_t bytes = std::clamp<int64_t>(rows * sizes[rank] - begin, 0, most);
+    in_pieces(bytes, 1, threads, [&](int64_t from, int64_t to) {
+      std::memcpy(own + from, x + begin + from, to - from);
+    });
+    exchange(communicator, number, Communicator::signature(OperationKind::kGather, rows * width, 1));
+    int64_t column = 0;
+    for (int other = 0; other < ranks; column += sizes[other], ++other) {
+      const uint8_t* part = communicator.part(number, other);
+      const int64_t size = sizes[other];
+      const int64_t received = std::clamp<int64_t>(rows * size - begin, 0, most);
+      in_pieces(received, 1, threads, [&](int64_t from, int64_t to) {
+        for (int64_t at = from; at < to;) {
+          const int64_t row = (begin + at) / size, offset = (begin + at) % size;
+          const int64_t count = std::min(size - offset, to - at);
+          std::memcpy(out + row * width + column + offset, part + at, count);
+          at += count;
+        }
+      });
+    }
+  }
+}
+
+void largest(Communicator& communicator, const float* values, const int64_t* ids,
+             float* out_values, int64_t* out_ids, int64_t rows) {
+  communicator.check();
+  constexpr int64_t kRowBytes = sizeof(int64_t) + sizeof(float);
+  const int64_t most = communicator.part_bytes() / kRowBytes;
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    const int64_t count = std::min(most, rows - begin);
+    const uint32_t number = communicator.reserve(1);
+    uint8_t* own = communicator.part(number, communicator.rank());
+    std::memcpy(own, ids + begin, count * sizeof(int64_t));
+    std::memcpy(own + count * sizeof(int64_t), values + begin, count * sizeof(float));
+    exchange(communicator, number,
+             Communicator::signature(OperationKind::kLargest, count, kRowBytes));
+    for (int other = 0; other < communicator.ranks(); ++other) {
+      const uint8_t* part = communicator.part(number, other);
+      const int64_t* part_ids = reinterpret_cast<const int64_t*>(part);
+      const float* part_values = reinterpret_cast<const float*>(part_ids + count);
+      for (int64_t i = 0; i < count; ++i) {
+        float& best = out_values[begin + i];
+        const float value = part_values[i];
+        const bool better = std::isnan(value) ? !std::isnan(best) : value > best;
+        if (other == 0 || better) {
+          best = value;
+          out_ids[begin + i] = part_ids[i];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace stepgraph

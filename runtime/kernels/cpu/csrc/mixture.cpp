@@ -1,0 +1,86 @@
+#include "mixture_job.h"
+
+#include "mixture_thread.h"
+#include "work_space.h"
+
+namespace stepgraph {
+namespace {
+
+// Below this a second thread costs more than it brings: bytes of weights, times the tiles of rows
+// that pass over them.
+constexpr int64_t kBytesPerThread = 32 * 1024;
+
+template <class T>
+class MixtureJob : public Job {
+ public:
+  void prepare(const MixtureArgs<T>& args, std::shared_ptr<const void> keep) {
+    args_ = args;
+    const Mixture& mixture = args.mixture;
+    const int64_t tiles = (args.tokens + kTileRows - 1) / kTileRows;
+    threads_ = static_cast<int>(std::clamp<int64_t>(
+        mixture.token_bytes<T>() * tiles / kBytesPerThread, 1, args.threads));
+    at_ = MixtureLayout();
+    at_.add(mixture, args.tokens, sizeof(T));
+    at_.finish(threads_);
+    space_.reserve(at_.total);
+    phases_.prepare(kMixturePhases, mixture.units(args.tokens), threads_);
+    keep_ = std::move(keep);
+  }
+
+  int threads() const { return threads_; }
+
+ protected:
+  void work(int64_t index) override {
+    alignas(64) float sums[kGroupRows * kBlock];
+    alignas(64) float gates[kGroupRows * kBlock];
+    const MixtureArgs<T> args = args_;
+    const MixtureStep step{&phases_, &at_, reinterpret_cast<int32_t*>(space_.get()), args.tokens};
+    int64_t phase = 0;
+    MixtureThread<T>(step, index, sums, gates).run(
+        args.mixture, 0, args.x, args.x_stride, phase, nullptr,
+        [&](int64_t row) { return args.live == nullptr || args.live[row]; },
+        [&](int64_t block, int64_t row, int64_t rows, const float* sum) {
+          put_sums(sum, rows, args.mixture.hidden - block * kBlock,
+                   args.out + row * args.mixture.hidden + block * kBlock, args.mixture.hidden);
+        });
+  }
+
+  void clear() override {
+    space_ = WorkSpace();
+    keep_.reset();
+  }
+
+ private:
+  MixtureArgs<T> args_;
+  MixtureLayout at_;
+  WorkSpace space_;
+  Phases phases_;
+  int threads_ = 1;
+  std::shared_ptr<const void> keep_;
+};
+
+template <class T>
+JobList<MixtureJob<T>>& mixture_jobs() {
+  static auto* jobs = new JobList<MixtureJob<T>>;
+  return *jobs;
+}
+
+}  // namespace
+
+template <class T>
+void run_mixture(const MixtureArgs<T>& args, std::shared_ptr<const void> keep) {
+  if (args.tokens == 0) return;
+  MixtureJob<T>& job = mixture_jobs<T>().acquire();
+  job.prepare_or_release([&] { job.prepare(args, std::move(keep)); });
+  job.run(job.threads(), false);
+}
+
+void sweep_mixture_jobs() {
+  mixture_jobs<c10::BFloat16>().sweep();
+  mixture_jobs<float>().sweep();
+}
+
+template void run_mixture(const MixtureArgs<c10::BFloat16>&, std::shared_ptr<const void>);
+template void run_mixture(const MixtureArgs<float>&, std::shared_ptr<const void>);
+
+}  // namespace stepgraph

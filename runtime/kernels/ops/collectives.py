@@ -1,0 +1,49 @@
+"""The collective operations of a tensor-parallel group, as models and steps call them.
+
+All ranks call the same operations in the same order with tensors of the same shapes. Every result
+has the same bits on all ranks, so that ranks which sample from it choose the same tokens.
+
+Shape suffixes: B rows, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Collectives", "StackCollectives"]
+
+
+class Collectives(Protocol):
+    """Operations of one rank with the others of its group."""
+
+    rank: int
+    ranks: int
+
+    def all_reduce(self, x_BF: Tensor) -> Tensor:
+        """Return the sum over ranks, added in float32 in the order of ranks and rounded once."""
+
+    def gather(self, x_BF: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks in their order, `[B, sum(sizes)]`.
+
+        `sizes` has the number of columns of each rank.
+        """
+
+    def largest(self, values_B: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest value over ranks and its id, of equal ones that of the lowest rank.
+
+        Values are float32 and NaN counts as the largest, ids are int64.
+        """
+
+    def close(self) -> None:
+        """Release the memory of the group. Idempotent."""
+
+
+@runtime_checkable
+class StackCollectives(Collectives, Protocol):
+    """Collectives whose sums the C++ stack can compute."""
+
+    communicator: int
+    """Handle of the group in the C++ operators (`cpu/collectives.py`)."""

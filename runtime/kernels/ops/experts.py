@@ -1,0 +1,326 @@
+"""A mixture of experts in plain PyTorch: routing, and the products of the chosen experts.
+
+Shapes: T tokens, D hidden_size, F features of an expert, R routed experts, E experts (the routed
+ones, then the shared ones), K experts of a token, N = T * K pairs of a token and an expert, B
+blocks of M pairs with the same expert.
+
+Rounding: the logits of the router and the scores are float32. Gate and up of an expert are rounded
+to the model's dtype, and so is their activation. The products of `down` remain float32. They are
+multiplied by their scores and summed in float32, in the order of the choice, then the shared
+experts; the sum is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activation import gated_activation
+from .expert_operations import Experts
+from .linear import reference_linear
+from .weight_storage import dequantise_weight
+
+__all__ = [
+    "GATHERED_ELEMENTS",
+    "ExpertTensors",
+    "reference_choice",
+    "reference_experts",
+    "reference_products",
+    "reference_route",
+]
+
+_LEAST_SUM = 1e-20
+"""Added to the sum that scores are divided by: all sigmoids of a token may be zero."""
+_MOST_BLOCK_ROWS = 128
+GATHERED_ELEMENTS = 1 << 25
+"""Most elements of the weights that are gathered at once on a device, if one expert has fewer."""
+
+
+class ExpertTensors(NamedTuple):
+    """The tensors of a mixture of experts, as stored by the kernels."""
+
+    router: Tensor
+    """`[R, D]` in the model's dtype."""
+    router_bias: Tensor | None
+    """`[R]`."""
+    correction: Tensor | None
+    """float32 `[R]`."""
+    gate_up: Tensor
+    """`[E * 2F, D]`, or each gate and each up packed: `[E * 2 * ceil(F / 32), steps, 32, w]`."""
+    gate_up_scales: Tensor | None
+    """As `quantise_weight` returns them, of all rows."""
+    gate_up_bias: Tensor | None
+    """`[E * 2F]`."""
+    down: Tensor
+    """`[E * D, F]`, or packed by expert: `[E * ceil(D / 32), steps, 32, w]`."""
+    down_scales: Tensor | None
+    down_bias: Tensor | None
+    """`[E * D]`."""
+
+    def by_expert(self, total: int) -> ExpertTensors:
+        """Return them with a first dimension of experts where all experts are stacked."""
+
+        def split(stacked: Tensor) -> Tensor:
+            return stacked.view(total, -1, *stacked.shape[1:])
+
+        return self._each(split)
+
+    def of(self, expert: int) -> ExpertTensors:
+        """Return those of one expert, from the result of `by_expert`."""
+        return self._each(lambda stacked: stacked[expert])
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> ExpertTensors:
+        """Apply a function to the tensors of experts."""
+
+        def optional(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        return self._replace(
+            gate_up=function(self.gate_up),
+            gate_up_scales=optional(self.gate_up_scales),
+            gate_up_bias=optional(self.gate_up_bias),
+            down=function(self.down),
+            down_scales=optional(self.down_scales),
+            down_bias=optional(self.down_bias),
+        )
+
+
+def reference_route(
+    op: Experts, logits_TR: Tensor, correction_R: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the scores, float32 `[T, top_k]`, and the experts, int64 `[T, top_k]`, of each token.
+
+    The experts are in descending order of what the choice is made by: of the logits, or of the
+    scores plus the correction if there is one or if groups are chosen by sums. Of equal ones the
+    expert with the lower number comes first, and so for groups.
+
+    Args:
+        op: the mixture.
+        logits_TR: float32.
+        correction_R: float32, added to the scores for the choice only.
+    """
+    routing = op.routing
+    match routing.scores:
+        case "softmax":
+            scores_TR = logits_TR.softmax(-1)
+        case "sigmoid":
+            scores_TR = logits_TR.sigmoid()
+        case "softmax_chosen":
+            scores_TR = logits_TR
+    # Scores increase with the logits, but large logits have equal scores.
+    choice_TR = logits_TR if op.chooses_by_logits else scores_TR
+    if correction_R is not None:
+        choice_TR = choice_TR + correction_R
+    if routing.top_groups < routing.groups:
+        choice_TR = _within_groups(op, choice_TR)
+    experts_TK = _largest(choice_TR, routing.top_k)
+    weights_TK = scores_TR.gather(1, experts_TK)
+    if routing.scores == "softmax_chosen":
+        weights_TK = weights_TK.softmax(-1)
+    if routing.normalised:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _LEAST_SUM)
+    return weights_TK * routing.scale, experts_TK
+
+
+def _within_groups(op: Experts, choice_TR: Tensor) -> Tensor:
+    """Return minus infinity for experts outside of the best groups (DeepSeek-V2, 2405.04434)."""
+    groups = op.routing.groups
+    grouped_TGE = choice_TR.unflatten(-1, (groups, -1))
+    if op.routing.group_score == "max":
+        score_TG = grouped_TGE.amax(-1)
+    else:
+        score_TG = grouped_TGE.topk(2, dim=-1).values.sum(-1)
+    best = _largest(score_TG, op.routing.top_groups)
+    excluded_TG = torch.ones_like(score_TG, dtype=torch.bool).scatter(1, best, False)
+    within_TGE: Tensor = grouped_TGE.masked_fill(excluded_TG[..., None], -torch.inf)
+    return within_TGE.flatten(1)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest values of each row; of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def reference_experts(
+    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None = None
+) -> Tensor:
+    """Return the output of a mixture, `[T, D]` in the dtype of `x_TD`, over unpacked weights.
+
+    On a CPU only the weights of chosen experts are read. On other devices all shapes are static and
+    nothing waits for the device.
+
+    Args:
+        op: the mixture.
+        x_TD: normed hidden states.
+        tensors: not packed, quantised or not.
+        live_T: bool, false for padding, which uses no expert and whose output is zero; None: there
+            is no padding.
+    """
+    weights_TK, experts_TK = _chosen(op, x_TD, tensors, live_T)
+    return reference_products(op, x_TD, tensors, weights_TK, experts_TK)
+
+
+def reference_products(
+    op: Experts, x_TD: Tensor, tensors: ExpertTensors, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """Return the weighted sum of the outputs of the experts that `reference_choice` returned.
+
+    See `reference_experts`.
+    """
+    run = _by_expert if x_TD.device.type == "cpu" else _by_block
+    return run(op, x_TD, tensors, weights_TK, experts_TK)
+
+
+def _chosen(
+    op: Experts, x_TD: Tensor, tensors: ExpertTensors, live_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    bias = None if tensors.router_bias is None else tensors.router_bias.float()
+    logits_TR = F.linear(x_TD.float(), tensors.router.float(), bias)
+    return reference_choice(op, logits_TR, tensors.correction, live_T)
+
+
+def reference_choice(
+    op: Experts, logits_TR: Tensor, correction_R: Tensor | None, live_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the weights and experts of each token, `[T, K]`, shared ones included.
+
+    As `reference_route`. The experts of padding have the number E, and weight 0.
+    """
+    weights_TK, experts_TK = reference_route(op, logits_TR, correction_R)
+    if op.shared:
+        shared = torch.arange(op.routed, op.total, device=logits_TR.device)
+        shared = shared.expand(len(logits_TR), -1)
+        experts_TK = torch.cat((experts_TK, shared), dim=1)
+        weights_TK = F.pad(weights_TK, (0, op.shared), value=1.0)
+    if live_T is not None:
+        experts_TK = experts_TK.masked_fill(~live_T[:, None], op.total)
+        weights_TK = weights_TK.masked_fill(~live_T[:, None], 0.0)
+    return weights_TK, experts_TK
+
+
+def _by_expert(
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+) -> Tensor:
+    """Compute expert by expert; reads the numbers of their tokens on the host."""
+    of_expert = tensors.by_expert(op.total)
+    weights_N, chosen_N = weights_TK.flatten(), experts_TK.flatten()
+    order_N = chosen_N.argsort(stable=True)
+    counts = chosen_N.bincount(minlength=op.total)[: op.total].tolist()
+    products_ND = x_TD.new_zeros(len(weights_N), x_TD.shape[1], dtype=torch.float32)
+    for expert, pairs in enumerate(order_N[: sum(counts)].split(counts)):
+        if len(pairs):
+            inputs = x_TD[pairs // experts_TK.shape[1]]
+            if op.scaled_inputs:
+                inputs = _scaled(inputs, weights_N[pairs])
+            products_ND[pairs] = _expert(op, inputs, of_expert.of(expert))
+    return _summed(op, products_ND, weights_TK).to(x_TD.dtype)
+
+
+def _expert(op: Experts, x_MD: Tensor, expert: ExpertTensors) -> Tensor:
+    """Return the products of one expert, float32 `[M, D]`."""
+    features, hidden = op.activate.features, x_MD.shape[1]
+    parts = reference_linear(
+        x_MD, expert.gate_up, expert.gate_up_bias, 2 * features, expert.gate_up_scales
+    )
+    inner_MF = gated_activation(op.activate)(*parts.chunk(2, dim=-1))
+    bias = None if expert.down_bias is None else expert.down_bias.float()
+    weight = expert.down if expert.down_scales is not None else expert.down.float()
+    return reference_linear(inner_MF.float(), weight, bias, hidden, expert.down_scales)
+
+
+def _by_block(
+    op: Experts,
+    x_TD: Tensor,
+    tensors: ExpertTensors,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+) -> Tensor:
+    """Compute blocks of pairs with the same expert; all shapes follow from those of the arguments.
+
+    The pairs are sorted by expert, and those of an expert fill whole blocks:
+
+        experts of pairs 0 to 5: 2 0 2 2 0 2, blocks of 2
+        sorted pairs             1 4 | 0 2 | 3 5
+        block -> expert          0     2     2       further blocks have no pairs
+    """
+    tokens, per_token = experts_TK.shape
+    pairs, total, device = tokens * per_token, op.total, x_TD.device
+    rows = _block_rows(pairs, total)
+    blocks = min(pairs, pairs // rows + total)
+    padding_N = experts_TK.flatten() == total
+    chosen_N = experts_TK.flatten().clamp(max=total - 1)
+
+    order_N = chosen_N.argsort(stable=True)
+    counts_E = (chosen_N[:, None] == torch.arange(total, device=device)).sum(0)
+    blocks_E = (counts_E + rows - 1) // rows
+    last_E = blocks_E.cumsum(0)
+    sorted_N = chosen_N[order_N]
+    rank_N = torch.arange(pairs, device=device) - (counts_E.cumsum(0) - counts_E)[sorted_N]
+    place_N = (last_E - blocks_E)[sorted_N] * rows + rank_N  # of the sorted pairs
+    expert_B = torch.searchsorted(last_E, torch.arange(blocks, device=device), right=True)
+    pair_BM = torch.zeros(blocks * rows, dtype=torch.int64, device=device)
+    pair_BM = pair_BM.scatter(0, place_N, order_N).view(blocks, rows)
+
+    x_BMD = x_TD[pair_BM // per_token]
+    if op.scaled_inputs:
+        x_BMD = _scaled(x_BMD, weights_TK.flatten()[pair_BM])
+    expert_B = expert_B.clamp(max=total - 1)
+    at_once = max(1, GATHERED_ELEMENTS // (2 * op.activate.features * x_TD.shape[1]))
+    of_expert = tensors.by_expert(total)
+    products = torch.cat(
+        [
+            _blocks(op, part, of_expert, experts)
+            for part, experts in zip(x_BMD.split(at_once), expert_B.split(at_once), strict=True)
+        ]
+    ).flatten(0, 1)
+    products_ND = torch.empty_like(products[:pairs])
+    products_ND[order_N] = products[place_N]
+    products_ND = products_ND.masked_fill(padding_N[:, None], 0.0)
+    return _summed(op, products_ND, weights_TK).to(x_TD.dtype)
+
+
+def _block_rows(pairs: int, total: int) -> int:
+    """Rows of a block: about as many as an expert has pairs, a power of two."""
+    return min(_MOST_BLOCK_ROWS, 1 << max(0, (pairs - 1) // total).bit_length())
+
+
+def _blocks(op: Experts, x_BMD: Tensor, of_expert: ExpertTensors, expert_B: Tensor) -> Tensor:
+    """Return the products of blocks, float32 `[B, M, D]`."""
+
+    def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+        weight_BNK = weight[expert_B]
+        if scales is None:
+            weight_BNK = weight_BNK.float()
+        else:
+            data_NK, scales = weight_BNK.flatten(0, 1), scales[expert_B].flatten(0, 1)
+            weight_BNK = dequantise_weight(data_NK, scales).view(weight_BNK.shape)
+        out = x.float() @ weight_BNK.transpose(1, 2)
+        return out if bias is None else out + bias[expert_B][:, None].float()
+
+    parts = product(x_BMD, of_expert.gate_up, of_expert.gate_up_scales, of_expert.gate_up_bias)
+    inner_BMF = gated_activation(op.activate)(*parts.to(x_BMD.dtype).chunk(2, dim=-1))
+    return product(inner_BMF, of_expert.down, of_expert.down_scales, of_expert.down_bias)
+
+
+def _scaled(x: Tensor, weights: Tensor) -> Tensor:
+    """Return inputs times their scores, rounded."""
+    return (x.float() * weights[..., None]).to(x.dtype)
+
+
+def _summed(op: Experts, products_ND: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the weighted sums of the products of each token, float32 `[T, D]`, in order."""
+    products_TKD = products_ND.unflatten(0, weights_TK.shape)
+    if not op.scaled_inputs:
+        products_TKD = products_TKD * weights_TK[..., None]
+    sum_TD: Tensor = products_TKD[:, 0]
+    for place in range(1, products_TKD.shape[1]):
+        sum_TD = sum_TD + products_TKD[:, place]
+    return sum_TD

@@ -1,0 +1,197 @@
+"""Parameters of a model, and the tensors of a checkpoint that each is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "HeadRows", "Parameter", "Selection", "Shape", "Source"]
+
+Shape = tuple[int, ...]
+
+
+class Selection(Protocol):
+    """A part of a tensor of a checkpoint, in the order in which the model stores it.
+
+    Instances are immutable and compare by value.
+    """
+
+    def shape(self, stored: Shape) -> Shape:
+        """Shape of the part of a tensor of shape `stored`."""
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Return the part; it may be a view."""
+
+    def write(self, stored: Tensor, part: Tensor) -> None:
+        """Write the part to its place in a tensor: the inverse of `read`."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of some heads, `head_dim` each, reordered for rotation.
+
+    Kernels rotate elements i and i + head_dim / 2 of a head together. Models that rotate neighbours
+    (2i, 2i + 1), or only the first `rotary_dim` elements, have the same attention scores if the
+    elements of queries and keys are reordered alike. Elements that are not rotated become pairs
+    after those that are; their frequency is zero.
+
+        head_dim 8, rotary_dim 4                pairs (0, 2), (1, 3) -> rows 0 1 4 5 2 3 6 7
+        the same, interleaved                   pairs (0, 1), (2, 3) -> rows 0 2 4 5 1 3 6 7
+    """
+
+    start: int
+    """First row."""
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    """Elements of a head that are rotated; even."""
+    interleaved: bool = False
+    """Whether the elements of a rotated pair are neighbours."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return (self.heads * self.head_dim, *stored[1:])
+
+    def read(self, stored: Tensor) -> Tensor:
+        return stored[self._rows()]
+
+    def write(self, stored: Tensor, part: Tensor) -> None:
+        stored[self._rows()] = part
+
+    def _rows(self) -> Tensor:
+        """Row of the stored tensor for each row of the part, int64."""
+        half = self.rotary_dim // 2
+        element = torch.arange(self.head_dim)
+        rotated, plain = element[: self.rotary_dim], element[self.rotary_dim :]
+        pairs = rotated.view(half, 2).T if self.interleaved else rotated.view(2, half)
+        order = torch.cat((pairs, plain.view(2, -1)), dim=1).flatten()
+        heads = torch.arange(self.heads)[:, None] * self.head_dim
+        return (self.start + heads + order).flatten()
+
+
+class Source(NamedTuple):
+    """A tensor of a checkpoint as rows of a parameter."""
+
+    name: str | None
+    """Name in the checkpoint, in a layer plan relative to the layer; None: zeros."""
+    shape: Shape
+    """Shape in the checkpoint."""
+    selection: Selection | None = None
+    """The part of the tensor; None: all of it, as it is stored."""
+
+    @property
+    def part_shape(self) -> Shape:
+        """Shape of the rows."""
+        return self.shape if self.selection is None else self.selection.shape(self.shape)
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Return the rows from the tensor of the checkpoint; they may be a view of it."""
+        return stored if self.selection is None else self.selection.read(stored)
+
+    def write(self, stored: Tensor, part: Tensor) -> None:
+        """Write the rows to their place in the tensor of the checkpoint."""
+        if self.selection is None:
+            stored.copy_(part)
+        else:
+            self.selection.write(stored, part)
+
+
+class Cut(NamedTuple):
+    """The part of a parameter that one rank of a tensor-parallel group holds."""
+
+    whole: Shape
+    """Shape of the stacked tensor that it is a part of."""
+    rows: tuple[range, ...]
+    """Its rows of that tensor, in their order."""
+    columns: range | None
+    """Its columns; None: all."""
+
+
+class Parameter(NamedTuple):
+    """A parameter of the model: tensors of a checkpoint stacked along the first dimension.
+
+    Parameters with two dimensions that are not `exact` are weights of linear layers, which kernels
+    may quantise and pack. Others are stored unchanged.
+    """
+
+    name: str
+    """Name of the parameter, in a layer plan relative to the layer."""
+    sources: tuple[Source, ...]
+    viewed_as: Shape | None = None
+    """Shape to which the stacked tensor is reshaped; None: not reshaped."""
+    exact: bool = False
+    """Whether a matrix keeps the model's dtype where others are quantised: routers."""
+    dtype: torch.dtype | None = None
+    """Of a parameter that is stored in its own dtype; None: the model's."""
+    matrices: int = 1
+    """Matrices of equal shape that are stacked in it, each of which kernels pack: gates and ups of
+    experts, or their downs."""
+    alternatives: tuple[tuple[Source, ...], ...] = ()
+    """Other sources, of checkpoints that store it in another way."""
+    cut: Cut | None = None
+    """The part of a larger parameter that it is; None: it is whole."""
+
+    def __hash__(self) -> int:  # not of all sources: experts have thousands
+        return hash((self.name, self.viewed_as, len(self.sources), self.sources[:1]))
+
+    @property
+    def stacked_shape(self) -> Shape:
+        """The shape of the stack."""
+        shapes = [source.part_shape for source in self.sources]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the parameter."""
+        return self.viewed_as or self.stacked_shape
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is the weight of a linear layer, in the format of the kernels."""
+        return len(self.shape) == 2 and not self.exact
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names in the checkpoint, without duplicates."""
+        return tuple(dict.fromkeys(s.name for s in self.sources if s.name is not None))
+
+    def parts(self, parameter: Tensor) -> Iterator[tuple[Source, Tensor]]:
+        """Yield each source and its view of `parameter`, which has this shape."""
+        sizes = [source.part_shape[0] for source in self.sources]
+        yield from zip(self.sources, parameter.view(self.stacked_shape).split(sizes), strict=True)
+
+    def stored_in(self, names: Container[str]) -> Parameter:
+        """Return the parameter with that of its layouts of which most tensors are in `names`."""
+        if not self.alternatives:
+            return self
+
+        def present(sources: tuple[Source, ...]) -> float:
+            return sum(source.name in names for source in sources) / len(sources)
+
+        best = max((self.sources, *self.alternatives), key=present)
+        return self._replace(sources=best, alternatives=())
+
+    def within(self, ours: str, theirs: str) -> Parameter:
+        """Return the parameter with prefixed name and sources."""
+
+        def prefixed(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+            return tuple(
+                source if name is None else Source(theirs + name, shape, selection)
+                for source in sources
+                for name, shape, selection in (source,)
+            )
+
+        return self._replace(
+            name=ours + self.name,
+            sources=prefixed(self.sources),
+            alternatives=tuple(map(prefixed, self.alternatives)),
+        )

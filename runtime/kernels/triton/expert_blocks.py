@@ -1,0 +1,367 @@
+"""Experts of many tokens: pairs of a token and an expert sorted by expert, and products of blocks.
+
+Shapes: T tokens, K experts of a token, N = T * K pairs (pair n is expert n % K of token n // K),
+E experts, M pairs of a block, B blocks, D hidden_size, F features of an expert.
+
+A block has pairs of one expert, whose weights its programs read once for all of them. How many
+pairs an expert has is known on the device alone, so there are as many blocks as any choice needs:
+programs of blocks without pairs end. With blocks of 2:
+
+    experts of pairs 0 to 5   2 0 2 2 0 2
+    pairs of blocks           1 4 | 0 2 | 3 5 | . .        . is no pair
+    experts of blocks         0     2     2     no expert
+
+The pairs of an expert are in ascending order, and each result is written to the place of its pair,
+so results do not depend on the order in which programs run. They are summed by token at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.expert_operations import Experts
+from ..ops.experts import ExpertTensors
+from .activation import Clamp
+from .expert_routing import Routed
+from .expert_tiles import block_rows, block_tiles
+from .kernel_calls import call_kernel, let_dependents_start, wait_for_inputs
+from .kernel_weights import kernel_weight
+from .linear import GpuLinear, LinearConfig
+from .linear_tiles import activate, as_operand, scaled
+
+__all__ = [
+    "PairBlocks",
+    "down_of_blocks",
+    "gate_up_of_blocks",
+    "num_blocks",
+    "product_of_rows_by_expert",
+    "sort_pairs",
+]
+
+_SCAN = 1024
+"""Most pairs that are looked at together while they are sorted."""
+_LEAST_SCAN = 128
+"""As many as a program has threads: Triton has counted elements twice that two threads hold."""
+_SUMMED = 512
+"""Features that a program sums over the experts of a token."""
+
+
+class PairBlocks(NamedTuple):
+    """Pairs sorted by expert."""
+
+    pairs: Tensor
+    """int32 `[B * M]`: pairs of each block, N where there is none; anything in blocks of no
+    expert."""
+    experts: Tensor
+    """int32 `[B]`: the expert of each block, E for blocks without pairs, which come last."""
+
+
+def num_blocks(pairs: int, total: int, rows: int) -> int:
+    """Blocks that are enough for any choice: all but one block of an expert are full."""
+    return min(pairs, (pairs + total * (rows - 1)) // rows)
+
+
+def sort_pairs(experts_TK: Tensor, total: int, rows: int) -> PairBlocks:
+    """Sort the pairs by expert into blocks of `rows`; those of padding are in no block.
+
+    Args:
+        experts_TK: int32, contiguous; `total` for padding.
+        total: number of experts.
+        rows: of a block.
+    """
+    pairs, device = experts_TK.numel(), experts_TK.device
+    blocks = num_blocks(pairs, total, rows)
+    sorted_pairs = torch.empty(blocks * rows, dtype=torch.int32, device=device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=device)
+    call_kernel(
+        pairs_of_experts,
+        (total,),
+        experts_TK,
+        sorted_pairs,
+        experts,
+        pairs,
+        blocks,
+        TOTAL=total,
+        BINS=triton.next_power_of_2(total),
+        ROWS=rows,
+        BLOCK=max(_LEAST_SCAN, min(_SCAN, triton.next_power_of_2(pairs))),
+    )
+    return PairBlocks(sorted_pairs, experts)
+
+
+def gate_up_of_blocks(
+    op: Experts, x_TD: Tensor, tensors: ExpertTensors, routed: Routed, config: LinearConfig
+) -> tuple[PairBlocks, Tensor]:
+    """Return the sorted pairs, and gate and up of each pair, activated: `[N, F]`."""
+    pairs = routed.experts.numel()
+    blocks = sort_pairs(routed.experts, op.total, block_rows(pairs, op.total))
+    inner_NF = x_TD.new_empty(pairs, op.activate.features)
+    _product(
+        GpuLinear(tensors.gate_up, tensors.gate_up_scales, tensors.gate_up_bias),
+        x_TD,
+        inner_NF,
+        routed.weights if op.scaled_inputs else None,
+        None,
+        blocks,
+        config,
+        PER_TOKEN=op.per_token,
+        TOTAL=op.total,
+        GATED=True,
+        GELU=op.activate.function == "gelu_tanh",
+        TRANSPOSED=False,
+        **Clamp.of(op.activate).constants,
+    )
+    return blocks, inner_NF
+
+
+def down_of_blocks(
+    op: Experts,
+    blocks: PairBlocks,
+    inner_NF: Tensor,
+    tensors: ExpertTensors,
+    routed: Routed,
+    residual_TD: Tensor | None,
+    out_TD: Tensor,
+    scale: float,
+    config: LinearConfig,
+) -> None:
+    """Write the weighted sum of the outputs of each token's experts; see `experts.experts`."""
+    tokens, hidden = out_TD.shape
+    products_ND = inner_NF.new_empty(inner_NF.shape[0], hidden, dtype=torch.float32)
+    _product(
+        GpuLinear(tensors.down, tensors.down_scales, tensors.down_bias),
+        inner_NF,
+        products_ND,
+        None,
+        None if op.scaled_inputs else routed.weights,
+        blocks,
+        config,
+        PER_TOKEN=op.per_token,
+        TOTAL=op.total,
+        GATED=False,
+        GELU=False,
+        TRANSPOSED=False,
+        **Clamp().constants,
+    )
+    call_kernel(
+        sum_of_experts,
+        (tokens, triton.cdiv(hidden, _SUMMED)),
+        products_ND,
+        routed.experts,
+        residual_TD,
+        out_TD,
+        hidden,
+        PER_TOKEN=op.per_token,
+        TOTAL=op.total,
+        BLOCK=_SUMMED,
+        SCALE=scale,
+    )
+
+
+def product_of_rows_by_expert(
+    x_NK: Tensor, weight: Tensor, experts_N: Tensor, *, transposed: bool
+) -> Tensor:
+    """Return each row of `x` times the weight of its expert.
+
+    Args:
+        x_NK: contiguous.
+        weight: `[E, rows, K]`, or `[E, K, rows]` if `transposed`; contiguous, in the dtype of `x`.
+        experts_N: int32; E for rows whose result is undefined.
+        transposed: see `weight`.
+    """
+    total, rows = weight.shape[0], weight.shape[2 if transposed else 1]
+    pairs = x_NK.shape[0]
+    out_NR = x_NK.new_empty(pairs, rows)
+    blocks = sort_pairs(experts_N, total, block_rows(pairs, total))
+    _product(
+        GpuLinear(weight.flatten(0, 1)),
+        x_NK,
+        out_NR,
+        None,
+        None,
+        blocks,
+        block_tiles(pairs, total, x_NK.dtype),
+        PER_TOKEN=1,
+        TOTAL=total,
+        GATED=False,
+        GELU=False,
+        TRANSPOSED=transposed,
+        **Clamp().constants,
+    )
+    return out_NR
+
+
+def _product(
+    linear: GpuLinear,
+    x: Tensor,
+    out_NF: Tensor,
+    input_weights: Tensor | None,
+    output_weights: Tensor | None,
+    blocks: PairBlocks,
+    config: LinearConfig,
+    **constants: Any,
+) -> None:
+    """Call the product of blocks; of `GATED` ones x are tokens, else pairs."""
+    weight, storage = kernel_weight(linear)
+    pairs, n = out_NF.shape
+    block_n = config.block_n // (2 if constants["GATED"] else 1)
+    call_kernel(
+        product_of_blocks,
+        (blocks.experts.shape[0], triton.cdiv(n, block_n)),
+        x,
+        weight,
+        linear.scales,
+        linear.bias,
+        blocks.pairs,
+        blocks.experts,
+        input_weights,
+        output_weights,
+        out_NF,
+        pairs,
+        n,
+        num_warps=config.num_warps,
+        K=x.shape[-1],
+        ROWS=blocks.pairs.shape[0] // blocks.experts.shape[0],
+        BLOCK_N=block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        **constants,
+        **storage,
+    )
+
+
+@triton.jit(do_not_specialize=["N", "BLOCKS"])
+def pairs_of_experts(  # type: ignore[no-untyped-def]
+    experts_ptr, sorted_ptr, block_experts_ptr, N, BLOCKS,
+    TOTAL: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program e: the blocks of expert e. All programs count the pairs of all experts."""
+    let_dependents_start(PDL)
+    mine = tl.program_id(0)
+    wait_for_inputs(PDL)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        expert = tl.load(experts_ptr + n, mask=n < N, other=TOTAL)
+        counts += tl.histogram(expert, BINS, mask=expert < TOTAL)
+    each = tl.arange(0, BINS)
+    blocks = tl.cdiv(counts, ROWS)
+    first = tl.sum(tl.where(each < mine, blocks, 0), axis=0)
+    own = tl.sum(tl.where(each == mine, blocks, 0), axis=0)
+
+    found = 0
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        here = tl.load(experts_ptr + n, mask=n < N, other=TOTAL) == mine
+        rank = found + tl.cumsum(here.to(tl.int32), axis=0) - 1
+        tl.store(sorted_ptr + first * ROWS + rank, n, mask=here)
+        found += tl.sum(here.to(tl.int32), axis=0)
+    lane = tl.arange(0, ROWS)
+    for block in range(first, first + own):
+        tl.store(block_experts_ptr + block, mine)
+        place = block * ROWS + lane
+        empty = place >= first * ROWS + found
+        tl.store(sorted_ptr + place, tl.zeros_like(place) + N, mask=empty)
+    if mine == TOTAL - 1:  # the last blocks are those of no expert
+        for block in range(first + own, BLOCKS):
+            tl.store(block_experts_ptr + block, TOTAL)
+
+
+@triton.jit(do_not_specialize=["PAIRS"])
+def product_of_blocks(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, scale_ptr, bias_ptr, pairs_ptr, block_experts_ptr, input_weights_ptr,
+    output_weights_ptr, out_ptr, PAIRS, N,
+    K: tl.constexpr, PER_TOKEN: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STORAGE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, i): `BLOCK_N` output features of the pairs of a block.
+
+    The weight is the left operand, as in `row_product.py`. A `GATED` product has tokens as inputs
+    and an activation as its result, the other one has pairs. A weight is `[N, K]`, or `[K, N]` if
+    `TRANSPOSED`.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    HALVES: tl.constexpr = 2 if GATED else 1
+    R: tl.constexpr = BLOCK_N * HALVES
+    let_dependents_start(PDL)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, R) // HALVES
+    row = tl.minimum(n, N - 1) + tl.arange(0, R) % HALVES * N
+    wait_for_inputs(PDL)
+    expert = tl.load(block_experts_ptr + tl.program_id(0))
+    if expert >= TOTAL:
+        return
+    rows = expert.to(tl.int64) * (N * HALVES) + row
+    pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+    there = pair < PAIRS
+    # What is no pair reads the inputs of the first one, which is not stored.
+    read = tl.where(there, pair, 0)
+    x_rows = x_ptr + (read // PER_TOKEN if GATED else read).to(tl.int64)[None, :] * K
+    if TRANSPOSED:  # neighbouring features are neighbours in memory, which a minimum would hide
+        w_rows = w_ptr + (expert.to(tl.int64) * N * K + n)[:, None]
+    else:
+        w_rows = w_ptr + rows[:, None] * K
+    if input_weights_ptr is not None:
+        factors = tl.load(input_weights_ptr + read)[None, :]
+    sums = tl.zeros([R, ROWS], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
+        if input_weights_ptr is not None:
+            x = (x.to(tl.float32) * factors).to(dtype)
+        columns = k.to(tl.int64) * N if TRANSPOSED else k
+        mask = (k < K)[None, :]
+        if TRANSPOSED:
+            mask &= (n < N)[:, None]
+        w = tl.load(w_rows + columns[None, :], mask=mask, other=0)
+        w = as_operand(w, STORAGE, NATIVE_FP8, dtype)
+        if SCALE_BLOCKS:
+            scales = tl.load(scale_ptr + rows * SCALE_BLOCKS + start // 128)
+            sums += tl.dot(w, x, input_precision="ieee") * scales[:, None]
+        else:
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+    if scale_ptr is not None and not SCALE_BLOCKS:
+        sums *= tl.load(scale_ptr + rows)[:, None]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+    stored_n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, ROWS]), [0, 2, 1]))
+        out = activate(gate, up, GELU, dtype, LIMIT, ALPHA, UP_OFFSET).to(dtype)
+    else:
+        out = sums
+        if output_weights_ptr is not None:
+            out *= tl.load(output_weights_ptr + read)[None, :]
+    place = out_ptr + pair.to(tl.int64)[None, :] * N + stored_n
+    tl.store(place, out, mask=(stored_n < N) & there[None, :])
+
+
+@triton.jit
+def sum_of_experts(  # type: ignore[no-untyped-def]
+    products_ptr, experts_ptr, residual_ptr, out_ptr, N, PER_TOKEN: tl.constexpr,
+    TOTAL: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i): `BLOCK` features of the sum over the experts of token t, in their order."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    let_dependents_start(PDL)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    live = tl.load(experts_ptr + t * PER_TOKEN) < TOTAL  # nothing was computed for padding
+    out = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        at = (t * PER_TOKEN + place) * N + n
+        out += tl.load(products_ptr + at, mask=(n < N) & live, other=0.0)
+    out = scaled(out, SCALE, dtype).to(dtype)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+        out = residual + out.to(tl.float32)
+    tl.store(out_ptr + t * N + n, out.to(dtype), mask=n < N)

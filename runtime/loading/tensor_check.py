@@ -1,0 +1,145 @@
+"""Compares the tensors of a checkpoint with what the config of its model needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ..bounded_repr import bounded_repr, bounded_text
+from ..errors import CheckpointError
+from ..models.config import ModelConfig
+from ..models.layout import Parameter, fused_layout
+from . import mxfp4
+from .checkpoint import CheckpointReader, Shape, TensorHeader
+
+__all__ = ["check_tensors", "check_tied_head"]
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
+_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\..*")
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16", mxfp4.DTYPE})
+_PROBLEMS_SHOWN = 10
+_EXPERTS_SHOWN = 8
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ELEMENTS_COMPARED = 1 << 24
+"""Elements of two tensors compared at a time, which bounds their copies in float32."""
+
+
+def check_tensors(reader: CheckpointReader, config: ModelConfig) -> dict[str, Parameter]:
+    """Compare the headers of a checkpoint with its config; return the layout that both agree on.
+
+    Raises one `CheckpointError` for all missing and unexpected tensors, wrong shapes and
+    unsupported dtypes. A config with more layers than the files is refused before anything is
+    allocated per layer.
+    """
+    headers = reader.headers()
+    held = {match[1] for match in map(_LAYER_NAME.match, headers) if match is not None}
+    if config.num_layers > len(held):
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json: num_hidden_layers = "
+            f"{config.num_layers}, but there are tensors of {len(held)} layers"
+        )
+    whole = _stored_layout(config.whole, headers)
+    problems = _contradictions(headers, whole, config)
+    if problems:
+        rest = len(problems) - _PROBLEMS_SHOWN
+        shown = problems[:_PROBLEMS_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"the tensors in {reader.directory} do not fit its config.json:\n  "
+            + "\n  ".join(shown)
+        )
+    return whole if config.shard is None else _stored_layout(config, headers)
+
+
+def _stored_layout(
+    config: ModelConfig, headers: Mapping[str, TensorHeader]
+) -> dict[str, Parameter]:
+    """Return the layout of the model, or of its shard, as these tensors store it."""
+    return {name: p.stored_in(headers) for name, p in fused_layout(config).items()}
+
+
+def check_tied_head(reader: CheckpointReader) -> None:
+    """Refuse a checkpoint with a head that differs from the embedding its config ties it to.
+
+    transformers uses such a head, other loaders drop it: only the user can know which one the model
+    was trained with.
+
+    Raises:
+        CheckpointError: `lm_head.weight` is stored and is not equal to the embedding.
+    """
+    headers = reader.headers()
+    head, embedding = headers.get(_HEAD), headers.get(_EMBEDDING)
+    if head is None or embedding is None:
+        return
+    equal = head.shape == embedding.shape
+    if equal:
+        stored, embeddings = reader.tensor(_HEAD), reader.tensor(_EMBEDDING)
+        rows = max(1, _ELEMENTS_COMPARED // max(1, head.shape[-1]))
+        equal = all(
+            torch.equal(ours.float(), theirs.float())
+            for ours, theirs in zip(stored.split(rows), embeddings.split(rows), strict=True)
+        )
+    if not equal:
+        raise CheckpointError(
+            f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though config.json says that they are"
+            " tied (tie_word_embeddings). EngineConfig(tie_word_embeddings=False) uses the stored"
+            " head, as transformers does; EngineConfig(tie_word_embeddings=True) ignores it"
+        )
+
+
+def _contradictions(
+    headers: Mapping[str, TensorHeader], layout: Mapping[str, Parameter], config: ModelConfig
+) -> list[str]:
+    """Return a line for each tensor of a checkpoint that does not match the layout."""
+    expected = {
+        source.name: source.shape
+        for fused in layout.values()
+        for source in fused.sources
+        if source.name is not None
+    }
+    absent = {name: shape for name, shape in expected.items() if name not in headers}
+    problems = list(_missing(absent))
+    for name, shape in expected.items():
+        header = headers.get(name)
+        if header is None:
+            continue
+        if header.shape != shape:
+            problems.append(f"shape: {name} expected {list(shape)}, found {_shown(header.shape)}")
+        elif header.dtype not in _LOADABLE_DTYPES:
+            supported = ", ".join(sorted(_LOADABLE_DTYPES))
+            problems.append(
+                f"dtype: {name} in {header.file.name} is {header.dtype}, supported: {supported}"
+            )
+    for name in sorted(headers.keys() - expected.keys()):
+        if not _is_unused(name, config):
+            problems.append(f"unexpected: {bounded_text(name)} {_shown(headers[name].shape)}")
+    return problems
+
+
+def _missing(absent: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield a line for each missing tensor, but one for all experts of a layer."""
+    experts: dict[str, dict[str, None]] = {}
+    for name, shape in absent.items():
+        if (match := _EXPERT_NAME.fullmatch(name)) is not None:
+            experts.setdefault(match[1], {})[match[2]] = None
+        else:
+            yield f"missing: {name} {list(shape)}"
+    for module, numbers in experts.items():
+        shown, rest = list(numbers)[:_EXPERTS_SHOWN], len(numbers) - _EXPERTS_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        yield f"missing: tensors of experts {', '.join(shown)}{more} in {module}"
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor without a place in the layout is left out on purpose."""
+    # Frequencies are computed from the config; with tied embeddings the head is a copy.
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD):
+        return True
+    layer = _LAYER_NAME.match(name)
+    after_last = layer is not None and int(layer[1]) >= config.num_layers
+    return config.family.draft_layers and after_last
+
+
+def _shown(shape: Shape) -> str:
+    return bounded_repr(list(shape), 80)

@@ -1,0 +1,109 @@
+"""What the steps of an engine need of a decoder, whoever implements it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ...cache.arena import Storage
+from ..kernels import DecodeStep, Kernels, RaggedBatch, Stack
+from ..kernels.ops.layer_plan import ModelPlan
+from .sharded_vocabulary import ShardedVocabulary
+
+__all__ = ["DecoderConfig", "DecoderModel", "PlannedConfig"]
+
+
+class DecoderConfig(Protocol):
+    """The configuration of a decoder: `ModelConfig` or `TransformersConfig`."""
+
+    @property
+    def model_type(self) -> str:
+        """As in `config.json`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the hidden states."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of context the model was trained for."""
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Begins a text."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Each of these ends an output."""
+
+    @property
+    def torch_dtype(self) -> str:
+        """The dtype of the checkpoint's weights, as torch names it."""
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the output projection is the embedding."""
+
+
+@runtime_checkable
+class PlannedConfig(Protocol):
+    """A configuration that has the plan of its model: `TransformersConfig`."""
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The operations of the model."""
+
+
+class DecoderModel(Protocol):
+    """Token ids to hidden states to logits, reading and writing the arena.
+
+    T tokens of a step, B sampled positions, D hidden_size.
+    """
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The configuration of the model."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    storage: Storage
+    """How the arena stores keys and values."""
+    stack: Stack | None
+    """One operation of all layers."""
+    decode_step: DecodeStep | None
+    """Kernels of a whole decode step."""
+    vocabulary: ShardedVocabulary | None
+    """The part of the vocabulary of a rank of a tensor-parallel group; None: it has all tokens."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters as stored."""
+
+    def weight_bytes_read(self, rows: float) -> int:
+        """Return the bytes of the parameters that a decode step of `rows` rows reads."""
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings `[T, D]` as the first layer takes them."""
+
+    def decode(self, x_TD: torch.Tensor, arena: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """Return the final hidden states `[T, D]`; writes the tokens' keys and values."""
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Return logits `[B, vocab_size]`."""
+
+    def own_logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `vocabulary`, `[B, its tokens]`; without one, those of `logits`."""

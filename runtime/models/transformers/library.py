@@ -1,0 +1,71 @@
+"""The optional package transformers, imported at its first use."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import ConfigError
+
+__all__ = ["import_transformers", "quiet"]
+
+LEAST_VERSION = (5, 17)
+"""Of transformers; the oldest that is tested. pyproject.toml has the same."""
+_one_at_a_time = threading.RLock()
+
+
+def import_transformers(
+    purpose: str = "model_impl='transformers'", extra: str = "transformers"
+) -> Any:
+    """Return the module `transformers`.
+
+    Args:
+        purpose: what needs it, for messages.
+        extra: the extra of stepgraph that installs it, for messages.
+
+    Raises:
+        ConfigError: it is missing or too old.
+    """
+    least = ".".join(map(str, LEAST_VERSION))
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{purpose} needs the package transformers, {least} or newer: "
+            f'pip install "stepgraph[{extra}]" ({error})'
+        ) from error
+    found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    if found is None or tuple(map(int, found.groups())) < LEAST_VERSION:
+        raise ConfigError(
+            f"{purpose} needs transformers {least} or newer, {transformers.__version__} is"
+            f' installed: pip install --upgrade "stepgraph[{extra}]"'
+        )
+    return transformers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Build or load a model, one thread at a time, without progress bars and warnings.
+
+    While it does, transformers changes settings of the process: its loggers, the default dtype and
+    functions of torch. Also suppresses torch's report of operations that fail on tensors without
+    data: errors say what failed.
+    """
+    theirs = import_transformers().utils.logging
+    with _one_at_a_time:
+        level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+        fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+        disabled, fake_tensors.disabled = fake_tensors.disabled, True
+        theirs.set_verbosity_error()
+        theirs.disable_progress_bar()
+        try:
+            yield
+        finally:
+            fake_tensors.disabled = disabled
+            theirs.set_verbosity(level)
+            if bars:
+                theirs.enable_progress_bar()

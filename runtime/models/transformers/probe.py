@@ -1,0 +1,360 @@
+"""Runs a model of transformers once without memory, and records what its forward pass does.
+
+The parameters are fake tensors, which have shapes and no data. The model runs twice: as
+transformers would, with masks, and as this engine runs it, from embeddings and without masks.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...bounded_repr import bounded_repr, bounded_text
+from ...errors import CheckpointError
+from .attention import IMPLEMENTATION, PROBED_IMPLEMENTATION, CurrentStep
+from .experts import EXPERTS_IMPLEMENTATION
+from .head import head_of, run_head
+from .library import quiet
+from .live_bytes import LiveBytes
+from .masks import MASK_FORM, MaskForm
+from .parameter_uses import LinearUse, ParameterUses
+from .positional_uses import PositionalUses
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["AttentionCall", "Probe", "common_kv_heads", "probe_model", "set_implementation"]
+
+_TOKENS = 61
+"""Tokens of a probe; a number that no size of a model equals."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "is_causal",
+        "sliding_window",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "return_dict",
+    }
+)
+"""Keywords of an attention call that do not change its result here: masks decide about windows."""
+_USED = frozenset({"scaling", "softcap", "s_aux"})
+
+
+class AttentionCall(NamedTuple):
+    """A call of the attention function."""
+
+    module: str
+    """Path of the attention module."""
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    sinks: str | None
+    """Name of the parameter with the attention sink of each head."""
+    mask: MaskForm
+
+
+class Probe(NamedTuple):
+    """What the forward pass of a model does."""
+
+    base: str
+    """Path of the module that returns the final hidden states."""
+    output: type[Any]
+    """The class of its result."""
+    attention: tuple[AttentionCall, ...]
+    linears: tuple[LinearUse, ...]
+    embedding: str
+    """Path of the module of the input embeddings."""
+    packed_embedding: bool
+    """Whether it looks up rows of its weight, so that a projection can store it."""
+    tied: bool
+    """Whether the weight of the input embeddings is that of a linear layer, the head."""
+    hidden_size: int
+    vocab_size: int
+    activation_bytes: int
+    """Peak of the tensors of one token."""
+
+
+def probe_model(model: Any, fake: FakeTensorMode, name: str) -> Probe:
+    """Record the forward pass of a model of fake tensors.
+
+    Args:
+        model: an `AutoModelForCausalLM`.
+        fake: the mode of its tensors.
+        name: of its class, for messages.
+
+    Raises:
+        CheckpointError: this engine cannot run it; the message says what was found.
+    """
+    recorder = _Recorder(model, name)
+    with fake, torch.no_grad(), quiet(), CurrentStep(model).running(recorder):
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+        positions = torch.arange(_TOKENS)[None]
+        set_implementation(model, PROBED_IMPLEMENTATION)
+        embeddings = model.get_input_embeddings()
+        read = PositionalUses(ids, embeddings.weight)
+        with recorder.watching_base(), read:
+            recorder.run(
+                model, input_ids=ids, attention_mask=torch.ones_like(positions), use_cache=False
+            )
+        attention = recorder.finish_attention()
+        recorder.refuse_uses(read)
+        path, output = recorder.base()
+        set_implementation(model, IMPLEMENTATION)
+        base, head = model.get_submodule(path), head_of(model, path, output)
+        uses = ParameterUses(model)
+        live = LiveBytes([*model.parameters(), *model.buffers()])
+        recorder.calls.clear()
+        positional = PositionalUses(ids, embeddings.weight)
+        with live, uses, positional:
+            x = recorder.run(embeddings, ids)
+            given = {"inputs_embeds": x, "position_ids": positions, "use_cache": False}
+            hidden = recorder.run(base, **given).last_hidden_state
+            activation_bytes = live.peak // _TOKENS  # logits are planned for themselves
+            logits = recorder.run(run_head, head, hidden)
+        if len(recorder.calls) != len(attention):
+            raise recorder.unfit(
+                f"its attention runs {len(recorder.calls)} times without masks and"
+                f" {len(attention)} times with them"
+            )
+        recorder.refuse_uses(positional)
+        if positional.counts:
+            raise recorder.unfit("it counts positions from the first token of its input")
+        if x.shape != hidden.shape:
+            raise recorder.unfit(
+                f"its embeddings have {x.shape[-1]} features, its hidden states {hidden.shape[-1]}"
+            )
+        weight = embeddings.weight
+        linears = tuple(uses.linears())
+        return Probe(
+            base=path,
+            output=output,
+            attention=attention,
+            linears=linears,
+            embedding=uses.module_path(embeddings),
+            packed_embedding=uses.looks_up_rows(embeddings),
+            tied=any(model.get_submodule(use.module).weight is weight for use in linears),
+            hidden_size=hidden.shape[-1],
+            vocab_size=logits.shape[-1],
+            activation_bytes=activation_bytes,
+        )
+
+
+def set_implementation(model: Any, name: str) -> None:
+    """Make every part of a model use a registered attention function, and our experts."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+            config._experts_implementation = EXPERTS_IMPLEMENTATION
+
+
+class _Recorder:
+    """The `AttentionStep` of a probe."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model = model
+        self._name = name
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._parameters = {id(parameter): path for path, parameter in model.named_parameters()}
+        self._bases: list[tuple[str, type[Any]]] = []
+        self.calls: list[AttentionCall] = []
+
+    def unfit(self, found: str) -> CheckpointError:
+        """Return the error for a model that this engine cannot run."""
+        return CheckpointError(
+            f"{self._name} of transformers cannot run here: {found}. model_impl='transformers'"
+            " needs decoders whose layers call transformers' attention interface once each, with"
+            " causal, sliding-window or chunked masks; use transformers itself for this model"
+        )
+
+    def run(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call a part of the model; convert what it raises."""
+        try:
+            return function(*arguments, **keywords)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self.unfit(_failure(error)) from error
+
+    def refuse_uses(self, uses: PositionalUses) -> None:
+        """Raise `CheckpointError` for operations that need more than embeddings and the cache."""
+        if uses.convolves:
+            raise self.unfit("it convolves over tokens, of which the cache holds none")
+        if uses.counts_ids:
+            raise self.unfit(
+                "it counts positions by the ids of tokens, where generate passes other positions"
+            )
+        if uses.changes_ids:
+            raise self.unfit("it changes token ids before it reads their embeddings")
+        if uses.embeds_again:
+            raise self.unfit("it reads token ids in a second embedding")
+
+    @contextmanager
+    def watching_base(self) -> Iterator[None]:
+        """Record the outermost modules with an output of final hidden states."""
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                if path:
+
+                    def hook(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                        if isinstance(getattr(output, "last_hidden_state", None), Tensor):
+                            self._bases.append((path, type(output)))
+
+                    hooks.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    def base(self) -> tuple[str, type[Any]]:
+        """Return the path and output class of the module that contains all attention."""
+        inside = [
+            found
+            for found in self._bases
+            if all(call.module.startswith(found[0] + ".") for call in self.calls)
+        ]
+        if not inside:
+            raise self.unfit("no module of it returns the final hidden states (last_hidden_state)")
+        return min(inside, key=lambda found: len(found[0]))
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        keywords: dict[str, Any],
+    ) -> Tensor:
+        """Record the call; raise `CheckpointError` for what the paged attention cannot do."""
+        path = self._paths.get(id(module), type(module).__name__)
+        for name, given in keywords.items():
+            known = name in _WITHOUT_EFFECT or name in _USED
+            if not known and given is not None and given is not False:
+                raise self.unfit(
+                    f"{path} passes {bounded_text(name, 60)} = {bounded_repr(given, 60)} to its"
+                    " attention, which has an unknown effect"
+                )
+        form = MaskForm()
+        if mask is not None:
+            found = getattr(mask, MASK_FORM, None)
+            if found is None:
+                raise self.unfit(f"{path} attends with a mask that the model made or changed")
+            form = found
+        elif not _is_causal(module, keywords):
+            raise self.unfit(f"{path} attends in both directions (is_causal is False)")
+        if form.unknown is not None:
+            raise self.unfit(f"{path} attends with the mask function {form.unknown}")
+        tokens = query.shape[2]
+        if query.shape[0] != 1 or tokens != _TOKENS or key.shape[2] != tokens:
+            raise self.unfit(
+                f"{path} attends from {query.shape[0]} x {tokens} queries to {key.shape[2]} keys"
+                f" where the input has {_TOKENS} tokens"
+            )
+        scaling, sinks = keywords.get("scaling"), keywords.get("s_aux")
+        if isinstance(scaling, Tensor) or isinstance(keywords.get("softcap"), Tensor):
+            raise self.unfit(f"{path} scales its attention by a tensor")
+        if sinks is not None and (
+            id(sinks) not in self._parameters or tuple(sinks.shape) != (query.shape[1],)
+        ):
+            raise self.unfit(f"{path} has attention sinks (s_aux) that are no parameter of [heads]")
+        self.calls.append(
+            AttentionCall(
+                module=path,
+                heads=query.shape[1],
+                kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
+                softcap=float(keywords.get("softcap") or 0.0),
+                sinks=None if sinks is None else self._parameters[id(sinks)],
+                mask=form,
+            )
+        )
+        return value.new_empty(1, tokens, query.shape[1], value.shape[3])
+
+    def finish_attention(self) -> tuple[AttentionCall, ...]:
+        """Return the calls, checked to be one per layer."""
+        found = [call.module for call in self.calls]
+        if not found:
+            raise self.unfit("it does not call transformers' attention interface")
+        for path in found:
+            if found.count(path) > 1:
+                raise self.unfit(f"{path} attends {found.count(path)} times in a forward pass")
+        self._check_layers(found)
+        common = common_kv_heads(self.calls)
+        for call in self.calls:
+            if call.heads % common:
+                counts = sorted({call.kv_heads for call in self.calls})
+                raise self.unfit(
+                    f"its layers have {counts} key/value heads; a cache of {common}, in which each"
+                    f" occurs as often as needed, does not divide the {call.heads} heads of"
+                    f" {call.module}"
+                )
+        return tuple(self.calls)
+
+    def _check_layers(self, found: list[str]) -> None:
+        """Refuse models with layers that are not in `found`, the paths of attention modules."""
+        path = _layer_list(found)
+        if path is None:
+            raise self.unfit(f"{found[0]} is not in a list of decoder layers")
+        inside = {name.removeprefix(f"{path}.").partition(".")[0] for name in found}
+        layers = dict(self._model.get_submodule(path).named_children())
+        without = [f"{path}.{number}" for number in layers if number not in inside]
+        if without:
+            raise self.unfit(
+                f"{len(without)} of its {len(layers)} layers do not call transformers' attention"
+                f" interface, e.g. {without[0]}: what a state-space, convolution or linear"
+                " attention layer keeps of a sequence is not in the cache"
+            )
+
+
+def common_kv_heads(calls: Sequence[AttentionCall]) -> int:
+    """Return the key/value heads of a cache for all calls; layers with fewer repeat theirs."""
+    return math.lcm(*(call.kv_heads for call in calls))
+
+
+def _layer_list(found: list[str]) -> str | None:
+    """Return the path of the list that contains a layer for each attention module."""
+    parts = found[0].split(".")
+    for i, part in enumerate(parts):
+        layers = {tuple(path.split(".")[: i + 1]) for path in found}
+        if part.isdigit() and len(layers) == len(found):
+            return ".".join(parts[:i])
+    return None
+
+
+def _failure(error: Exception) -> str:
+    """Describe what a forward pass raised, with the line of the model."""
+    from torch._subclasses import fake_tensor
+
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "modeling_" in frame.filename:
+            place = f" at {Path(frame.filename).name}:{frame.lineno}"
+    by_value = (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException)
+    if isinstance(error, by_value):
+        return f"its forward pass depends on the values of a tensor,{place} ({error})"
+    return (
+        f"its forward pass fails on {_TOKENS} tokens without data,{place} ({type(error).__name__}:"
+        f" {bounded_text(error, 300)})"
+    )
+
+
+def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool:
+    given = keywords.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)

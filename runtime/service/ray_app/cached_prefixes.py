@@ -1,0 +1,87 @@
+"""Which replicas cache how much of a prompt, as a router knows it. Standard library only.
+
+Blocks are named by fingerprints, the first bytes of their 256-bit hashes. Two blocks with the same
+fingerprint (one pair in 4·10^9) cost a router a worse choice; the engines compare whole hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CachedPrefixes", "fingerprints", "read_fingerprints"]
+
+FINGERPRINT_BYTES = 4
+MAX_SENT = 1 << 16
+"""Fingerprints of routed prompts that are kept for a replica that reports nothing."""
+
+
+def fingerprints(hashes: Iterable[bytes]) -> bytes:
+    """Return the fingerprints of block hashes, `FINGERPRINT_BYTES` bytes each."""
+    return b"".join(key[:FINGERPRINT_BYTES] for key in hashes)
+
+
+def read_fingerprints(data: bytes) -> Sequence[int]:
+    """Return fingerprints as numbers, in their order."""
+    return array("I", data)
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known about one replica."""
+
+    report: bytes = b""
+    reported: frozenset[int] = frozenset()
+    """Blocks in its last report."""
+    sent: set[int] = field(default_factory=set)
+    """Blocks of prompts that it got since that report."""
+    sent_before: set[int] = field(default_factory=set)
+    """Blocks of prompts that it got before, perhaps too late for that report."""
+
+    def caches(self, block: int) -> bool:
+        return block in self.reported or block in self.sent or block in self.sent_before
+
+    def end_generation(self) -> None:
+        self.sent, self.sent_before = set(), self.sent
+
+
+class CachedPrefixes:
+    """The cached blocks of each replica: those in its last report and those sent to it since.
+
+    A prompt that was sent counts as cached until the second report after it, so eviction is noticed
+    within two reports.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[Hashable, _Replica] = {}
+
+    def keep(self, replicas: Iterable[Hashable]) -> None:
+        """Forget all replicas but these, and begin to track new ones."""
+        self._replicas = {id: self._replicas.get(id) or _Replica() for id in replicas}
+
+    def report(self, replica: Hashable, blocks: bytes) -> None:
+        """Take a replica's list of cached blocks; the same bytes again are the same report."""
+        known = self._replicas.setdefault(replica, _Replica())
+        if known.report != blocks:
+            known.report, known.reported = blocks, frozenset(read_fingerprints(blocks))
+            known.end_generation()
+
+    def sent(self, replica: Hashable, prompt: Sequence[int]) -> None:
+        """Note that a replica computes a prompt."""
+        known = self._replicas.setdefault(replica, _Replica())
+        known.sent.update(prompt)
+        if len(known.sent) > MAX_SENT:
+            known.end_generation()
+
+    def num_cached(self, replica: Hashable, prompt: Sequence[int]) -> int:
+        """Return how many of the first blocks of a prompt a replica caches. O(log blocks).
+
+        A cached block has its predecessors in the cache: the last blocks of a sequence are evicted
+        first.
+        """
+        known = self._replicas.get(replica)
+        if known is None:
+            return 0
+        return bisect_left(prompt, True, key=lambda block: not known.caches(block))

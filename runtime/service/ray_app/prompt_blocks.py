@@ -1,0 +1,86 @@
+"""`PromptBlocks`: the block hashes of the prompt in a request's body, as engines compute them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from ...engine.intake import Intake, Prompt
+from ...errors import StepgraphError
+from ...loading.opened_source import find_source
+from ...loading.tokenizer import load_tokenizer
+from ..http.http_errors import HttpError
+from ..http.requests import ChatRequest, CompletionRequest, chat_prompt
+from .cached_prefixes import fingerprints
+from .options import ReplicaOptions
+
+__all__ = ["PromptBlocks"]
+
+
+class PromptBlocks:
+    """Reads prompts with the tokenizer and templates of the model, without its weights."""
+
+    def __init__(self, options: ReplicaOptions) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            CheckpointError, ConfigError: there is no such model.
+        """
+        engine = options.engine
+        found = find_source(
+            options.model, tied=engine.tie_word_embeddings, model_impl=engine.model_impl
+        )
+        tokenizer = None
+        if found.directory is not None:
+            tokenizer = load_tokenizer(found.directory, eos_token_ids=found.config.eos_token_ids)
+        self._intake = Intake(
+            found.config,
+            tokenizer,
+            longest_sequence=engine.max_model_len or found.config.longest_context,
+            seed=engine.seed,
+            prefix_block_size=engine.block_size if engine.prefix_cache else None,
+            embeds_dtype=None,
+        )
+        self._most_bytes = options.routing.max_prompt_bytes
+        self._readers: Mapping[str, Callable[[bytes], tuple[Prompt, str | None] | None]] = {
+            "/v1/completions": self._completion,
+            "/v1/chat/completions": self._chat,
+        }
+
+    async def of(self, path: str, body: bytes) -> bytes:
+        """Return the fingerprints of a prompt's full blocks; of several prompts, of the first.
+
+        There are none for other paths, for larger bodies than `max_prompt_bytes`, and for invalid
+        requests, which a replica answers.
+        """
+        read = self._readers.get(path)
+        if read is None or len(body) > self._most_bytes:
+            return b""
+        return await asyncio.to_thread(self._fingerprints, read, body)
+
+    def _fingerprints(
+        self, read: Callable[[bytes], tuple[Prompt, str | None] | None], body: bytes
+    ) -> bytes:
+        try:
+            found = read(body)
+            if found is None:
+                return b""
+            prompt, salt = found
+            group = self._intake.accept("prompt", prompt, cache_salt=salt)
+        except (StepgraphError, HttpError, ValueError, RecursionError):  # the replica's to answer
+            return b""
+        hashes = group.requests[0].prefix_hashes
+        if hashes is None:
+            return b""
+        return fingerprints(hashes[block] for block in range(len(hashes)))
+
+    def _completion(self, body: bytes) -> tuple[Prompt, str | None] | None:
+        request = msgspec.json.decode(body, type=CompletionRequest)
+        prompts = request.prompts(max_prompts=1 << 20, max_model_len=1 << 40)
+        return (prompts[0], request.cache_salt) if prompts else None
+
+    def _chat(self, body: bytes) -> tuple[Prompt, str | None] | None:
+        request = msgspec.json.decode(body, type=ChatRequest)
+        return chat_prompt(request, request.offered_tools()), request.cache_salt

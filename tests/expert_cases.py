@@ -1,0 +1,160 @@
+"""Mixtures of experts of any traits, with random tensors and a simple float64 version."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from stepgraph.runtime.kernels import (
+    Experts,
+    ExpertTensors,
+    Routing,
+    dequantise_weight,
+    pack_linear,
+    quantise_weight,
+)
+from stepgraph.runtime.kernels.ops.layer_operations import Activate
+from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from torch import Tensor
+
+
+class Mixture(NamedTuple):
+    """An operation, its tensors, and the weights that they represent."""
+
+    op: Experts
+    tensors: ExpertTensors
+    exact: ExpertTensors
+    """float64, dequantised."""
+
+
+def make_mixture(
+    routing: Routing,
+    *,
+    routed: int = 6,
+    shared: int = 0,
+    hidden: int = 12,
+    features: int = 10,
+    biases: bool = False,
+    correction: bool = False,
+    scaled_inputs: bool = False,
+    limit: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    storage: str = "model",
+    seed: int = 0,
+) -> Mixture:
+    """A mixture with random weights; with `limit`, the clamped activation of gpt-oss."""
+    total = routed + shared
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return (0.5 * torch.randn(*shape, generator=generator)).to(dtype)
+
+    def parameter(name: str, *shape: int) -> Parameter:
+        return Parameter(name, (Source(name, shape),))
+
+    router, gate_up = random(routed, hidden), random(total * 2 * features, hidden)
+    down = random(total * hidden, features)
+    vectors = {
+        "router_bias": random(routed) if biases else None,
+        "correction": random(routed).float() if correction else None,
+        "gate_up_bias": random(total * 2 * features) if biases else None,
+        "down_bias": random(total * hidden) if biases else None,
+    }
+    exact = ExpertTensors(
+        router=router, gate_up=gate_up, gate_up_scales=None, down=down, down_scales=None, **vectors
+    )
+    tensors = exact
+    if storage != "model":
+        stored = {}
+        for name in ("gate_up", "down"):
+            stored[name], stored[f"{name}_scales"] = quantise_weight(getattr(exact, name), storage)
+        tensors = exact._replace(**stored)
+        exact = exact._replace(
+            gate_up=dequantise_weight(stored["gate_up"], stored["gate_up_scales"]),
+            down=dequantise_weight(stored["down"], stored["down_scales"]),
+        )
+    activate = Activate(name="activate", function="silu", features=features)
+    op = Experts(
+        name="experts",
+        router=parameter("router", routed, hidden),
+        gate_up=parameter("gate_up", *gate_up.shape),
+        down=parameter("down", *down.shape),
+        routing=routing,
+        activate=replace(activate, limit=limit, alpha=1.702, up_offset=1.0) if limit else activate,
+        shared=shared,
+        scaled_inputs=scaled_inputs,
+        **{n: None if t is None else parameter(n, len(t)) for n, t in vectors.items()},
+    )
+    doubles = ExpertTensors(*(None if t is None else t.double() for t in exact))
+    return Mixture(op, tensors, doubles)
+
+
+def packed(mixture: Mixture) -> ExpertTensors:
+    """The tensors with packed weights."""
+    tensors, total = mixture.tensors, mixture.op.total
+    return tensors._replace(
+        gate_up=torch.cat([pack_linear(w) for w in tensors.gate_up.chunk(2 * total)]),
+        down=torch.cat([pack_linear(w) for w in tensors.down.chunk(total)]),
+    )
+
+
+def simple_route(
+    op: Experts, logits: list[float], correction: list[float] | None
+) -> dict[int, float]:
+    """The chosen experts of one token and their weights, in order, in Python's arithmetic."""
+    routing, count = op.routing, len(logits)
+    if routing.scores == "softmax":
+        top = max(logits)
+        powers = [math.exp(x - top) for x in logits]
+        scores = [p / sum(powers) for p in powers]
+    elif routing.scores == "sigmoid":
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    else:
+        scores = logits
+    by = logits if op.chooses_by_logits else scores
+    if correction is not None:
+        by = [score + extra for score, extra in zip(by, correction, strict=True)]
+    size = count // routing.groups
+
+    def group_score(group: int) -> float:
+        members = sorted(by[group * size : (group + 1) * size], reverse=True)
+        return members[0] if routing.group_score == "max" else members[0] + members[1]
+
+    groups = sorted(range(routing.groups), key=lambda g: -group_score(g))[: routing.top_groups]
+    allowed = [e for e in range(count) if e // size in groups]
+    chosen = sorted(allowed, key=lambda e: -by[e])[: routing.top_k]
+    weights = [scores[e] for e in chosen]
+    if routing.scores == "softmax_chosen":
+        powers = [math.exp(w - max(weights)) for w in weights]
+        weights = [p / sum(powers) for p in powers]
+    if routing.normalised:
+        weights = [w / (sum(weights) + 1e-20) for w in weights]
+    return {e: w * routing.scale for e, w in zip(chosen, weights, strict=True)}
+
+
+def simple_experts(mixture: Mixture, x_TD: Tensor) -> Tensor:
+    """The output of a mixture in float64, token by token and expert by expert."""
+    op, t = mixture.op, mixture.exact
+    features, hidden = op.activate.features, x_TD.shape[1]
+    act = op.activate
+    out = torch.zeros(x_TD.shape, dtype=torch.float64)
+    for row, x in zip(out, x_TD.double(), strict=True):
+        logits = t.router @ x + (0.0 if t.router_bias is None else t.router_bias)
+        correction = None if t.correction is None else t.correction.tolist()
+        chosen = simple_route(op, logits.tolist(), correction)
+        chosen |= dict.fromkeys(range(op.routed, op.routed + op.shared), 1.0)
+        for expert, weight in chosen.items():
+            at = slice(expert * 2 * features, (expert + 1) * 2 * features)
+            inner = t.gate_up[at] @ (x * weight if op.scaled_inputs else x)
+            if t.gate_up_bias is not None:
+                inner = inner + t.gate_up_bias[at]
+            gate, up = inner.chunk(2)
+            if act.limit:
+                gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+            inner = gate * torch.sigmoid(act.alpha * gate) * (up + act.up_offset)
+            at = slice(expert * hidden, (expert + 1) * hidden)
+            y = t.down[at] @ inner + (0.0 if t.down_bias is None else t.down_bias[at])
+            row += y if op.scaled_inputs else weight * y
+    return out

@@ -1,0 +1,56 @@
+"""Engines of several processes on the CPU, and their processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from stepgraph.runtime import Engine, EngineConfig
+
+SIZES: dict[str, Any] = {
+    "device": "cpu",
+    "mode": "eager",
+    "kernels": "torch",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 8,
+    "prefill_chunk": 16,
+    "max_model_len": 96,
+    "num_blocks": 96,
+}
+"""Small, and with chunks shorter than most prompts."""
+PROMPTS = [[5, 1, 19, 7, 30, 2, 11, 23, 3, 8] * 3, [9, 4, 2], [21] * 17, [1]]
+
+
+@contextmanager
+def opened(source: Path | str, ranks: int = 1, **config: Any) -> Iterator[Engine]:
+    fields = SIZES | {"tensor_parallel": ranks} | config
+    with Engine.from_pretrained(source, EngineConfig(**fields)) as engine:
+        yield engine
+
+
+def children() -> list[psutil.Process]:
+    """The processes of ranks that this process has started, and that run."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and _is_rank(p)]
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return any("rank_worker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
+    """Wait for the end of processes, which may not be children of this one."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"after {seconds} s these still run: {processes}")

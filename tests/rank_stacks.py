@@ -1,0 +1,92 @@
+"""The C++ stack of one rank of a tensor-parallel group, compared with the modules of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from stepgraph.runtime.distributed.shared_memory_collectives import SharedMemoryCollectives
+from stepgraph.runtime.kernels import (
+    DecoderStack,
+    RaggedBatch,
+    select_kernels,
+)
+from stepgraph.runtime.kernels.ops.bound_model import BoundModel
+from stepgraph.runtime.kernels.ops.layer_plan import ModelPlan
+from stepgraph.runtime.kernels.ops.parameter import Parameter
+from stepgraph.runtime.models.sharding import shard_plan
+from torch import Tensor
+
+from .stack_plans import PlanDecoder, PlanRig
+from .stack_rig import CPU
+
+
+def part_of(parameter: Parameter, whole: Tensor) -> Tensor:
+    """The values of a rank's parameter, of those of the whole model."""
+    if parameter.sources[0].name is None:
+        return torch.zeros_like(whole)
+    cut = parameter.cut
+    if cut is None:
+        return whole
+    stacked = whole.reshape(cut.whole)
+    rows = torch.cat([stacked[part.start : part.stop] for part in cut.rows])
+    if cut.columns is not None:
+        rows = rows[:, cut.columns.start : cut.columns.stop]
+    return rows.reshape(parameter.shape).contiguous()
+
+
+def rank_kv_heads(plan: ModelPlan, rank: int, ranks: int) -> slice:
+    """The key/value heads of the whole model that a rank holds."""
+    whole = plan.layers[0].attend.kv_heads
+    own = shard_plan(plan, rank, ranks).layers[0].attend.kv_heads
+    first = rank * own if own * ranks == whole else whole * rank // ranks
+    return slice(first, first + own)
+
+
+class RankRig:
+    """Steps of a whole model in plain PyTorch, and of a rank's stack over its part of the cache."""
+
+    def __init__(self, whole: PlanRig, group: SharedMemoryCollectives) -> None:
+        self.whole, self.dtype, self.storage = whole, whole.dtype, whole.storage
+        plan = shard_plan(whole.plan, group.rank, group.ranks)
+        self.heads = rank_kv_heads(whole.plan, group.rank, group.ranks)
+        kernels = replace(select_kernels(CPU, "compile", self.dtype), collectives=group)
+        self.decoder = PlanDecoder(plan, kernels, whole.places, self.storage)
+        self.decoder.frequencies = frequencies = whole.decoder.frequencies
+        self.decoder.store(
+            {
+                p.name: part_of(p, whole.values[p.name])
+                for p in plan.parameters()
+                if p != plan.embedding
+            }
+        )
+        named = self.decoder.named_parameters()
+        self.decoder.stack = DecoderStack(
+            BoundModel(
+                plan=plan,
+                tensors={name: tensor.detach() for name, tensor in named},
+                places=whole.places,
+                storage=self.storage,
+                embedding_factor=1.0,
+                frequencies=frequencies,
+                amplitudes=torch.ones_like(frequencies),
+                collectives=group,
+            )
+        )
+
+    def step(
+        self, inputs: RaggedBatch, x_TD: Tensor, *, stacked: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states, and this rank's part of the arena afterwards."""
+        if not stacked:
+            out, arena = self.whole.step(inputs, x_TD, stacked=False)
+            return out, arena[:, :, :, self.heads]
+        arena = self.whole.arena[:, :, :, self.heads].contiguous()
+        with torch.no_grad():
+            return self.decoder.decode(x_TD, arena, inputs), arena
+
+
+def bits(x: Tensor) -> Any:
+    """What equals that of another tensor exactly where all bits are the same."""
+    return bytes(x.contiguous().view(torch.uint8).numpy())

@@ -1,0 +1,329 @@
+"""Random plans of decoder layers with every trait of the C++ stack, and a rig to run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from stepgraph.cache.arena import SCALE_BYTES, Storage
+from stepgraph.cache.spec import FullAttentionSpec, SlidingWindowSpec, group_layers
+from stepgraph.runtime.kernels import (
+    DecoderStack,
+    Experts,
+    Kernels,
+    LayerPlace,
+    RaggedBatch,
+    Routing,
+    Stack,
+    WeightStorage,
+    select_kernels,
+)
+from stepgraph.runtime.kernels.cpu.elementwise import reference_rotations
+from stepgraph.runtime.kernels.ops.bound_model import BoundModel
+from stepgraph.runtime.kernels.ops.layer_operations import (
+    Activate,
+    Attend,
+    AttentionTemperature,
+    Linear,
+    Norm,
+    Operation,
+    QKNorm,
+    Residual,
+    Rotate,
+)
+from stepgraph.runtime.kernels.ops.layer_plan import LayerPlan, ModelPlan
+from stepgraph.runtime.kernels.ops.parameter import Parameter, Source
+from stepgraph.runtime.models.decoder import Layer
+from stepgraph.runtime.models.modules import Projection, RMSNorm
+from stepgraph.runtime.models.operations import LayerStep
+from torch import Tensor, nn
+
+from .stack_rig import CPU, LENGTH, Rig
+
+ROPE_KINDS = 2
+
+
+def parameter(name: str, *shape: int) -> Parameter:
+    return Parameter(f"{name}.weight", (Source(name, shape),))
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn, all_experts: bool = False, wide: bool = False, ranks: int = 1
+) -> ModelPlan:
+    """A decoder of one to three layers, each with traits and an MLP or experts of its own.
+
+    With `all_experts` every token uses all experts, so that no rounding can change its choice. A
+    `wide` one has work for several threads in each phase, also for one token. It can be split over
+    `ranks`.
+    """
+    hidden = draw(st.integers(300, 400) if wide else st.integers(3, 100))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    if ranks > 1 and draw(st.booleans()):
+        kv_heads, group = 1, ranks * group  # all ranks hold the same keys
+    else:
+        kv_heads *= ranks
+    head_dim = 2 * draw(st.integers(16, 32) if wide else st.integers(1, 24))
+    sizes = (hidden, kv_heads * group, kv_heads, head_dim)
+    layers = tuple(
+        LayerPlan(tuple(draw(_operations(sizes, all_experts, ranks))))
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    return ModelPlan(
+        embedding=parameter("embed_tokens", 8, hidden),
+        embedding_scale=1.0,
+        layers=layers,
+        norm=draw(_norm("norm", hidden)),
+        head=Linear(name="head", weight=parameter("embed_tokens", 8, hidden)),
+        logit_softcap=0.0,
+        logit_scale=1.0,
+        rope_kinds=ROPE_KINDS,
+    )
+
+
+@st.composite
+def _operations(
+    draw: st.DrawFn, sizes: tuple[int, int, int, int], all_experts: bool, ranks: int
+) -> list[Operation]:
+    hidden, heads, kv_heads, head_dim = sizes
+    biased = draw(st.booleans())
+    qkv = (heads, kv_heads, kv_heads)
+    operations: list[Operation] = []
+    if draw(st.booleans()):
+        operations.append(draw(_norm("input_norm", hidden)))
+    operations.append(
+        _linear("attention.qkv", sum(qkv) * head_dim, hidden, biased, split=qkv, unit=head_dim)
+    )
+    if draw(st.booleans()):
+        operations.append(draw(_qk_norm(sizes)))
+    operations.append(Rotate(name="rotate", kind=draw(st.integers(0, ROPE_KINDS - 1))))
+    operations.append(draw(_attend(sizes)))
+    operations.append(_linear("attention.output", hidden, heads * head_dim, biased))
+    if draw(st.booleans()):
+        operations.append(draw(_norm("attention_output_norm", hidden)))
+    operations.append(Residual(name="residual", scale=draw(_factors)))
+    if draw(st.booleans()):
+        operations.append(draw(_norm("mlp_norm", hidden)))
+    if draw(st.booleans()):
+        operations.append(draw(_experts(hidden, all_experts, ranks)))
+    else:
+        inner = ranks * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 64, 96])))
+        operations.append(_linear("gate_up", 2 * inner, hidden, biased, split=(inner, inner)))
+        operations.append(draw(_activate(inner)))
+        operations.append(_linear("down", hidden, inner, biased))
+    if draw(st.booleans()):
+        operations.append(draw(_norm("mlp_output_norm", hidden)))
+    operations.append(Residual(name="residual", scale=draw(_factors)))
+    return operations
+
+
+_factors = st.sampled_from([1.0, 0.22, 1.7])
+
+
+@st.composite
+def _norm(draw: st.DrawFn, name: str, size: int) -> Norm:
+    eps = draw(st.sampled_from([1e-6, 1e-5]))
+    return Norm(name=name, weight=parameter(name, size), eps=eps, offset=draw(st.booleans()))
+
+
+@st.composite
+def _qk_norm(draw: st.DrawFn, sizes: tuple[int, int, int, int]) -> QKNorm:
+    _, heads, kv_heads, head_dim = sizes
+    all_heads = draw(st.booleans())
+    return QKNorm(
+        name="qk_norm",
+        q=parameter("attention.q_norm", heads * head_dim if all_heads else head_dim),
+        k=parameter("attention.k_norm", kv_heads * head_dim if all_heads else head_dim),
+        eps=1e-6,
+        offset=draw(st.booleans()),
+        all_heads=all_heads,
+    )
+
+
+@st.composite
+def _attend(draw: st.DrawFn, sizes: tuple[int, int, int, int]) -> Attend:
+    _, heads, kv_heads, head_dim = sizes
+    return Attend(
+        name="attention",
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=draw(st.sampled_from([0, 0, 7, 40])),
+        chunk=draw(st.sampled_from([0, 0, 16, 131])),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        sinks=parameter("attention.sinks", heads) if draw(st.booleans()) else None,
+        temperature=draw(st.sampled_from([None, AttentionTemperature(8, 0.1)])),
+    )
+
+
+@st.composite
+def routings(draw: st.DrawFn, all_experts: bool = False) -> tuple[Routing, int, bool]:
+    """A routing, the number of experts to choose from, and whether there is a correction."""
+    groups, size = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    top_groups = groups if all_experts else draw(st.integers(1, groups))
+    correction = draw(st.booleans())
+    scores = draw(st.sampled_from(["softmax", "sigmoid"] + ["softmax_chosen"] * (not correction)))
+    sums = scores != "softmax_chosen" and draw(st.booleans())
+    routing = Routing(
+        top_k=groups * size if all_experts else draw(st.integers(1, top_groups * size)),
+        scores=scores,
+        normalised=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        groups=groups,
+        top_groups=top_groups,
+        group_score="top_2_sum" if sums else "max",
+    )
+    return routing, groups * size, correction
+
+
+@st.composite
+def _experts(draw: st.DrawFn, hidden: int, all_experts: bool, ranks: int) -> Experts:
+    routing, routed, correction = draw(routings(all_experts))
+    biased, shared = draw(st.booleans()), draw(st.integers(0, 2))
+    features = ranks * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 64, 96])))
+    total = routed + shared
+
+    def bias(name: str, size: int) -> Parameter | None:
+        return Parameter(f"experts.{name}.bias", (Source(name, (size,)),)) if biased else None
+
+    added = Parameter(
+        "experts.correction.weight", (Source("correction", (routed,)),), dtype=torch.float32
+    )
+    return Experts(
+        name="experts",
+        router=parameter("experts.router", routed, hidden)._replace(exact=True),
+        gate_up=parameter("experts.gate_up", 2 * total * features, hidden)._replace(
+            matrices=2 * total
+        ),
+        down=parameter("experts.down", total * hidden, features)._replace(matrices=total),
+        routing=routing,
+        activate=draw(_activate(features)),
+        router_bias=bias("router", routed),
+        correction=added if correction else None,
+        gate_up_bias=bias("gate_up", total * 2 * features),
+        down_bias=bias("down", total * hidden),
+        shared=shared,
+        scaled_inputs=draw(st.booleans()),
+    )
+
+
+@st.composite
+def _activate(draw: st.DrawFn, features: int) -> Activate:
+    function = draw(st.sampled_from(["silu", "gelu_tanh"]))
+    return Activate(
+        name="activate",
+        function=function,
+        features=features,
+        limit=draw(st.sampled_from([0.0, 0.5])),
+        alpha=draw(st.sampled_from([1.0, 1.702])) if function == "silu" else 1.0,
+        up_offset=draw(st.sampled_from([0.0, 1.0])),
+    )
+
+
+def _linear(name: str, rows: int, columns: int, biased: bool, **fields: Any) -> Linear:
+    bias = Parameter(f"{name}.bias", (Source(name, (rows,)),)) if biased else None
+    return Linear(name=name, weight=parameter(name, rows, columns), bias=bias, **fields)
+
+
+class PlanDecoder(nn.Module):
+    """The layers of a plan in plain PyTorch, and as a stack."""
+
+    def __init__(
+        self, plan: ModelPlan, kernels: Kernels, places: tuple[LayerPlace, ...], storage: Storage
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Layer(layer, kernels, place, storage)
+            for layer, place in zip(plan.layers, places, strict=True)
+        )
+        self.norm = RMSNorm(plan.norm.eps, offset=plan.norm.offset)
+        self.frequencies = torch.rand(ROPE_KINDS, plan.rope_dim // 2)
+        self.stack: Stack | None = None
+
+    def store(self, weights: dict[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            path, _, leaf = name.rpartition(".")
+            module, stored = self.get_submodule(path), {leaf: tensor}
+            if isinstance(module, Projection) and leaf == "weight":
+                module.dtype = tensor.dtype
+                stored = module.as_stored(tensor, CPU)
+            for key, value in stored.items():
+                setattr(module, key, nn.Parameter(value, requires_grad=False))
+
+    def decode(self, x_TD: Tensor, arena: Tensor, batch: RaggedBatch) -> Tensor:
+        cos_KTE, sin_KTE = reference_rotations(batch.positions, self.frequencies)
+        if self.stack is not None:
+            return self.stack.run(x_TD, arena, batch, cos_KTE, sin_KTE)
+        step = LayerStep(cos_KTE, sin_KTE, arena, batch)
+        for layer in self.layers:
+            x_TD = layer(x_TD, step)
+        normed: Tensor = self.norm(x_TD)
+        return normed
+
+
+def random_tensor(parameter: Parameter, dtype: torch.dtype) -> Tensor:
+    """Matrices that keep the size of their inputs; vectors around zero."""
+    scale = parameter.shape[1] ** -0.5 if len(parameter.shape) == 2 else 0.5
+    return (torch.randn(parameter.shape) * scale).to(parameter.dtype or dtype)
+
+
+class PlanRig(Rig):
+    """A rig over a plan: the plain version shares no operator with the stack."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        dtype: torch.dtype,
+        weights: WeightStorage = "model",
+        storage: Storage = "model",
+        seed: int = 0,
+    ) -> None:
+        self.plan, self.dtype, self.storage = plan, dtype, storage
+        torch.manual_seed(seed)
+        element_bytes = dtype.itemsize if storage == "model" else 1
+        attends = [layer.attend for layer in plan.layers]
+        specs: list[FullAttentionSpec | SlidingWindowSpec] = []
+        for attend in attends:
+            sizes = (attend.kv_heads, attend.head_dim, element_bytes, SCALE_BYTES[storage])
+            reach = min(filter(None, (attend.window, attend.chunk)), default=0)
+            specs.append(
+                SlidingWindowSpec(*sizes, window=reach) if reach else FullAttentionSpec(*sizes)
+            )
+        self.make_cache(group_layers(specs), plan.hidden_size, attends[0].head_dim)
+        places = {
+            layer: LayerPlace(group.index, position)
+            for group in self.groups
+            for position, layer in enumerate(group.layers)
+        }
+        self.places = in_order = tuple(places[layer] for layer in range(len(plan.layers)))
+        self.values = values = {
+            p.name: random_tensor(p, dtype) for p in plan.parameters() if p != plan.embedding
+        }
+        native, self.decoder = (
+            PlanDecoder(plan, select_kernels(CPU, mode, dtype, weights), in_order, storage)
+            for mode in ("compile", "eager")
+        )
+        native.store(values)
+        self.decoder.store(values)
+        self.decoder.stack = DecoderStack(
+            BoundModel(
+                plan=plan,
+                tensors={name: tensor.detach() for name, tensor in native.named_parameters()},
+                places=in_order,
+                storage=storage,
+                embedding_factor=1.0,
+                frequencies=self.decoder.frequencies,
+                amplitudes=torch.ones_like(self.decoder.frequencies),
+            )
+        )
+
+    def seen(self, layer: int, position: int) -> range:
+        """Positions that a token attends to in a layer."""
+        attend = self.plan.layers[layer].attend
+        begin = max(0, position - (attend.window or LENGTH) + 1)
+        if attend.chunk:
+            begin = max(begin, position - position % attend.chunk)
+        return range(begin, position + 1)

@@ -1,0 +1,23 @@
+"""Engines of every family with experts compute what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from stepgraph.runtime import Engine
+
+from .expert_models import EXPERT_VARIANTS
+from .test_families import assert_parity
+
+if TYPE_CHECKING:
+    from conftest import TinyModel
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
+def test_eager_engine_equals_transformers(
+    open_engine: Callable[..., Engine], tiny: Callable[[str], TinyModel], variant: str
+) -> None:
+    assert_parity(open_engine(variant, prefill_chunk=32, block_size=4), tiny(variant))

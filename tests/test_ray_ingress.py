@@ -1,0 +1,209 @@
+"""The ingress and the replica without a cluster: retries, errors, health. Needs Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from stepgraph.runtime import AsyncEngine, EngineConfig, ServiceConfig
+from stepgraph.runtime.errors import EngineFailedError
+from stepgraph.runtime.service.ray_app.options import ReplicaOptions
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray Serve", allow_module_level=True)
+
+from ray.exceptions import RayActorError
+from stepgraph.runtime.service.ray_app.engine_replica import EngineReplica
+from stepgraph.runtime.service.ray_app.ingress import Ingress
+from stepgraph.runtime.service.ray_app.remote_call import (
+    Accepted,
+    Head,
+    NotServed,
+    RemoteRequest,
+)
+
+from .test_request_records import SlowEngine
+
+OPTIONS = {"model": "demo", "routing": {"policy": "balanced"}}
+STREAM = Head(200, ((b"content-type", b"text/event-stream"),))
+WHOLE = Head(200, ((b"content-type", b"application/json"),))
+LOST = RayActorError()
+COMPLETION = RemoteRequest(
+    "POST", "/v1/completions", b"", (), b'{"prompt": [1, 2, 3], "max_tokens": 4}'
+)
+
+
+class Replicas:
+    """A deployment handle: each call gets the next script, of parts and errors."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self._scripts = iter(scripts)
+        self.calls: list[RemoteRequest] = []
+        self.num_cancelled = 0
+        self.respond = self
+
+    def options(self, *, stream: bool) -> Replicas:
+        assert stream
+        return self
+
+    def remote(self, request: RemoteRequest, prompt: bytes) -> Call:
+        self.calls.append(request)
+        return Call(self, next(self._scripts))
+
+
+class Call:
+    def __init__(self, replicas: Replicas, script: list[Any]) -> None:
+        self._replicas = replicas
+        self._parts = self._run(script)
+
+    @staticmethod
+    async def _run(script: list[Any]) -> AsyncIterator[Any]:
+        for part in script:
+            if isinstance(part, Exception):
+                raise part
+            if part is None:  # it hangs
+                await asyncio.Event().wait()
+            yield part
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._parts
+
+    async def __anext__(self) -> Any:
+        return await anext(self._parts)
+
+    def cancel(self) -> None:
+        self._replicas.num_cancelled += 1
+
+
+def answer(replicas: Replicas, **options: Any) -> httpx.Response:
+    ingress = Ingress(ReplicaOptions.of({**OPTIONS, **options}), replicas)
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", json={"prompt": "x"})
+
+    return asyncio.run(post())
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        [LOST],
+        [Accepted(), LOST],
+        [Accepted(), NotServed("it drains")],
+        [Accepted(), WHOLE, LOST],
+        [Accepted(), WHOLE, b'{"a"', LOST],
+    ],
+)
+def test_a_request_is_sent_again_until_its_response_begins(lost: list[Any]) -> None:
+    replicas = Replicas(lost, lost, [Accepted(), WHOLE, b"{}"])
+    response = answer(replicas)
+    assert (response.status_code, response.content) == (200, b"{}")
+    assert len(replicas.calls) == 3
+    assert len(set(replicas.calls)) == 1
+    assert replicas.calls[0].path == "/v1/completions"
+    assert replicas.calls[0].body == b'{"prompt":"x"}'
+
+
+@pytest.mark.parametrize("end", [LOST, NotServed("its engine failed")])
+def test_a_stream_that_is_lost_ends_with_an_error(end: Any) -> None:
+    replicas = Replicas([Accepted(), STREAM, b"data: 1\n\n", end])
+    response = answer(replicas)
+    events = response.text.split("\n\n")
+    assert events[0] == "data: 1"
+    assert '"error"' in events[1]
+    assert "[DONE]" not in response.text
+    assert len(replicas.calls) == 1
+
+
+def test_attempts_are_limited() -> None:
+    replicas = Replicas([LOST], [Accepted(), NotServed("it drains")])
+    response = answer(replicas, max_attempts=2)
+    assert response.status_code == 503
+    assert "it drains" in response.json()["error"]["message"]
+    assert len(replicas.calls) == 2
+
+
+def test_a_request_that_no_replica_accepts_is_refused() -> None:
+    replicas = Replicas([None])
+    response = answer(replicas, route_seconds=0.05)
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert replicas.num_cancelled == 1
+
+
+def test_errors_of_a_replica_are_passed_on() -> None:
+    refusal = Head(400, ((b"content-type", b"application/json"),))
+    response = answer(Replicas([Accepted(), refusal, b'{"error": {}}']))
+    assert (response.status_code, response.json()) == (400, {"error": {}})
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowEngine:
+    """A replica's engine, whose steps can be held back or fail."""
+    slow = SlowEngine()
+
+    def make(model: str, engine: EngineConfig, service: ServiceConfig) -> AsyncEngine:
+        return AsyncEngine(slow.start, service)
+
+    monkeypatch.setattr(AsyncEngine, "from_pretrained", make)
+    return slow
+
+
+async def parts_of(replica: EngineReplica, request: RemoteRequest = COMPLETION) -> list[Any]:
+    return [part async for part in replica.respond(request, b"")]
+
+
+def test_a_replica_answers_and_reports(slow: SlowEngine) -> None:
+    async def run() -> None:
+        replica = EngineReplica(ReplicaOptions.of(OPTIONS))
+        await replica.check_health()
+        accepted, head, *body = await parts_of(replica)
+        assert accepted == Accepted()
+        assert head.status == 200
+        assert b'"completion_tokens":4' in b"".join(body)
+        loads = await replica.record_autoscaling_stats()
+        assert loads == {"queue_seconds": 0, "kv_usage": 0, "row_usage": 0}
+        blocks = (await replica.record_routing_stats())["blocks"]
+        assert len(blocks) == 4, "of the one full block of seven tokens"
+
+    asyncio.run(run())
+
+
+def test_a_step_that_takes_too_long_is_unhealthy(slow: SlowEngine) -> None:
+    async def run() -> None:
+        replica = EngineReplica(ReplicaOptions.of({**OPTIONS, "step_seconds": 0.2}))
+        slow.seconds = 2.0
+        task = asyncio.create_task(parts_of(replica))
+        await asyncio.sleep(0.6)
+        with pytest.raises(EngineFailedError, match="step_seconds"):
+            await replica.check_health()
+        slow.seconds = 0
+        assert (await task)[1].status == 200
+        await replica.check_health()
+
+    asyncio.run(run())
+
+
+def test_a_failed_engine_serves_nothing_and_is_unhealthy(slow: SlowEngine) -> None:
+    """The request that it loses has no response yet, so another replica can serve it."""
+
+    async def run() -> None:
+        replica = EngineReplica(ReplicaOptions.of(OPTIONS))
+        slow.failure = RuntimeError("of the device")
+        for _ in range(2):  # the second one finds a failed engine
+            accepted, refused = await parts_of(replica)
+            assert accepted == Accepted()
+            assert isinstance(refused, NotServed)
+            assert "of the device" in refused.reason
+        with pytest.raises(EngineFailedError, match="of the device"):
+            await replica.check_health()
+        health = await parts_of(replica, RemoteRequest("GET", "/health", b"", (), b""))
+        assert health[1].status == 503
+
+    asyncio.run(run())
