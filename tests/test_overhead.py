@@ -66,7 +66,7 @@ def trace_of_an_engine(monkeypatch: pytest.MonkeyPatch, *, is_async_device: bool
         outputs = HostOutputs(5, rig.runner.max_prefill_rows, 1024, device=torch.device("cpu"))
         outputs._events = fake_events(stream)
         monkeypatch.setattr(launch, "current_stream", lambda device: stream)
-        rig.runner._outputs = outputs
+        rig.runner.outputs = outputs
     for _ in range(WARM):
         rig.loop.step()
     trace.begin()

@@ -39,25 +39,28 @@ class FakeHostArena:
         self.num_blocks = num_blocks
         self.arena_blocks = arena_blocks
 
-    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copy: str, pairs: list[tuple[int, int]]) -> None:
+        if copy == "from_host":
+            pairs = [(block, host) for host, block in pairs]
+        else:
+            assert copy == "to_host"
         assert all(0 < block < self.arena_blocks for block, _ in pairs), "the null block is taboo"
         assert all(0 <= host < self.num_blocks for _, host in pairs)
         self.clock[0] += len(pairs)
-
-    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        self.swap_out([(block, host) for host, block in pairs])
 
 
 def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -> Any:
     """Prefills 32 tokens in a quarter of a second."""
     key = SimpleNamespace(size=32)
 
-    def launch(launched: object) -> None:
+    def run(launched: object) -> None:
         assert launched is key
         clock[0] += 0.25
 
+    arena = FakeHostArena(clock, host_blocks, arena_blocks)
     return SimpleNamespace(
-        host_arena=FakeHostArena(clock, host_blocks, arena_blocks) if host_blocks else None,
+        host_arena=arena if host_blocks else None,
+        copy_blocks=arena.copy_blocks,
         num_blocks=arena_blocks,
         device=torch.device("cpu"),
         sizes=SimpleNamespace(
@@ -65,7 +68,7 @@ def fake_runner(clock: list[float], host_blocks: int, arena_blocks: int = 100) -
             read_blocks=SimpleNamespace(largest=7),
             prefill_key=lambda tokens, width, full: key if tokens == 32 and not full else None,
         ),
-        library=SimpleNamespace(run=launch),
+        run=run,
     )
 
 

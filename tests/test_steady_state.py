@@ -61,7 +61,7 @@ def arrive_elsewhere(rig: HostRig) -> None:
     """Let outputs be brought to the host, as from a device that is none."""
     assert rig.loop.scheduler.num_running == rig.loop.scheduler.max_num_seqs
     rows, chunks = rig.loop.scheduler.max_num_seqs, rig.runner.max_prefill_rows
-    rig.runner._outputs = HostOutputs(rows, chunks, 1024, device=torch.device("cpu"))
+    rig.runner.outputs = HostOutputs(rows, chunks, 1024, device=torch.device("cpu"))
     rig.run(3)  # each set has been used
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "MemoryBudgetError",
     "NonFiniteLogitsError",
     "OverloadedError",
+    "RankError",
     "RequestError",
     "StepPreparationError",
 ]
