@@ -23,6 +23,7 @@ def steady_case(repeated: list[list[float]], **changes: Any) -> dict[str, Any]:
         "mode": "eager",
         "kernels": "torch",
         "model_impl": "native",
+        "tensor_parallel": 1,
         "device": "cpu",
         "batch_size": 1,
         "input_len": 128,

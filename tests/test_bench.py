@@ -212,6 +212,20 @@ def test_a_repeated_case_is_measured_once(monkeypatch, tmp_path):
     assert run_bench(monkeypatch, f"--compare {path} {path}") == 0
 
 
+@pytest.mark.slow
+def test_ranks_are_measured_in_turn(monkeypatch, tmp_path):
+    """All ranks of a CPU read from one memory, so their bytes are added."""
+    path = tmp_path / "a.json"
+    ranks = f"{ONE} --tensor-parallel 1 2 --output-json {path}"
+    assert run_bench(monkeypatch, ranks) == 0
+    one, two = json.loads(path.read_text())["cases"]
+    assert (one["tensor_parallel"], two["tensor_parallel"]) == (1, 2)
+    assert one["interleaved"]
+    assert two["interleaved"]
+    read = [case["roofline"]["bytes_per_step"] for case in (one, two)]
+    assert read[0] < read[1] < 1.2 * read[0]
+
+
 def test_a_closed_pipe_is_no_error(tmp_path):
     """`bench.py ... | true`, which reads nothing: the files are whole, and so is the status."""
     old = ROOT / "docs" / "results" / "cpu-2x-zen5" / "demo.json"

@@ -45,16 +45,19 @@ class StepMode(NamedTuple):
     mode: str
     kernels: str
     model_impl: str = "auto"
+    ranks: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig | ResolvedConfig) -> StepMode:
         """Return the mode of an engine."""
-        return cls(config.mode, config.kernels, config.model_impl)
+        user = config.user if isinstance(config, ResolvedConfig) else config
+        return cls(config.mode, config.kernels, config.model_impl, user.tensor_parallel)
 
     def __str__(self) -> str:
         kernels = "" if self.kernels == "auto" else f" with {self.kernels} kernels"
         layers = f", layers of {self.model_impl}" if self.model_impl == "transformers" else ""
-        return self.mode + kernels + layers
+        ranks = "" if self.ranks == 1 else f", {self.ranks} ranks"
+        return self.mode + kernels + layers + ranks
 
 
 def modes_of(device: torch.device) -> tuple[str, ...]:
@@ -123,7 +126,7 @@ class BenchmarkRun(ABC):
             "prefill_chunk": options.prefill_chunk,
             "prefix_cache": False,  # every repetition prefills its prompts
             "seed": options.seed,
-            "tensor_parallel": (options.tensor_parallel or [1])[0],
+            "tensor_parallel": mode.ranks,
         }
         return EngineConfig(**fields | sizes)
 
@@ -167,13 +170,14 @@ class BenchmarkRun(ABC):
         return entry
 
     def _step_modes(self, modes: Iterable[str]) -> list[StepMode]:
-        """Return every combination of modes, `--kernels` and `--model-impl` once.
+        """Return every combination of modes, `--kernels`, `--model-impl` and ranks once.
 
         Eager first: tokens and logits of the other modes are compared with it.
         """
         ordered = sorted(modes, key=MODES.index)
         options = self.options
-        every = itertools.product(ordered, options.kernels, options.model_impl)
+        ranks = options.tensor_parallel or [1]
+        every = itertools.product(ordered, options.kernels, options.model_impl, ranks)
         return list(dict.fromkeys(StepMode(*values) for values in every))
 
     def _check_kinds(self) -> list[ModelKind]:

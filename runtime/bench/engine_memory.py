@@ -70,7 +70,8 @@ def share_memory(
     """Return the configurations of engines that share the device's memory equally.
 
     Each share is in bytes of what is free before the first engine starts: a fraction would apply
-    to what the others left. Plans are made without reading a weight.
+    to what the others left. The ranks of one on a CPU divide its share. Plans are made without
+    reading a weight.
 
     Args:
         model: as `Engine.from_pretrained`.
@@ -86,12 +87,14 @@ def share_memory(
     memory = DeviceMemory.of(device)
     # At least 1 byte: 0 is not a valid budget, and the plan reports that a byte is too few.
     share = max(1, int(fraction * memory.available) // len(configs))
+    ranks = [config.tensor_parallel if memory.shared_with_os else 1 for config in configs]
     shared = [
-        dataclasses.replace(config, memory_fraction=None, memory_bytes=share) for config in configs
+        dataclasses.replace(config, memory_fraction=None, memory_bytes=max(1, share // n))
+        for config, n in zip(configs, ranks, strict=True)
     ]
-    plans = [_plan(model, config, memory) for config in shared]
-    total = sum(plan.total for plan in plans)
-    host = sum(plan.host_total for plan in plans if not plan.host_shared)
+    plans = [(_plan(model, config, memory), n) for config, n in zip(shared, ranks, strict=True)]
+    total = sum(n * plan.total for plan, n in plans)
+    host = sum(n * plan.host_total for plan, n in plans if not plan.host_shared)
     if total > memory.available or host > memory.host_available:
         raise MemoryBudgetError(
             f"together they take {total} bytes of {memory.available} on the device, and {host} of"

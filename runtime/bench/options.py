@@ -309,7 +309,8 @@ _FLAGS = {
         "for --explain-step: numbers of GPUs that share the model; prints their bytes, collective"
         " operations and speed-up instead of the kernels. For --explain-memory: numbers of devices"
         " that share it; prints the memory plan of one of them. For a scenario: processes of the"
-        " engine, see docs/tensor-parallel.md",
+        " engine (docs/tensor-parallel.md), which share the cores of a CPU; several numbers are"
+        " measured in turn",
         nargs="+",
         type=integer(1, MAX_RANKS),
         metavar="RANKS",

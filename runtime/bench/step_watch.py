@@ -125,7 +125,8 @@ def decode_roofline(
 ) -> Roofline:
     """Return the roofline of a decode step, or of the mean of several.
 
-    Bytes are those of the weights and the cache as this engine stores them.
+    Bytes are those of the weights and the cache as this engine stores them. The ranks of a CPU
+    share its bandwidth, so the bytes of all count; elsewhere those of one rank.
 
     Args:
         engine: that runs the steps.
@@ -144,9 +145,10 @@ def decode_roofline(
         attend.head_dim,
         attend.value_dim,
     )
+    shared = engine.config.user.tensor_parallel if engine.config.device.type == "cpu" else 1
     return Roofline(
-        engine.weight_bytes_read(len(contexts) / steps) + round(kv_bytes / steps),
-        round(flops / steps),
+        shared * (engine.weight_bytes_read(len(contexts) / steps) + round(kv_bytes / steps)),
+        round(shared * flops / steps),
         bandwidth,
     )
 

@@ -174,9 +174,6 @@ def _check_combination(options: argparse.Namespace, given: Sequence[str]) -> Non
     others = [_flag(name) for name in given if name not in accepted]
     if others:
         raise ValueError(f"{', '.join(others)}: no effect together with {what}")
-    measured = not (options.explain_memory or options.explain_step)
-    if measured and len(options.tensor_parallel or ()) > 1:
-        raise ValueError("--tensor-parallel takes one number of ranks in a measurement")
     unused = [_flag(name) for name in given if name in _PROFILE[1:]]
     if unused and options.profile == "none":
         raise ValueError(f"{unused[0]} has no effect without --profile")
@@ -224,7 +221,8 @@ def _validate_profile(options: argparse.Namespace, given: Sequence[str]) -> None
     for name in ("baseline", "compare", "plot"):
         if name in given:
             raise ValueError(f"--{name} cannot go with --profile: a profiled run is slower")
-    for name in (*_MODEL, "mode", "kernels", "model_impl", "batch_size", "input_len", "output_len"):
+    sizes = ("batch_size", "input_len", "output_len")
+    for name in (*_MODEL, "mode", "kernels", "model_impl", "tensor_parallel", *sizes):
         values = getattr(options, name)
         if isinstance(values, list) and len(values) > 1:
             listed = " ".join(map(str, values))

@@ -18,6 +18,8 @@ def _mode(entry: Entry) -> str:
         found.append(entry["kernels"])
     if entry.get("model_impl") == "transformers":
         found.append("layers of transformers")
+    if entry.get("tensor_parallel", 1) > 1:
+        found.append(f"{entry['tensor_parallel']} ranks")
     return ", ".join(found)
 
 

@@ -18,11 +18,19 @@ _HEADS = {
     "output_len": "output",
     "max_itl_ms": "max ITL ms",
     "neighbours": "busy",
+    "tensor_parallel": "ranks",
 }
 MIN_REPETITIONS = 5
 """Of both runs: bounds from fewer hold with less than 88 %."""
 
-_HIDDEN_IF_EQUAL = ("device", "model_impl", "prefill_chunk", "steps_per_launch", "steps")
+_HIDDEN_IF_EQUAL = (
+    "device",
+    "model_impl",
+    "tensor_parallel",
+    "prefill_chunk",
+    "steps_per_launch",
+    "steps",
+)
 _TEXT = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
 _COLUMNS = ("ms", "old", "new", "ratio", "bounds", "repetitions old, new", "n old, new", "")
 

@@ -60,7 +60,7 @@ class Compared(NamedTuple):
 
 
 _ENGINE = ("model", "dtype", "weight_dtype", "kv_dtype", "mode", "kernels", "model_impl", "device")
-_SIZES = (*_ENGINE, "batch_size", "input_len", "prefill_chunk")
+_SIZES = (*_ENGINE, "batch_size", "input_len", "tensor_parallel", "prefill_chunk")
 _ITL = (("itl_ms", "p50"), ("itl_ms", "p99"))
 
 COMPARED = {
@@ -74,8 +74,12 @@ COMPARED = {
 }
 """By scenario."""
 
-_OPTIONAL = ("weight_dtype", "kernels", "model_impl", "prefill_chunk", "steps_per_launch")
-"""Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`."""
+_OPTIONAL = (
+    *("weight_dtype", "kernels", "model_impl", "tensor_parallel", "prefill_chunk"),
+    "steps_per_launch",
+)
+"""Keys that earlier versions did not write. An absent `weight_dtype` is `dtype`, an absent
+`tensor_parallel` is 1."""
 _MIN_MS, _MAX_MS = 1e-9, 1e12
 """No step takes less than a picosecond, or more than thirty years."""
 
@@ -94,6 +98,8 @@ def case_of(entry: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     case = {key: entry[key] for key in keys if key in entry}
     if "weight_dtype" in keys:
         case.setdefault("weight_dtype", entry["dtype"])
+    if "tensor_parallel" in keys:
+        case.setdefault("tensor_parallel", 1)
     case["device"] = entry["device"].partition(":")[0]
     if "max_itl_ms" in keys and entry.get("automatic_budget"):
         case["max_itl_ms"] = "auto"

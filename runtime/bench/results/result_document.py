@@ -105,6 +105,7 @@ def describe_engine(engine: Engine, model: str) -> dict[str, Any]:
         "mode": engine.config.mode,
         "kernels": engine.config.kernels,
         "model_impl": engine.config.model_impl,
+        "tensor_parallel": engine.config.user.tensor_parallel,
         "device": str(engine.config.device),
         "prefill_chunk": engine.config.user.prefill_chunk,
         "fallbacks": engine.stats()["fallbacks"],
