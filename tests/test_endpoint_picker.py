@@ -67,7 +67,10 @@ def test_the_picker_finds_gauges_of_the_documented_names() -> None:
         assert int(labels["num_gpu_blocks"]) == gauges.usable_blocks
         for future in futures:
             future.cancel()
-        wait_until(lambda: engine.snapshot().gauges.running == 0)
-        found = scrape()
-        assert [found[f][0] for f in ("runningRequestsSpec", "queuedRequestsSpec")] == [0, 0]
-        assert found["kvUsageSpec"][0] == 0
+
+        def counts() -> list[float]:
+            found = scrape()
+            return [found[f"{name}Spec"][0] for name in ("runningRequests", "queuedRequests")]
+
+        wait_until(lambda: counts() == [0, 0])
+        assert scrape()["kvUsageSpec"][0] == 0
