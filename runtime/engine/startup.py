@@ -63,12 +63,14 @@ from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
 from .rank_collectives import serve_collectives, with_collectives
 from .rank_start import (
+    START_SECONDS,
     agree_on_plan,
     agree_on_start,
     agree_on_task,
     agree_on_weights,
     check_can_split,
     encoded_task,
+    ended_by_failures,
     of_rank,
     share_of_memory,
     spawn_group,
@@ -112,21 +114,15 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     else:
         launch.check(config.tensor_parallel)
         group, device = RankGroup(launch.meet(), launch.rank, launch.ranks), launch.device
-    try:
+    with ended_by_failures(group):
         if launch is not None:
             agree_on_task(group, encoded_task(source, resolved))
         found, resolved = of_rank(found, resolved, group, device)
-        if group.rank:
-            follow(found, resolved, group)
-            raise SystemExit(0)
-        return start_parts(found, resolved, group, began=began, progress=progress)
-    except SystemExit:
-        group.close()
-        raise
-    except BaseException as error:
-        group.fail(error)
-        group.close()
-        raise
+        if not group.rank:
+            return start_parts(found, resolved, group, began=began, progress=progress)
+        follow(found, resolved, group)
+    group.close()
+    raise SystemExit(0)
 
 
 def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
@@ -137,8 +133,9 @@ def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
         Exception: as `start`.
     """
     parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
+    serve = partial(_serve_ranks, parts, group)
     try:
-        Follower(parts.runner, group, partial(reload_rank, parts, group)).follow()
+        Follower(parts.runner, group, partial(reload_rank, parts, group), serve).follow()
     finally:
         parts.runner.close()
 
@@ -229,8 +226,7 @@ def _start(
             runner.library.prepare(report, captured)
     if group is not None:
         group.exchange(None)
-        group.serve(config.rank_timeout)
-        serve_collectives(kernels.collectives, group, config.rank_timeout)
+        serve_collectives(kernels.collectives, group, START_SECONDS)
     step_memory = StepMemory({})
     if group is None or group.rank == 0:  # the other ranks run the same steps as followers
         with log.phase("measure"):
@@ -278,6 +274,7 @@ def _checked_kernels(
         seed = None
         if group is not None:
             fitting = with_collectives(fitting, group, model, config)
+            group.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
         required = config.user.kernels == "native"
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
@@ -316,6 +313,10 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
         steps_per_launch=config.steps_per_launch,
         rope_lengths=rope_lengths(parts.model.config),
     )
+    if parts.runner.commands is not None and parts.group is not None:
+        timeout = config.user.rank_timeout
+        parts.runner.commands.serve(timeout)
+        _serve_ranks(parts, parts.group, timeout)
     return StepLoop(
         scheduler,
         parts.runner,
@@ -323,6 +324,12 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
         step_budget=step_budget,
         group=parts.group,
     )
+
+
+def _serve_ranks(parts: EngineParts, group: RankGroup, timeout: float) -> None:
+    """Bound the waits for other ranks, once all of them only run steps."""
+    group.serve(timeout)
+    serve_collectives(parts.model.kernels.collectives, group, timeout)
 
 
 def layer_groups(model: DecoderConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
