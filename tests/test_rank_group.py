@@ -71,13 +71,13 @@ def late_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give_up(group: RankGroup, rank: int, failure: str) -> None:
     """Let operators of a rank end the group, and those of this one fail."""
-    group.collectives = SimpleNamespace(failure=failure)
+    group.watch.collectives = SimpleNamespace(failure=failure)
     group.segment.abort_word.cast("I")[0] = rank + 1
 
 
 def reason(group: RankGroup) -> str:
     """What all methods that raise say."""
-    operator = RuntimeError(group.collectives.failure)
+    operator = RuntimeError(group.watch.collectives.failure)
     ended = group.end(operator)
     assert isinstance(ended, RankError)
     assert ended.__cause__ is operator

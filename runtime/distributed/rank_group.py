@@ -6,7 +6,6 @@ import json
 import logging
 import mmap
 import os
-import re
 import time
 import weakref
 from collections.abc import Sequence
@@ -33,9 +32,6 @@ logger = logging.getLogger("stepgraph.runtime")
 
 START_PATIENCE = 60.0
 """Seconds that a rank may not respond while the engine starts: libraries hold the GIL for long."""
-
-_OPERATOR_FAILURE = re.compile(r"rank (\d+) (.*)", re.DOTALL)
-"""What `failure` of collectives says."""
 
 _SAME_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -65,13 +61,10 @@ class RankGroup:
         self.rank = rank
         self.ranks = ranks
         self.segment = segment = SharedSegment(memory, ranks)
-        self.collectives: Any = None
-        """Those of this rank, which say for whom they waited in vain; None at first."""
         self._exchanges = 0
         self._steps = self._checksum = 0
         self.timeout = START_PATIENCE
         self.watch = RankWatch(segment, rank, START_PATIENCE, children)
-        self.watch.operator_failure = self._operator_failure
         self._children = children
         self.writer = RingWriter(segment, self.check)
         self.reader = RingReader(segment, rank, self.check)
@@ -91,13 +84,6 @@ class RankGroup:
             raise RankError("a rank gave up waiting for the others in a collective operation")
         kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
         raise kind(f"rank {record['rank']}: {record['reason']}")
-
-    def _operator_failure(self) -> tuple[int, str] | None:
-        """Return the rank for which operators of this rank waited in vain, and what that did."""
-        found = _OPERATOR_FAILURE.fullmatch(getattr(self.collectives, "failure", None) or "")
-        if found is None or found[2] == "aborted the group":  # because of another failure
-            return None
-        return int(found[1]), found[2]
 
     def exchange(self, value: Any) -> list[Any]:
         """Send a JSON value to all ranks, and return the values of all, in the order of ranks.
@@ -156,8 +142,8 @@ class RankGroup:
         """End the group because of an error on this rank, unless the error is that it has ended."""
         kind = type(error).__name__
         known = kind in _SAME_ERRORS or isinstance(error, RankError)
-        collectives_failed = getattr(self.collectives, "failure", None) is not None
-        if self.segment.aborted and (isinstance(error, RankError) or collectives_failed):
+        follows = isinstance(error, RankError) or self.watch.collectives_failed
+        if self.segment.aborted and follows:
             self.watch.explain()
             return
         reason = str(error) if known else f"{kind}: {error}"

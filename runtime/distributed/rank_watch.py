@@ -14,11 +14,13 @@ it ends a process: a rank has ended, or one did not take part.
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from . import futex
 from .rank_processes import RankProcess
@@ -34,6 +36,9 @@ _GRACE_SECONDS = 0.3
 
 _EXPLAIN_SECONDS = 0.5
 """After an operator gave up, a process may take so long to end, or a rank to say what failed."""
+
+_FAILURE = re.compile(r"rank (\d+) (.*)", re.DOTALL)
+"""What `failure` of collectives says."""
 
 KEPT_STEPS = 8192
 """Steps whose checksums rank 0 keeps for the comparison."""
@@ -53,8 +58,8 @@ class RankWatch:
             patience: seconds that a heartbeat may stand still.
             children: rank 0's own processes; ranks that torchrun started are watched by heartbeat.
         """
-        self.operator_failure: Callable[[], tuple[int, str] | None] = lambda: None
-        """Returns the rank for which operators of this rank waited in vain, and what that did."""
+        self.collectives: Any = None
+        """Those of this rank, whose `failure` says for whom they waited in vain; None at first."""
         self.checksums = [0] * KEPT_STEPS
         """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
         self.on_abort: Callable[[], None] | None = None
@@ -123,7 +128,7 @@ class RankWatch:
         with self._lock:
             segment = self._segment
             if self._rank:
-                if segment.abort_record() is None and (own := self.operator_failure()) is not None:
+                if segment.abort_record() is None and (own := self._own_failure()) is not None:
                     self.abort(*own, decided=False)
                 return
             until = time.monotonic() + _EXPLAIN_SECONDS
@@ -158,7 +163,19 @@ class RankWatch:
         record = self._segment.abort_record()
         if record is not None:
             return record["rank"], record["reason"]
-        return self.operator_failure()
+        return self._own_failure()
+
+    @property
+    def collectives_failed(self) -> bool:
+        """Whether operators of this rank have failed."""
+        return getattr(self.collectives, "failure", None) is not None
+
+    def _own_failure(self) -> tuple[int, str] | None:
+        """Return the rank for which operators of this rank waited in vain, and what that did."""
+        found = _FAILURE.fullmatch(getattr(self.collectives, "failure", None) or "")
+        if found is None or found[2] == "aborted the group":  # because of another failure
+            return None
+        return int(found[1]), found[2]
 
     def _waited_for(self) -> tuple[int, str]:
         blamed = self._blamed()

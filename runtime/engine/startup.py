@@ -274,7 +274,7 @@ def _checked_kernels(
         seed = None
         if group is not None:
             fitting = with_collectives(fitting, group, model, config)
-            group.collectives = fitting.collectives
+            group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
         required = config.user.kernels == "native"
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
