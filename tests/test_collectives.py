@@ -146,6 +146,29 @@ def test_a_rank_that_ends_or_stops_ends_the_others_in_time(end: signal.Signals) 
         assert "aborted the group" in stopped[0]
 
 
+@pytest.mark.slow
+def test_a_group_that_is_stopped_and_continued_goes_on() -> None:
+    """The rank that waits goes on first."""
+
+    def body(group: SharedMemoryCollectives) -> int:
+        for index in range(3):
+            if index == 1 and group.rank == 0:
+                time.sleep(0.5)
+            group.all_reduce(torch.ones(4, 64))
+        return index
+
+    group = RankGroup(2)
+    group.start(body, timeout=4.0)
+    time.sleep(0.3)
+    for process in group.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    for process in reversed(group.processes):
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+    assert group.results() == [2, 2]
+
+
 def test_a_rank_with_another_operation_ends_the_group() -> None:
     def body(group: SharedMemoryCollectives) -> str:
         group.all_reduce(torch.ones(5))
