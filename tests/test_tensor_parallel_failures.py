@@ -230,7 +230,7 @@ def test_two_engines_and_a_fork(base: TinyModel) -> None:
 @pytest.mark.slow
 def test_an_async_engine_restarts_its_ranks(base: TinyModel) -> None:
     async def serve() -> None:
-        config = EngineConfig(**SIZES | {"tensor_parallel": 2})
+        config = EngineConfig(**SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT})
         service = ServiceConfig(max_restarts=1)
         async with AsyncEngine.from_pretrained(base.directory, config, service) as engine:
             expected = await engine.generate(PROMPTS[0], greedy())
