@@ -15,6 +15,7 @@ import ctypes
 import json
 import mmap
 import os
+import threading
 import time
 from typing import Any
 
@@ -74,6 +75,7 @@ class SharedSegment:
         """Take a mapping of `nbytes_for(ranks)` bytes."""
         self.ranks = ranks
         self.memory = memory
+        self._aborting = threading.Lock()
         self._view = memoryview(memory)
         self._words = self._view.cast("I")
         self._longs = self._view.cast("Q")
@@ -184,16 +186,17 @@ class SharedSegment:
 
         Without `decided` rank 0 may still find another reason.
         """
-        begin = self._at(rank, _REASON)
-        if self._words[begin >> 2] == 0:
-            record = record | {"time": time.monotonic_ns(), "decided": decided}
-            encoded = json.dumps(record).encode()
-            if len(encoded) > _MOST_REASON:
-                excess = len(encoded) - _MOST_REASON
-                record = record | {"reason": record["reason"][: -excess - 1]}
+        with self._aborting:  # two threads may find a reason
+            begin = self._at(rank, _REASON)
+            if self._words[begin >> 2] == 0:
+                record = record | {"time": time.monotonic_ns(), "decided": decided}
                 encoded = json.dumps(record).encode()
-            self._view[begin + 4 : begin + 4 + len(encoded)] = encoded
-            self._words[begin >> 2] = len(encoded)
+                if len(encoded) > _MOST_REASON:
+                    excess = len(encoded) - _MOST_REASON
+                    record = record | {"reason": record["reason"][: -excess - 1]}
+                    encoded = json.dumps(record).encode()
+                self._view[begin + 4 : begin + 4 + len(encoded)] = encoded
+                self._words[begin >> 2] = len(encoded)
         if not self.aborted:
             self._words[_ABORT] = rank + 1
 

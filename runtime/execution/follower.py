@@ -85,7 +85,7 @@ class Follower:
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
-            Command.RELOAD: lambda payload: reload(json.loads(payload)),
+            Command.RELOAD: self._reload_weights,
             Command.SERVE: lambda payload: serve(*decode_serve(payload)),
         }
 
@@ -134,6 +134,11 @@ class Follower:
         """Check in the steps that have ended, while there is no command."""
         while self._pending and self._pending[0].arrived.query():
             self._check_in(self._pending.popleft())
+
+    def _reload_weights(self, payload: bytes) -> None:
+        while self._pending:  # rank 0 has read these steps, and does not wait for long
+            self._check_in(self._pending.popleft())
+        self._reload(json.loads(payload))
 
     def _inputs(self, payload: bytes) -> None:
         runner = self._runner
