@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,12 @@ def opened(source: Path | str, ranks: int = 1, **config: Any) -> Iterator[Engine
 
 def children() -> list[psutil.Process]:
     """The processes of ranks that this process has started, and that run."""
-    found = psutil.Process().children(recursive=True)
+    return ranks_of(os.getpid())
+
+
+def ranks_of(process: int) -> list[psutil.Process]:
+    """The processes of ranks that another process has started, and that run."""
+    found = psutil.Process(process).children(recursive=True)
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and _is_rank(p)]
 
 

@@ -101,10 +101,10 @@ def test_random_operations_equal_the_reference_on_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_thousands_of_random_operations(seed: int) -> None:
+def test_many_random_operations(seed: int) -> None:
     results = run_ranks(
         2 + seed % 3,
-        lambda group: run_random_operations(seed, 4000, group),
+        lambda group: run_random_operations(seed, 1000, group),
         part_bytes=(128, 4096, 1 << 18)[seed // 2],
         threads=1 + seed % 2,
     )
@@ -144,6 +144,29 @@ def test_a_rank_that_ends_or_stops_ends_the_others_in_time(end: signal.Signals) 
     assert group.abort_word() in (1, 3)
     if end == signal.SIGSTOP:  # it finds the group aborted when it goes on
         assert "aborted the group" in stopped[0]
+
+
+@pytest.mark.slow
+def test_a_group_that_is_stopped_and_continued_goes_on() -> None:
+    """The rank that waits goes on first."""
+
+    def body(group: SharedMemoryCollectives) -> int:
+        for index in range(3):
+            if index == 1 and group.rank == 0:
+                time.sleep(0.5)
+            group.all_reduce(torch.ones(4, 64))
+        return index
+
+    group = RankGroup(2)
+    group.start(body, timeout=4.0)
+    time.sleep(0.3)
+    for process in group.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    for process in reversed(group.processes):
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+    assert group.results() == [2, 2]
 
 
 def test_a_rank_with_another_operation_ends_the_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from stepgraph.runtime import EmbeddedSpan, Engine, PromptEmbeds, RequestOutput,
 from .engine_rig import greedy
 from .parallel_rig import PROMPTS, children, opened
 from .reload_rig import Write, make_write
-from .tiny_models import VARIANTS, TinyModel
+from .tiny_models import BASE, VARIANTS, TinyModel
 
 __all__ = ["make_write"]
 
@@ -21,8 +22,6 @@ TinyModels = Callable[[str], TinyModel]
 SAMPLED = SamplingParams(
     max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True, logprobs=3
 )
-QUICK = {"base": 2, "biases": 2, "deepseek_v3": 2}
-"""Variants of the quick suite; every other one is slow."""
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -41,27 +40,79 @@ def allowed(tiny: TinyModels, variant: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        v if v in ("base", "deepseek_v3") else pytest.param(v, marks=pytest.mark.slow)
-        for v in VARIANTS
-    ],
+    [v if v == "base" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
 )
 def test_greedy_tokens_of_every_family(tiny: TinyModels, variant: str) -> None:
     directory = tiny(variant).directory
     every = allowed(tiny, variant)
     if not every:
         pytest.skip("its heads cannot be split over 2, 3 or 4 ranks")
-    ranks_of_run = every[:1] if variant in QUICK else every
     with opened(directory) as engine:
         expected = tokens(engine.generate(PROMPTS, greedy()))
         logits = engine.score(PROMPTS[0], 20)
-    for ranks in ranks_of_run:
+    for ranks in every:
         with opened(directory, ranks) as engine:
             assert engine.stats()["tensor_parallel"] == ranks
             assert tokens(engine.generate(PROMPTS, greedy())) == expected, ranks
             torch.testing.assert_close(engine.score(PROMPTS[0], 20), logits, rtol=1e-4, atol=1e-4)
             engine.check_integrity()
     assert not children()
+
+
+def divisible(variant: str, ranks: int) -> dict[str, Any]:
+    """The settings of a variant with as many more heads and features as ranks need."""
+
+    def rounded(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    settings = BASE | VARIANTS[variant]
+    for name, size in settings.items():
+        if "intermediate_size" in name:
+            settings[name] = rounded(size, ranks)
+    kv_heads = settings["num_key_value_heads"]
+    if kv_heads % ranks and ranks % kv_heads:
+        kv_heads = rounded(kv_heads, ranks)
+    settings["num_key_value_heads"] = kv_heads
+    heads = settings["num_attention_heads"]
+    settings["num_attention_heads"] = rounded(heads, math.lcm(kv_heads, ranks))
+    return settings
+
+
+FIRST_OF_FAMILIES = {
+    settings.get("model_type", "llama"): variant for variant, settings in reversed(VARIANTS.items())
+}
+MOST_DIFFERENT = (  # that the test above leaves out
+    *("deepseek_v2_moe", "phi3_quarter", "mixtral", "qwen3_moe", "gpt_oss", "gpt_oss_odd"),
+    "llama4_maverick",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", sorted({*FIRST_OF_FAMILIES.values(), *MOST_DIFFERENT}))
+def test_four_ranks_of_every_family(
+    tiny: TinyModels, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VARIANTS, f"{variant}_of_4", divisible(variant, 4))
+    directory = tiny(f"{variant}_of_4").directory
+    with opened(directory) as engine:
+        expected = tokens(engine.generate(PROMPTS, greedy()))
+    with opened(directory, 4) as engine:
+        assert tokens(engine.generate(PROMPTS, greedy())) == expected
+        engine.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_cache(tiny: TinyModels, kv_dtype: str) -> None:
+    """Keys and values are rounded by head, so that ranks round them as one process does."""
+    found = []
+    for ranks in (1, 2):
+        with opened(tiny("base").directory, ranks, kv_dtype=kv_dtype) as engine:
+            found.append(tokens(engine.generate(PROMPTS, greedy())))
+            again = engine.generate([[*PROMPTS[0], 4]], greedy())
+            assert again[0].cached_tokens
+            found[-1] += tokens(again)
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +210,7 @@ def test_swapped_requests(tiny: TinyModels) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_reloaded_weights(tiny: TinyModels, write: Write) -> None:
     other = write(seed=3)
     with opened(other) as engine:

@@ -33,9 +33,9 @@ from .parallel_rig import PROMPTS, SIZES, children, opened, wait_until_gone
 from .tiny_models import TinyModel
 
 TinyModels = Callable[[str], TinyModel]
-TIMEOUT = 1.5
-BOUND = TIMEOUT + 2.0
-"""Seconds from a failure to the error: the timeout and a slow machine."""
+TIMEOUT = 3.0
+BOUND = 20.0
+"""Seconds from a failure to the error: the timeout, and a machine that runs much else."""
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
@@ -52,10 +52,11 @@ def stop(engine: Engine, rank: psutil.Process) -> None:
 
 
 def disagree(engine: Engine, rank: psutil.Process) -> None:
-    """Let rank 0 check in another token than it has."""
+    """Let rank 0 believe that it has had other tokens."""
     group = engine._loop.group
     assert group is not None
-    group.check_in(b"another token")
+    group._checksum ^= 1
+    group.watch.checksums[:] = [checksum ^ 1 for checksum in group.watch.checksums]
 
 
 def misread(engine: Engine, rank: psutil.Process) -> None:
@@ -75,7 +76,7 @@ QUICK = (kill,)
         for fault, reason in (
             (kill, "rank 1: process .* was ended by SIGKILL"),
             (terminate, "rank 1: process .* was ended by SIGTERM"),
-            (stop, "rank 1|did not"),
+            (stop, "rank 1: (process .* has not responded|did not take part in .*) .* 3 s"),
             (disagree, "rank 1: its tokens differ from those of rank 0 at step"),
             (misread, "rank 1: KeyError"),
         )
@@ -99,16 +100,17 @@ def test_a_lost_rank_ends_the_engine(
         thread.start()
         if not busy:
             thread.join()
-        if not busy and fault is not disagree:  # which is seen after the next step
+        if not busy:
             wait_for(lambda: not engine.stats()["healthy"], BOUND)
-        with pytest.raises(RankError, match=reason):
+        with pytest.raises(RankError, match=reason) as failed:
             generate_for_ever(engine)
         assert time.monotonic() - happened[0] < BOUND
         thread.join()
         assert not engine.stats()["healthy"]
-        wait_until_gone([rank], 2.0)
-        with pytest.raises(EngineFailedError):
+        wait_until_gone([rank], BOUND)
+        with pytest.raises(EngineFailedError) as again:
             engine.generate(PROMPTS, LONG)
+        assert repr(str(failed.value)) in str(again.value)
     assert not children()
     assert not [t for t in threading.enumerate() if t.name == "stepgraph-ranks"]
 
@@ -177,7 +179,7 @@ def test_ranks_end_with_their_parent(
         assert ranks
         if how is not None:
             parent.send_signal(how)
-        parent.wait(20)
+        parent.wait(60)
         wait_until_gone(ranks, BOUND)
 
 
@@ -193,7 +195,7 @@ def test_a_parent_killed_while_it_starts(base: TinyModel) -> None:
                 time.sleep(0.01)
             parent.kill()
             parent.wait()
-            wait_until_gone(ranks, 30)  # it may be importing
+            wait_until_gone(ranks, 60)  # it may be importing
 
 
 @pytest.mark.slow
@@ -228,7 +230,7 @@ def test_two_engines_and_a_fork(base: TinyModel) -> None:
 @pytest.mark.slow
 def test_an_async_engine_restarts_its_ranks(base: TinyModel) -> None:
     async def serve() -> None:
-        config = EngineConfig(**SIZES | {"tensor_parallel": 2})
+        config = EngineConfig(**SIZES | {"tensor_parallel": 2, "rank_timeout": TIMEOUT})
         service = ServiceConfig(max_restarts=1)
         async with AsyncEngine.from_pretrained(base.directory, config, service) as engine:
             expected = await engine.generate(PROMPTS[0], greedy())

@@ -76,7 +76,10 @@ class RankGroup:
         """Raise the reason why the group has ended, if it has."""
         if not self.segment.aborted:
             return
-        record = self.segment.abort_record()
+        record = self.segment.abort_record(decided=self.rank == 0)
+        if record is None:
+            self.watch.explain()
+            record = self.segment.abort_record()
         if record is None:
             raise RankError("a rank gave up waiting for the others in a collective operation")
         kind = _SAME_ERRORS.get(record.get("kind", ""), RankError)
@@ -97,15 +100,16 @@ class RankGroup:
             pause = min(2 * pause, 5e-3)
         return [json.loads(self.segment.received(rank, number)) for rank in range(self.ranks)]
 
-    def agree(self, what: str, value: Any) -> None:
-        """Check that all ranks have the same value; raise `RankError` with both if not."""
-        values = self.exchange(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise RankError(
-                    f"rank {rank} has another {what} than rank 0: {_shown(other)} and"
-                    f" {_shown(values[0])}"
-                )
+    def agree_on(self, items: dict[str, Any]) -> None:
+        """Check that all ranks have the same values; raise `RankError` with both if not."""
+        values = self.exchange(items)
+        for rank, others in enumerate(values):
+            for what, expected in values[0].items():
+                if (other := others.get(what)) != expected:
+                    raise RankError(
+                        f"rank {rank} has another {what} than rank 0: {_shown(other)} and"
+                        f" {_shown(expected)}"
+                    )
 
     def shared_memory(self, nbytes: int) -> mmap.mmap:
         """Return memory that all ranks share, zeroed at first. All ranks call it.
@@ -124,7 +128,8 @@ class RankGroup:
 
     def serve(self, timeout: float) -> None:
         """Let no rank stand still for longer than `timeout` seconds from now on."""
-        self.timeout = self.watch.patience = timeout
+        self.timeout = timeout
+        self.watch.serve(timeout)
 
     def check_in(self, tokens: bytes) -> None:
         """Add the tokens of a step to the checksum that rank 0 compares."""
@@ -134,9 +139,13 @@ class RankGroup:
         self.segment.set_progress(self.rank, (self._steps & 0xFFFFFFFF) << 32 | self._checksum)
 
     def fail(self, error: BaseException) -> None:
-        """End the group because of an error on this rank."""
+        """End the group because of an error on this rank, unless the error is that it has ended."""
         kind = type(error).__name__
         known = kind in _SAME_ERRORS or isinstance(error, RankError)
+        follows = isinstance(error, RankError) or self.watch.collectives_failed
+        if self.segment.aborted and follows:
+            self.watch.explain()
+            return
         reason = str(error) if known else f"{kind}: {error}"
         self.segment.abort(self.rank, {"rank": self.rank, "reason": reason, "kind": kind})
         futex.wake_all(self.segment.messages_address)
@@ -149,8 +158,6 @@ class RankGroup:
         if not self.segment.aborted:
             self.fail(error)
             return error
-        if isinstance(error, RankError) and self.segment.abort_record() is None:
-            return error  # of an operator, which sets the abort word without a record
         try:
             self.check()
         except Exception as reason:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 
-__all__ = ["WORKER", "RankProcess"]
+__all__ = ["GROUP_ENDED", "WORKER", "RankProcess"]
 
 logger = logging.getLogger("stepgraph.runtime")
 
+GROUP_ENDED = 1
+"""Status of a rank that ends because of a failure of the group, its own included."""
 WORKER = "stepgraph.runtime.engine.rank_worker"
 _KEPT_OUTPUT = 2000
 """Characters of a child's output that an error shows."""
@@ -95,6 +97,11 @@ class RankProcess:
             ended = f"ended with status {status}"
         output = self._last.decode(errors="replace").strip()
         return f"process {self._popen.pid} {ended}" + (f"; it printed:\n{output}" if output else "")
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether the child has ended with the status of a rank whose group has ended."""
+        return self._popen.returncode == GROUP_ENDED
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the child; return whether it has ended."""

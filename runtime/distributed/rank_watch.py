@@ -6,15 +6,21 @@ this process itself runs counts as standing still, so that stopping the whole gr
 
 Rank 0 also compares the progress of the others with its own: the checksums of all tokens up to the
 same step.
+
+Operators that give up set the abort word without a record. The watch then finds the reason before
+it ends a process: a rank has ended, or one did not take part.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from . import futex
 from .rank_processes import RankProcess
@@ -27,6 +33,12 @@ _JOIN_SECONDS = 120.0
 """A process may take so long to import and open the segment."""
 _GRACE_SECONDS = 0.3
 """After the end of a group its other processes may take so long to end by themselves."""
+
+_EXPLAIN_SECONDS = 0.5
+"""After an operator gave up, a process may take so long to end, or a rank to say what failed."""
+
+_FAILURE = re.compile(r"rank (\d+) (.*)", re.DOTALL)
+"""What `failure` of collectives says."""
 
 KEPT_STEPS = 8192
 """Steps whose checksums rank 0 keeps for the comparison."""
@@ -46,16 +58,21 @@ class RankWatch:
             patience: seconds that a heartbeat may stand still.
             children: rank 0's own processes; ranks that torchrun started are watched by heartbeat.
         """
-        self.patience = patience
+        self.collectives: Any = None
+        """Those of this rank, whose `failure` says for whom they waited in vain; None at first."""
         self.checksums = [0] * KEPT_STEPS
         """Rank 0: the checksum after step n at index n modulo `KEPT_STEPS`."""
         self.on_abort: Callable[[], None] | None = None
         """Called in this thread once the group has ended, unless the watch was stopped before."""
+        self._patience = self._start_patience = patience
         self._segment = segment
         self._rank = rank
         self._children = children
         self._watched = tuple(range(1, segment.ranks)) if rank == 0 else (0,)
         self._handles: dict[int, int] = {}  # rank -> pidfd
+        self._seen: dict[int, _Seen] = {}
+        self._lock = threading.Lock()
+        """Of everything that reads the state of processes; `explain` is called in two threads."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepgraph-ranks", daemon=True)
         self._owner = os.getpid()
@@ -89,52 +106,128 @@ class RankWatch:
             child.wait(max(0.0, until - time.monotonic()))
             child.end()
 
-    def abort(self, rank: int, reason: str) -> None:
+    def abort(self, rank: int, reason: str, *, decided: bool = True) -> None:
         """End the group because of a rank, and wake those that wait."""
-        self._segment.abort(self._rank, {"rank": rank, "reason": reason})
+        record = {"rank": rank, "reason": reason}
+        self._segment.abort(self._rank, record, decided=decided)
         futex.wake_all(self._segment.messages_address)
 
+    def serve(self, patience: float) -> None:
+        """Use another patience with each rank, from its next heartbeat on.
+
+        The last one before may be old: a rank that starts can stand still for long.
+        """
+        with self._lock:
+            self._patience = patience
+
+    def explain(self) -> None:
+        """Find the reason of an aborted group that has no record yet, and record it.
+
+        Rank 0 decides; the others record whom they waited for, if they did.
+        """
+        with self._lock:
+            segment = self._segment
+            if self._rank:
+                if segment.abort_record() is None and (own := self._own_failure()) is not None:
+                    self.abort(*own, decided=False)
+                return
+            until = time.monotonic() + _EXPLAIN_SECONDS
+            while segment.abort_record(decided=True) is None:
+                late = time.monotonic() > until
+                if (found := self._lost_rank(ended_by_itself=late)) is not None:
+                    self.abort(*found)
+                elif late:
+                    self.abort(*self._waited_for())
+                else:
+                    time.sleep(_EXPLAIN_SECONDS / 20)
+
+    def _lost_rank(self, *, ended_by_itself: bool) -> tuple[int, str] | None:
+        """Return a rank whose process has ended, and how.
+
+        Ranks end by themselves once the group is aborted, which explains nothing: such an end
+        counts if `ended_by_itself` is set and no operator waited for anyone.
+        """
+        for child in self._children:
+            if (failure := child.failure()) is not None:
+                if not child.ended_by_itself:
+                    return child.rank, failure
+                if ended_by_itself and self._blamed() is None:
+                    return child.rank, failure
+        blamed = self._blamed()
+        if blamed is not None and self._has_ended(blamed[0]):
+            return blamed[0], f"process {self._segment.process(blamed[0])} has ended"
+        return None
+
+    def _blamed(self) -> tuple[int, str] | None:
+        """Return the rank for which operators waited in vain, here or on another rank."""
+        record = self._segment.abort_record()
+        if record is not None:
+            return record["rank"], record["reason"]
+        return self._own_failure()
+
+    @property
+    def collectives_failed(self) -> bool:
+        """Whether operators of this rank have failed."""
+        return getattr(self.collectives, "failure", None) is not None
+
+    def _own_failure(self) -> tuple[int, str] | None:
+        """Return the rank for which operators of this rank waited in vain, and what that did."""
+        found = _FAILURE.fullmatch(getattr(self.collectives, "failure", None) or "")
+        if found is None or found[2] == "aborted the group":  # because of another failure
+            return None
+        return int(found[1]), found[2]
+
+    def _waited_for(self) -> tuple[int, str]:
+        blamed = self._blamed()
+        if blamed is not None:
+            return blamed
+        return self._segment.aborted_by, "gave up waiting for another rank in an operation"
+
     def _run(self) -> None:
-        segment, started = self._segment, time.monotonic()
-        seen = dict.fromkeys(self._watched, (0, started))
-        before = started
+        segment = self._segment
+        before = time.monotonic()
+        self._seen = {rank: _Seen(0, before, self._start_patience) for rank in self._watched}
         while not self._stopped.wait(_TICK_SECONDS):
             now = time.monotonic()
             segment.beat(self._rank)
-            if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
-                seen = {rank: (beat, now) for rank, (beat, _) in seen.items()}
-            before = now
-            for child in self._children:
-                child.drain()
-            if not segment.aborted:
+            with self._lock:
+                if now - before > 10 * _TICK_SECONDS:  # this process itself stood still
+                    for seen in self._seen.values():
+                        seen.since = seen.stepped = now
+                before = now
+                for child in self._children:
+                    child.drain()
                 for rank in self._watched:
-                    seen[rank] = self._watch(rank, seen[rank], now)
-            if not segment.aborted and self._rank == 0:
-                self._compare()
+                    if not segment.aborted:
+                        self._watch(rank, self._seen[rank], now)
+                if not segment.aborted and self._rank == 0:
+                    self._compare(now)
             if segment.aborted:
                 break
         if not self._stopped.is_set():
+            self.explain()
             futex.wake_all(segment.messages_address)
             self.end_children()
             if self.on_abort is not None:
                 self.on_abort()
 
-    def _watch(self, rank: int, seen: tuple[int, float], now: float) -> tuple[int, float]:
-        """Check one rank; return its heartbeat and when that last changed."""
+    def _watch(self, rank: int, seen: _Seen, now: float) -> None:
+        """Check one rank."""
         segment = self._segment
         for child in self._children:
             if child.rank == rank and (failure := child.failure()) is not None:
                 self.abort(rank, failure)
         if self._has_ended(rank):
             self.abort(rank, f"process {segment.process(rank)} has ended")
-        beat, since = seen
-        if segment.heartbeat(rank) != beat:
-            return segment.heartbeat(rank), now
-        patience = self.patience if segment.process(rank) else max(self.patience, _JOIN_SECONDS)
-        if now - since > patience:
-            what = f"process {segment.process(rank)}" if segment.process(rank) else "its process"
+        if segment.heartbeat(rank) != seen.beat:
+            seen.beat, seen.since, seen.patience = segment.heartbeat(rank), now, self._patience
+            return
+        process, patience = segment.process(rank), seen.patience
+        if not process:
+            patience = max(patience, _JOIN_SECONDS)
+        if now - seen.since > patience:
+            what = f"process {process}" if process else "its process"
             self.abort(rank, f"{what} has not responded for {patience:g} s")
-        return seen
 
     def _has_ended(self, rank: int) -> bool:
         process = self._segment.process(rank)
@@ -150,11 +243,11 @@ class RankWatch:
         readable, _, _ = select.select([self._handles[rank]], [], [], 0)
         return bool(readable)
 
-    def _compare(self) -> None:
-        """End the group if a rank has checked in other tokens than this one."""
+    def _compare(self, now: float) -> None:
+        """End the group if a rank has checked in other tokens than this one, or fewer for long."""
+        own = self._segment.progress(0) >> 32
         for rank in self._watched:
             step, checksum = divmod(self._segment.progress(rank), 1 << 32)
-            own = self._segment.progress(0) >> 32
             if step and own - KEPT_STEPS // 2 < step <= own:
                 expected = self.checksums[step % KEPT_STEPS]
                 if checksum != expected:
@@ -163,3 +256,25 @@ class RankWatch:
                         f"its tokens differ from those of rank 0 at step {step}: checksum"
                         f" {checksum:08x}, and {expected:08x} on rank 0",
                     )
+            seen = self._seen[rank]
+            if step >= own or step != seen.step:
+                seen.step, seen.stepped = step, now
+            elif now - seen.stepped > seen.patience:
+                self.abort(
+                    rank,
+                    f"it has not ended step {step + 1} within {seen.patience:g} s after rank 0 did",
+                )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the watch has seen of a rank."""
+
+    beat: int
+    since: float
+    """When the heartbeat changed, or this process stood still; by `time.monotonic`."""
+    patience: float
+    """Seconds that the heartbeat may stand still."""
+    step: int = 0
+    stepped: float = 0.0
+    """When the rank had last caught up with rank 0, or checked in a step."""

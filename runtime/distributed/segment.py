@@ -15,6 +15,7 @@ import ctypes
 import json
 import mmap
 import os
+import threading
 import time
 from typing import Any
 
@@ -74,6 +75,7 @@ class SharedSegment:
         """Take a mapping of `nbytes_for(ranks)` bytes."""
         self.ranks = ranks
         self.memory = memory
+        self._aborting = threading.Lock()
         self._view = memoryview(memory)
         self._words = self._view.cast("I")
         self._longs = self._view.cast("Q")
@@ -174,30 +176,44 @@ class SharedSegment:
         length = self._words[begin >> 2]
         return bytes(self._view[begin + 4 : begin + 4 + length])
 
-    def abort(self, rank: int, record: dict[str, Any]) -> None:
-        """End the group, with a record of the reason; no effect after the first of this rank."""
-        begin = self._at(rank, _REASON)
-        if self._words[begin >> 2] == 0:
-            record = record | {"time": time.monotonic_ns()}
-            encoded = json.dumps(record).encode()
-            if len(encoded) > _MOST_REASON:
-                excess = len(encoded) - _MOST_REASON
-                record = record | {"reason": record["reason"][: -excess - 1]}
+    @property
+    def aborted_by(self) -> int:
+        """The rank that set the abort word."""
+        return self._words[_ABORT] - 1
+
+    def abort(self, rank: int, record: dict[str, Any], *, decided: bool = True) -> None:
+        """End the group, with a record of the reason; no effect after the first of this rank.
+
+        Without `decided` rank 0 may still find another reason.
+        """
+        with self._aborting:  # two threads may find a reason
+            begin = self._at(rank, _REASON)
+            if self._words[begin >> 2] == 0:
+                record = record | {"time": time.monotonic_ns(), "decided": decided}
                 encoded = json.dumps(record).encode()
-            self._view[begin + 4 : begin + 4 + len(encoded)] = encoded
-            self._words[begin >> 2] = len(encoded)
+                if len(encoded) > _MOST_REASON:
+                    excess = len(encoded) - _MOST_REASON
+                    record = record | {"reason": record["reason"][: -excess - 1]}
+                    encoded = json.dumps(record).encode()
+                self._view[begin + 4 : begin + 4 + len(encoded)] = encoded
+                self._words[begin >> 2] = len(encoded)
         if not self.aborted:
             self._words[_ABORT] = rank + 1
 
-    def abort_record(self) -> dict[str, Any] | None:
-        """Return the earliest record; None if operators set the abort word without one."""
+    def abort_record(self, *, decided: bool = False) -> dict[str, Any] | None:
+        """Return the earliest record, decided ones first; None if there is none.
+
+        Operators set the abort word without one. With `decided` others do not count.
+        """
         records: list[dict[str, Any]] = []
         for rank in range(self.ranks):
             begin = self._at(rank, _REASON)
             length = self._words[begin >> 2]
             if length:
                 records.append(json.loads(bytes(self._view[begin + 4 : begin + 4 + length])))
-        return min(records, key=lambda record: int(record["time"]), default=None)
+        if decided:
+            records = [record for record in records if record["decided"]]
+        return min(records, key=lambda r: (not r["decided"], int(r["time"])), default=None)
 
     def close(self) -> None:
         """Unmap the memory. Idempotent."""

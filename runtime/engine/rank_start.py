@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,7 +19,7 @@ from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryPlan
 from ..config import EngineConfig
 from ..distributed.futex import require_futex
-from ..distributed.rank_group import RankGroup
+from ..distributed.rank_group import START_PATIENCE, RankGroup
 from ..distributed.rank_processes import RankProcess
 from ..distributed.segment import SharedSegment, shared_memory
 from ..errors import ConfigError
@@ -35,6 +36,7 @@ from ..models.sharding import check_ranks
 from ..resolved_config import ResolvedConfig
 
 __all__ = [
+    "START_SECONDS",
     "agree_on_task",
     "decoded_config",
     "agree_on_plan",
@@ -42,12 +44,35 @@ __all__ = [
     "agree_on_weights",
     "check_can_split",
     "encoded_task",
+    "ended_by_failures",
     "of_rank",
     "share_of_memory",
     "spawn_group",
 ]
 
 Task = dict[str, Any]
+
+START_SECONDS = 10 * START_PATIENCE
+"""An operation waits so long while engines start: compilers of ranks take different times."""
+
+
+@contextmanager
+def ended_by_failures(group: RankGroup | None) -> Iterator[None]:
+    """End the group and its processes if the start of this rank fails.
+
+    Raises:
+        RankError: another rank has failed; the error here follows from that.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group is None:
+            raise
+        failure = group.end(error)
+        group.close()
+        if failure is error or not isinstance(error, Exception):
+            raise
+        raise failure from error
 
 
 def check_can_split(found: Source, config: ResolvedConfig) -> None:
@@ -89,13 +114,10 @@ def spawn_group(source: str | Path, config: ResolvedConfig) -> RankGroup:
             child.end()
         raise
     try:
-        task = encoded_task(source, config)
-        group.exchange(task)
-        agree_on_task(group, task)
-    except BaseException as error:
-        group.fail(error)
-        group.close()
-        raise
+        with ended_by_failures(group):
+            task = encoded_task(source, config)
+            group.exchange(task)
+            agree_on_task(group, task)
     finally:
         os.close(descriptor)
     return group
@@ -135,12 +157,9 @@ def decoded_config(task: Task) -> EngineConfig:
 
 def agree_on_task(group: RankGroup, task: Task) -> None:
     """Check that all ranks have the same task; raise `RankError` with both values if not."""
-    for name in ("version", "torch", "source"):
-        group.agree(
-            {"version": "stepgraph version", "torch": "torch version"}.get(name, name), task[name]
-        )
-    for name, value in task["config"].items():
-        group.agree(f"EngineConfig.{name}", value)
+    names = {"version": "stepgraph version", "torch": "torch version", "source": "source"}
+    items = {text: task[name] for name, text in names.items()}
+    group.agree_on(items | {f"EngineConfig.{k}": value for k, value in task["config"].items()})
 
 
 def of_rank(
@@ -164,9 +183,13 @@ def agree_on_start(group: RankGroup, opened: OpenedSource, kernels: Kernels) -> 
         headers = opened.reader.headers()
         for name in sorted(headers):
             digest.update(f"{name} {headers[name].dtype} {headers[name].shape}".encode())
-    group.agree("config.json or safetensors headers (SHA-256)", digest.hexdigest())
     fallbacks = [[fallback.name, fallback.error] for fallback in kernels.fallbacks]
-    group.agree("kernels", json.dumps([kernels.name, kernels.sampler, fallbacks]))
+    group.agree_on(
+        {
+            "config.json or safetensors headers (SHA-256)": digest.hexdigest(),
+            "kernels": json.dumps([kernels.name, kernels.sampler, fallbacks]),
+        }
+    )
 
 
 def share_of_memory(memory: DeviceMemory, ranks: int) -> DeviceMemory:
@@ -193,10 +216,13 @@ def agree_on_plan(
 def agree_on_weights(group: RankGroup, model: DecoderModel) -> None:
     """Check that replicated weights are the same on all ranks."""
     assert isinstance(model, Decoder)
-    layout = fused_layout(model.config)
+    # That of rank 1, whose biases of partial sums are zero: only the first rank adds them.
+    layout = fused_layout(dataclasses.replace(model.config, shard=(1, group.ranks)))
     checksum = 0
     for name, parameter in model.named_parameters():
-        if name in layout and layout[name].cut is None:
-            stored = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu()
-            checksum = crc32(stored.numpy().tobytes(), checksum)
-    group.agree("checksum of replicated weights", f"{checksum:08x}")
+        fused = layout.get(name)
+        if fused is None or fused.cut is not None or any(s.name is None for s in fused.sources):
+            continue
+        stored = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        checksum = crc32(stored.numpy().data, checksum)
+    group.agree_on({"checksum of replicated weights": f"{checksum:08x}"})

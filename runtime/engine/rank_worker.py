@@ -13,6 +13,7 @@ import traceback
 from functools import partial
 
 from ..distributed.rank_group import RankGroup
+from ..distributed.rank_processes import GROUP_ENDED
 from ..distributed.segment import SharedSegment, open_shared
 from ..errors import RankError
 from .rank_start import agree_on_task, decoded_config, encoded_task, of_rank
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> None:
     process, descriptor, rank, ranks = map(int, arguments)
     memory = open_shared(process, descriptor, SharedSegment.nbytes_for(ranks))
     group = RankGroup(memory, rank, ranks)
-    group.watch.on_abort = partial(_exit, 1)
+    group.watch.on_abort = partial(_exit, GROUP_ENDED)
     try:
         task = group.exchange(None)[0]
         config = decoded_config(task)
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> None:
         if not isinstance(error, RankError):
             traceback.print_exc()
         group.fail(error)
-        _exit(1)
+        _exit(GROUP_ENDED)
     group.close()
     _exit(0)
 

@@ -27,7 +27,7 @@ from .engine_parts import EngineParts
 from .engine_stats import engine_stats
 from .intake import Intake
 from .loop import StepLoop
-from .rank_start import agree_on_weights
+from .rank_start import agree_on_weights, ended_by_failures
 from .shared_loop import SharedLoop
 from .startup import make_loop
 from .weight_reload import open_replacement, overwriting
@@ -46,8 +46,9 @@ class StartedEngine:
         self.max_model_len = config.max_model_len
         """Maximum tokens of one sequence, prompt and output."""
         self._parts: EngineParts | None = parts
-        self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
-        self._shared = SharedLoop(make_loop(parts, self._step_budget))
+        with ended_by_failures(parts.group):
+            self._step_budget = calibrated_step_budget(parts.runner, parts.groups, config)
+            self._shared = SharedLoop(make_loop(parts, self._step_budget))
         self._encoded = EncodedContents(
             config.encoder_cache_bytes, parts.model.config.hidden_size, config.dtype
         )

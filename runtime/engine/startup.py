@@ -22,14 +22,13 @@ import torch
 from ...cache.arena import Arena, HostArena
 from ...cache.kv_cache import KVCache
 from ...cache.memory.device_memory import DeviceMemory
-from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, MemoryPlan, plan_memory
-from ...cache.memory.memory_plan import format_bytes
-from ...cache.spec import LayerGroup, group_layers
+from ...cache.memory.handler import MemoryBudgetError
+from ...cache.spec import LayerGroup
 from ...profiling import ranges
 from ..config import EngineConfig
 from ..distributed.rank_group import RankGroup
 from ..distributed.torchrun import TorchrunProcess
-from ..errors import ConfigError, StepgraphError, StepPreparationError
+from ..errors import StepgraphError, StepPreparationError
 from ..execution.compiled_parts import constant_floats
 from ..execution.follower import Follower
 from ..execution.rank_commands import CommandSender
@@ -39,7 +38,6 @@ from ..kernels import Gap, Kernels, kernels_for, limit_threads, native_gaps, sel
 from ..kernels.result_check import Fallback, brief, warn
 from ..loading.loader import Source
 from ..loading.opened_source import OpenedSource, find_source, open_source
-from ..memory.footprint import model_footprint
 from ..memory.measurement import (
     CapturePeaks,
     PhaseLog,
@@ -48,7 +46,7 @@ from ..memory.measurement import (
     measure_steps,
 )
 from ..models.config import ModelConfig
-from ..models.decoder import Decoder, attention_specs
+from ..models.decoder import Decoder
 from ..models.decoder_model import DecoderConfig, DecoderModel
 from ..models.plan import plan_of
 from ..models.rope_by_length import rope_lengths
@@ -61,14 +59,17 @@ from ..scheduling.step_budget import StepBudget
 from .calibration import preemption_policy
 from .engine_parts import CodeCache, EngineParts
 from .loop import StepLoop
+from .memory_planning import layer_groups, plan_engine
 from .rank_collectives import serve_collectives, with_collectives
 from .rank_start import (
+    START_SECONDS,
     agree_on_plan,
     agree_on_start,
     agree_on_task,
     agree_on_weights,
     check_can_split,
     encoded_task,
+    ended_by_failures,
     of_rank,
     share_of_memory,
     spawn_group,
@@ -77,19 +78,13 @@ from .self_test import check_kernels
 from .weight_reload import reload_rank
 
 __all__ = [
-    "RESERVE_BYTES",
     "follow",
-    "layer_groups",
     "make_loop",
-    "plan_engine",
     "resolved_source",
     "start",
 ]
 
 logger = logging.getLogger("stepgraph.runtime")
-
-RESERVE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Bytes to leave free, for workspaces of libraries and fragmentation."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 """Messages of torch's CPU allocator, the operating system and the C++ library."""
@@ -112,21 +107,15 @@ def start(source: str | Path, config: EngineConfig, *, progress: bool) -> Engine
     else:
         launch.check(config.tensor_parallel)
         group, device = RankGroup(launch.meet(), launch.rank, launch.ranks), launch.device
-    try:
+    with ended_by_failures(group):
         if launch is not None:
             agree_on_task(group, encoded_task(source, resolved))
         found, resolved = of_rank(found, resolved, group, device)
-        if group.rank:
-            follow(found, resolved, group)
-            raise SystemExit(0)
-        return start_parts(found, resolved, group, began=began, progress=progress)
-    except SystemExit:
-        group.close()
-        raise
-    except BaseException as error:
-        group.fail(error)
-        group.close()
-        raise
+        if not group.rank:
+            return start_parts(found, resolved, group, began=began, progress=progress)
+        follow(found, resolved, group)
+    group.close()
+    raise SystemExit(0)
 
 
 def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
@@ -137,8 +126,9 @@ def follow(found: Source, config: ResolvedConfig, group: RankGroup) -> None:
         Exception: as `start`.
     """
     parts = start_parts(found, config, group, began=time.perf_counter(), progress=False)
+    serve = partial(_serve_ranks, parts, group)
     try:
-        Follower(parts.runner, group, partial(reload_rank, parts, group)).follow()
+        Follower(parts.runner, group, partial(reload_rank, parts, group), serve).follow()
     finally:
         parts.runner.close()
 
@@ -229,8 +219,7 @@ def _start(
             runner.library.prepare(report, captured)
     if group is not None:
         group.exchange(None)
-        group.serve(config.rank_timeout)
-        serve_collectives(kernels.collectives, group, config.rank_timeout)
+        serve_collectives(kernels.collectives, group, START_SECONDS)
     step_memory = StepMemory({})
     if group is None or group.rank == 0:  # the other ranks run the same steps as followers
         with log.phase("measure"):
@@ -278,6 +267,7 @@ def _checked_kernels(
         seed = None
         if group is not None:
             fitting = with_collectives(fitting, group, model, config)
+            group.watch.collectives = fitting.collectives
             seed = group.exchange(time.time_ns() % 2**30)[0]
         required = config.user.kernels == "native"
         kernels = check_kernels(fitting, model, config, required=required, seed=seed)
@@ -316,6 +306,10 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
         steps_per_launch=config.steps_per_launch,
         rope_lengths=rope_lengths(parts.model.config),
     )
+    if parts.runner.commands is not None and parts.group is not None:
+        timeout = config.user.rank_timeout
+        parts.runner.commands.serve(timeout)
+        _serve_ranks(parts, parts.group, timeout)
     return StepLoop(
         scheduler,
         parts.runner,
@@ -325,65 +319,10 @@ def make_loop(parts: EngineParts, step_budget: StepBudget | None) -> StepLoop:
     )
 
 
-def layer_groups(model: DecoderConfig, config: ResolvedConfig) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of a model for the cache of a configuration."""
-    return group_layers(attention_specs(model, config.kv_element_bytes, config.kv_scale_bytes))
-
-
-def plan_engine(
-    model: DecoderConfig,
-    config: ResolvedConfig,
-    kernels: Kernels,
-    groups: tuple[LayerGroup, ...],
-    memory: DeviceMemory,
-    agreed: tuple[int, int] | None = None,
-) -> MemoryPlan:
-    """Return the memory plan, which needs no weights and no device but `memory`.
-
-    `agreed` fixes blocks and batch tokens: those of the rank with the least memory.
-
-    A cache sized by a share of the free memory has no more blocks than `max_num_seqs` requests of
-    `max_model_len` tokens use. `num_blocks` and `memory_tokens` may exceed that, and `memory_bytes`
-    on a device with memory of its own.
-
-    Raises:
-        MemoryBudgetError: the budget is too small for the smallest cache, or the host has too
-            little memory for the host cache and mirrors.
-        ConfigError: the cache cannot hold one sequence of the given `max_model_len`.
-    """
-    user = config.user
-    # A share of the free memory is a limit; memory_bytes on a device with own memory an amount.
-    capped = memory.shared_with_os or user.memory_bytes is None
-    footprint = model_footprint(model, config, kernels, groups, host_shared=memory.shared_with_os)
-    budget, fixed, tokens = (
-        (user.memory_budget(config.device), user.fixed_blocks, user.max_batch_tokens)
-        if agreed is None
-        else (MemoryBudget(num_blocks=agreed[0]), None, agreed[1])
-    )
-    plan = plan_memory(
-        footprint,
-        budget,
-        available_bytes=memory.available,
-        num_blocks=fixed,
-        max_batch_tokens=tokens,
-        # As many batch tokens as slots; the plan caps them at what a step can use.
-        batch_tokens_per_block=config.block_size,
-        cap_blocks=footprint.most_blocks if capped else None,
-        reserve_bytes=RESERVE_BYTES[config.device.type],
-    )
-    if not plan.host_shared and plan.host_total > memory.host_available:
-        raise MemoryBudgetError(
-            f"the host cache of {format_bytes(plan.host_cache)} and the mirrors of static buffers "
-            f"({format_bytes(plan.host_buffers)}) exceed the {memory.host_available} free bytes "
-            f"({format_bytes(memory.host_available)}) of the host: lower host_cache_bytes"
-        )
-    if user.max_model_len is not None and plan.longest_request < user.max_model_len:
-        raise ConfigError(
-            f"max_model_len={user.max_model_len}, but the cache holds requests of at most "
-            f"{plan.longest_request} tokens: raise the memory budget, or lower max_model_len\n"
-            + plan.format()
-        )
-    return plan
+def _serve_ranks(parts: EngineParts, group: RankGroup, timeout: float) -> None:
+    """Bound the waits for other ranks, once all of them only run steps."""
+    group.serve(timeout)
+    serve_collectives(parts.model.kernels.collectives, group, timeout)
 
 
 def _load(

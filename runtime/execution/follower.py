@@ -25,6 +25,7 @@ from .rank_commands import (
     decode_row,
     decode_run,
     decode_score,
+    decode_serve,
     decode_token,
 )
 from .runner import Runner
@@ -46,13 +47,20 @@ class _Pending(NamedTuple):
 class Follower:
     """Applies commands to a prepared runner, until rank 0 closes the group."""
 
-    def __init__(self, runner: Runner, group: RankGroup, reload: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        group: RankGroup,
+        reload: Callable[[str], None],
+        serve: Callable[[float], None],
+    ) -> None:
         """Follow with the runner of this rank.
 
         Args:
             runner: prepared like that of rank 0.
             group: of the rank.
             reload: replaces the weights by those of a source.
+            serve: sets how many seconds this rank waits for the others.
         """
         self._runner = runner
         self._group = group
@@ -77,7 +85,8 @@ class Follower:
             Command.FORCE_TOKEN: lambda payload: runner.force_token(*decode_token(payload)),
             Command.SCORE: lambda payload: runner.scorer.run(*decode_score(payload)),
             Command.PADDING: lambda payload: runner.place_padding(*decode_padding(payload)),
-            Command.RELOAD: lambda payload: reload(json.loads(payload)),
+            Command.RELOAD: self._reload_weights,
+            Command.SERVE: lambda payload: serve(*decode_serve(payload)),
         }
 
     def follow(self) -> None:
@@ -125,6 +134,11 @@ class Follower:
         """Check in the steps that have ended, while there is no command."""
         while self._pending and self._pending[0].arrived.query():
             self._check_in(self._pending.popleft())
+
+    def _reload_weights(self, payload: bytes) -> None:
+        while self._pending:  # rank 0 has read these steps, and does not wait for long
+            self._check_in(self._pending.popleft())
+        self._reload(json.loads(payload))
 
     def _inputs(self, payload: bytes) -> None:
         runner = self._runner

@@ -33,6 +33,7 @@ _RUN = Struct("<BIIBIII")
 _INPUTS, _FIELD = Struct("<BBI"), Struct("<BI")
 _ROW, _TOKEN, _SCORE = Struct("<Iqq"), Struct("<Iq"), Struct("<II")
 _PADDING = Struct("<qqqq")
+_SERVE = Struct("<d")
 
 
 class Command(IntEnum):
@@ -46,7 +47,8 @@ class Command(IntEnum):
     SCORE = 6
     PADDING = 7
     RELOAD = 8
-    CLOSE = 9
+    SERVE = 9
+    CLOSE = 10
 
 
 class Inputs(NamedTuple):
@@ -118,6 +120,10 @@ class CommandSender:
     def reload(self, source: str) -> None:
         """Take the weights of another checkpoint."""
         self._send(Command.RELOAD, json.dumps(source).encode())
+
+    def serve(self, timeout: float) -> None:
+        """Wait for rank 0 no longer than `timeout` seconds from now on: it has started."""
+        self._send(Command.SERVE, _SERVE.pack(timeout))
 
     def close(self) -> None:
         """End the processes."""
@@ -199,3 +205,4 @@ def decode_copies(payload: bytes) -> tuple[BlockCopy, list[tuple[int, int]]]:
 
 
 decode_token, decode_score, decode_padding = _TOKEN.unpack, _SCORE.unpack, _PADDING.unpack
+decode_serve = _SERVE.unpack

@@ -9,14 +9,11 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from ...cache.arena import Arena, HostArena
 from ...cache.spec import LayerGroup
-from ...graphs.buffers import StaticBuffers
 from ...profiling import ranges
 from ..errors import RankError
 from ..kernels.cpu.threads import limit_threads
@@ -25,17 +22,8 @@ from ..models.plan import plan_of
 from ..request import Request
 from ..resolved_config import ResolvedConfig
 from ..sampling.sampling_state import RowParameters
-from ..scheduling.plan import StepPlan, TableUpdate
-from .inputs import (
-    EmbedInputs,
-    Int64Array,
-    StepInputs,
-    prefill_fields,
-    write_decode_rows,
-    write_embeds,
-    write_prefill,
-    write_table_updates,
-)
+from ..scheduling.plan import StepPlan
+from .input_writer import InputWriter
 from .outputs import (
     OUTPUT_SETS,
     HostOutputs,
@@ -49,7 +37,7 @@ from .prompt_scorer import LaunchedScores, PromptScorer, Score
 from .rank_commands import BlockCopy, CommandSender
 from .row_state import RowState
 from .step_functions import StepFunctions, StepKey, StepOutput
-from .step_sizes import StepSizes, most_table_updates
+from .step_sizes import StepSizes
 
 __all__ = ["Runner"]
 
@@ -92,26 +80,6 @@ class Runner:
             rope_by_length=plan_of(model.config).rope_by_length,
         )
         self.null_row = self.state.null_row
-        self.inputs = StaticBuffers.allocate(
-            StepInputs[torch.Tensor],
-            StepInputs.layout(
-                max_num_seqs=config.max_num_seqs,
-                prefill_tokens=config.prefill_chunk,
-                prefill_rows=self.max_prefill_rows,
-                table_updates=most_table_updates(config, len(groups)),
-            ),
-            device,
-        )
-        self._host: StepInputs[Int64Array] = self.inputs.arrays(StepInputs[Int64Array])
-        self.embeds: StaticBuffers[EmbedInputs[torch.Tensor]] | None = None
-        if config.prompt_embeds:
-            self.embeds = StaticBuffers.allocate(
-                EmbedInputs[torch.Tensor],
-                EmbedInputs.layout(
-                    prefill_tokens=config.prefill_chunk, hidden_size=model.config.hidden_size
-                ),
-                device,
-            )
         self.scorer = PromptScorer(
             model,
             prefill_tokens=config.prefill_chunk,
@@ -119,9 +87,11 @@ class Runner:
             host_sets=OUTPUT_SETS if config.is_async_device else 0,
             commands=commands,
         )
+        self._writer = InputWriter(
+            config, len(groups), model.config.hidden_size, self.state, self.scorer, commands
+        )
+        self.inputs, self.embeds = self._writer.inputs, self._writer.embeds
         self.threads = None if model.kernels.library is None else config.threads
-        self._embeds_shown = False  # set by the last prefill step
-        self._decode_rows: list[int] = []  # as last written
         self._decoding = _Decoding([])
         self.outputs: HostOutputs | None = None
         if config.is_async_device:
@@ -380,64 +350,14 @@ class Runner:
 
     def _write_inputs(self, plan: StepPlan, prefill_key: StepKey | None) -> None:
         """Write changed inputs to the mirror and copy them to the device, if any changed."""
-        rows, updates = self._decode_rows, plan.table_updates
+        rows = self._writer.decode_rows
         if plan.decode is not self._decoding.requests:
             rows = [request.row for request in plan.decode if request.row is not None]
             assert len(rows) == len(plan.decode), "a request that decodes holds a row"
             assert plan.tokens_per_row == 1, "verify steps need drafts and their acceptance"
             self._decoding = _Decoding(plan.decode)
-        if not (updates or plan.prefill or rows != self._decode_rows):
-            return
-        most = self._host.table_updates.shape[0]
-        while len(updates) > most:
-            self._copy_updates(updates[:most], {})
-            updates = updates[most:]
-        with ranges.span(ranges.PREPARE, len(rows)):
-            self.inputs.begin_write()
-            changed: dict[str, int] = {}
-            if rows != self._decode_rows:
-                write_decode_rows(rows, self.null_row, self._host)
-                self._decode_rows = rows
-                changed["decode_rows"] = len(self._host.decode_rows)
-            if prefill_key is not None:
-                write_prefill(plan.prefill, self.null_row, prefill_key.size, self._host)
-                changed |= prefill_fields(prefill_key.size, self.max_prefill_rows)
-                self._write_embeds(plan)
-                self.scorer.write(plan.prefill)
-        if updates:
-            self._copy_updates(updates, changed)
-        else:
-            self._copy(changed)
-
-    def _write_embeds(self, plan: StepPlan) -> None:
-        """Copy the embeddings of the chunks, or clear the mask of the last prefill step."""
-        if self.embeds is None:
-            return
-        shown = any(chunk.request.embeds for chunk in plan.prefill)
-        if shown or self._embeds_shown:
-            self.embeds.begin_write()
-            write_embeds(plan.prefill, self.embeds.host)
-            if self.commands is not None:
-                arrays = self.embeds.arrays(EmbedInputs[npt.NDArray[Any]])
-                tokens = plan.prefill_tokens if shown else 0
-                counts = {"embeds": tokens, "mask": len(arrays.mask)}
-                self.commands.inputs("embeds", arrays, counts)
-            self.embeds.copy_to_device()
-        self._embeds_shown = shown
-
-    def _copy_updates(self, updates: Sequence[TableUpdate], changed: dict[str, int]) -> None:
-        self.inputs.begin_write()
-        write_table_updates(updates, self._host)
-        self._copy(changed | {"table_updates": len(updates)}, len(updates))
-
-    def _copy(self, changed: dict[str, int], updates: int = 0) -> None:
-        """Copy the inputs, of which these fields have changed, and update the block tables."""
-        if self.commands is not None:
-            self.commands.inputs("steps", self._host, changed, updates)
-        with ranges.span(ranges.COPY, self.inputs.nbytes):
-            self.inputs.copy_to_device()
-        if updates:
-            self.state.update_tables(self.inputs.device.table_updates[:updates])
+        if plan.table_updates or plan.prefill or rows != self._writer.decode_rows:
+            self._writer.write(plan, rows, prefill_key)
 
     def _decode_key(self, steps: int) -> StepKey:
         """Return the key of the decode step: the last one while it is valid."""

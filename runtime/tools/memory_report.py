@@ -15,7 +15,7 @@ from ...cache.memory.device_memory import DeviceMemory
 from ...cache.memory.handler import MemoryBudget, MemoryBudgetError, plan_memory
 from ...cache.memory.memory_plan import format_bytes
 from ..config import MAX_ROWS, EngineConfig
-from ..engine.startup import RESERVE_BYTES, layer_groups, plan_engine
+from ..engine.memory_planning import RESERVE_BYTES, layer_groups, plan_engine
 from ..kernels import Kernels, Mode, kernels_for, native_obstacle, select_kernels
 from ..loading.loader import resolve_source
 from ..memory.footprint import model_footprint

@@ -16,7 +16,7 @@ import torch
 
 from ...cache.arena import Arena
 from ..config import EngineConfig
-from ..engine.startup import layer_groups
+from ..engine.memory_planning import layer_groups
 from ..execution.inputs import StepInputs
 from ..execution.row_state import RowState
 from ..execution.step_functions import StepFunctions, StepKey

@@ -25,6 +25,9 @@ using Clock = std::chrono::steady_clock;
 // Longer than ranks of equal work wait for each other; a sleeping thread takes some 50 us to wake.
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);  // then the abort word is read again
+// A waiting thread looks at the clock more often than this, unless its process is stopped, for which
+// the other rank cannot be blamed: the group may have been stopped as a whole.
+constexpr auto kStoodStill = std::chrono::milliseconds(500);
 constexpr int64_t kPassesPerLook = 64;  // of a spinning thread at the clock and the abort word
 // Below this a second thread costs more than it brings.
 constexpr int64_t kBytesPerThread = 64 * 1024;
@@ -137,6 +140,8 @@ bool Communicator::Patience::pass() {
   }
   const Clock::time_point now = Clock::now();
   if (passes_ == 1) began_ = now;
+  else if (now - looked_ > kStoodStill) began_ += now - looked_;
+  looked_ = now;
   const auto left = communicator.timeout_.load(std::memory_order_relaxed) - (now - began_);
   if (left <= left.zero()) {
     communicator.fail(Reason::kLate, other_);

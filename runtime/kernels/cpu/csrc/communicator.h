@@ -117,7 +117,7 @@ class Communicator {
     int other_;
     uint32_t number_;
     int64_t passes_ = 0;
-    std::chrono::steady_clock::time_point began_;
+    std::chrono::steady_clock::time_point began_, looked_;
   };
 
   static bool reached(uint64_t slot, uint32_t number) {

@@ -1,0 +1,184 @@
+"""Why a group of ranks has ended, as rank 0 finds out; the other ranks are imitated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stepgraph.runtime.distributed import rank_watch
+from stepgraph.runtime.distributed.rank_group import RankGroup
+from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
+from stepgraph.runtime.errors import RankError
+
+LATE = "did not take part in an operation of the group within 3 s"
+
+
+class Child:
+    """A process of another rank, which ends when the test says so."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.status: str | None = None
+        self.ends_at = 0.0
+        self.ended_by_itself = False
+
+    def failure(self) -> str | None:
+        return self.status if time.monotonic() >= self.ends_at else None
+
+    def end_with(self, status: str, *, by_itself: bool = False, delay: float = 0.0) -> None:
+        self.status, self.ended_by_itself = status, by_itself
+        self.ends_at = time.monotonic() + delay
+
+    def drain(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def end(self) -> None:
+        self.status = self.status or "process 9 was ended by SIGKILL"
+
+
+MakeGroup = Callable[..., tuple[RankGroup, list[Child]]]
+
+
+@pytest.fixture
+def make_group() -> Iterator[MakeGroup]:
+    """Return rank 0 of a group, and the others."""
+    groups: list[RankGroup] = []
+
+    def make(ranks: int = 3) -> tuple[RankGroup, list[Child]]:
+        memory, descriptor = shared_memory(SharedSegment.nbytes_for(ranks))
+        os.close(descriptor)
+        children: Any = [Child(rank) for rank in range(1, ranks)]
+        groups.append(RankGroup(memory, 0, ranks, children))
+        return groups[-1], children
+
+    yield make
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture
+def late_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches does not run in time."""
+    monkeypatch.setattr(rank_watch, "_TICK_SECONDS", 600.0)
+
+
+def give_up(group: RankGroup, rank: int, failure: str) -> None:
+    """Let operators of a rank end the group, and those of this one fail."""
+    group.watch.collectives = SimpleNamespace(failure=failure)
+    group.segment.abort_word.cast("I")[0] = rank + 1
+
+
+def reason(group: RankGroup) -> str:
+    """What all methods that raise say."""
+    operator = RuntimeError(group.watch.collectives.failure)
+    ended = group.end(operator)
+    assert isinstance(ended, RankError)
+    assert ended.__cause__ is operator
+    for _ in range(2):
+        with pytest.raises(RankError) as found:
+            group.check()
+        assert str(found.value) == str(ended)
+    group.fail(operator)
+    assert str(group.end(operator)) == str(ended)
+    return str(ended)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_operators_give_up_before_the_watch_sees_that_a_rank_died(
+    make_group: MakeGroup, late_watch: None, delay: float
+) -> None:
+    group, (_, two) = make_group()
+    give_up(group, 0, f"rank 2 {LATE}")
+    two.end_with("process 7 was ended by SIGKILL", delay=delay)
+    assert reason(group) == "rank 2: process 7 was ended by SIGKILL"
+
+
+def test_operators_give_up_waiting_for_a_rank_that_runs(
+    make_group: MakeGroup, late_watch: None
+) -> None:
+    group, _ = make_group()
+    give_up(group, 0, f"rank 2 {LATE}")
+    assert reason(group) == f"rank 2: {LATE}"
+
+
+def test_operators_of_another_rank_give_up(make_group: MakeGroup, late_watch: None) -> None:
+    """It ends by itself, which is not the reason."""
+    group, (one, _) = make_group()
+    give_up(group, 1, "rank 1 aborted the group")
+    group.segment.abort(1, {"rank": 2, "reason": LATE}, decided=False)
+    one.end_with("process 8 ended with status 1", by_itself=True)
+    assert reason(group) == f"rank 2: {LATE}"
+
+
+def test_another_rank_gives_up_waiting_for_one_that_died(
+    make_group: MakeGroup, late_watch: None
+) -> None:
+    group, (one, two) = make_group()
+    give_up(group, 1, "rank 1 aborted the group")
+    group.segment.abort(1, {"rank": 2, "reason": LATE}, decided=False)
+    one.end_with("process 8 ended with status 1", by_itself=True)
+    two.end_with("process 7 was ended by SIGKILL", delay=0.1)
+    assert reason(group) == "rank 2: process 7 was ended by SIGKILL"
+
+
+def test_nobody_says_why(make_group: MakeGroup, late_watch: None) -> None:
+    group, _ = make_group()
+    give_up(group, 1, "rank 1 aborted the group")
+    assert reason(group) == "rank 1: gave up waiting for another rank in an operation"
+
+
+def test_the_watch_finds_the_reason_before_it_ends_processes(make_group: MakeGroup) -> None:
+    group, _ = make_group()
+    give_up(group, 0, f"rank 1 {LATE}")
+    wait_for(lambda: group.segment.abort_record(decided=True) is not None)
+    assert reason(group) == f"rank 1: {LATE}"
+
+
+def test_patience_begins_with_a_heartbeat(make_group: MakeGroup) -> None:
+    """A rank may have stood still before; only the next gap counts."""
+    group, _ = make_group(2)
+    group.segment.join(1)  # as this process
+    group.serve(0.2)
+    time.sleep(0.6)
+    group.check()
+    group.segment.beat(1)
+    wait_for(lambda: group.segment.aborted)
+    with pytest.raises(RankError, match=r"rank 1: process .* has not responded for 0.2 s"):
+        group.check()
+
+
+def test_other_tokens_while_idle(make_group: MakeGroup) -> None:
+    group, _ = make_group(2)
+    group.segment.set_progress(1, 1 << 32 | 5)
+    group.check_in(b"tokens")
+    wait_for(lambda: group.segment.aborted)
+    with pytest.raises(RankError, match="rank 1: its tokens differ from those of rank 0 at step 1"):
+        group.check()
+
+
+def test_a_step_that_does_not_end(make_group: MakeGroup) -> None:
+    group, _ = make_group(2)
+    group.serve(2.0)
+    group.check_in(b"tokens")
+
+    def aborted() -> bool:
+        group.segment.beat(1)
+        return group.segment.aborted
+
+    wait_for(aborted)
+    with pytest.raises(RankError, match="rank 1: it has not ended step 1 within 2 s after rank 0"):
+        group.check()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
