@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernel_calls import runs_in_turn
+from .peer_slots import PROGRAMS
 
 __all__ = [
     "ABORT",
@@ -53,9 +54,6 @@ __all__ = [
     "slot_at",
     "wait_for_peers",
 ]
-
-PROGRAMS = 64
-"""Programs of a launch at most: fewer than multiprocessors of any GPU with NVLink."""
 
 ABORT, FAILURE, LIMIT = 0, 1, 2
 """Words of `PeerRegions.control`."""
@@ -89,6 +87,8 @@ class PeerRegions:
     """int64 `[3]` in host memory that the device can access, see `new_control`."""
     multicast: int = 0
     """Address of a mapping of all regions, whose loads add and whose stores go to all; 0: none."""
+    owner: Any = None
+    """Keeps the mappings of the other regions."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
