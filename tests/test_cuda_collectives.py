@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from stepgraph.runtime.errors import KernelSelfTestError
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.peer_exchange import ABORT, FAILURE, PeerRegions
 from stepgraph.runtime.kernels.triton.peer_slots import PROGRAMS, slot_bytes_for
+from stepgraph.runtime.tools import verify_collectives
 
 from .peer_rig import PeerRanks, run_peers
 
@@ -267,3 +271,34 @@ def test_operators_in_compiled_code() -> None:
     for out, calls in on_ranks(body):
         assert out == [[3.0 + 1.0 + 2.0] * 4] * 2
         assert calls == ["all_reduce", "largest", "all_reduce", "gather"]
+
+
+@ranks_are_processes
+def test_what_is_verified_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of `verify_collectives` after the choice, without graphs."""
+
+    def body(group: RankGroup, peers: PeerMemoryCollectives) -> Any:
+        def once(group: RankGroup, run: Any, written: Any) -> Any:
+            result = run()
+            return result, 0, sum(int(t.view(torch.uint8).sum()) for t in written)
+
+        monkeypatch.setattr(verify_collectives, "_replayed", once)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+        cases = dataclasses.replace(CASES, hidden_size=4096)
+        found = [verify_collectives._fused(group, peers, cases, 2)]
+        found.append(verify_collectives._absent_rank(group, peers, cases))
+        return found
+
+    found, same = on_ranks(body)
+    assert found == same
+    assert [entry["error"] for entry in found] == [None, None]
+
+
+def test_nothing_to_verify_on_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert verify_collectives.main(["--json", str(tmp_path / "a.json")]) == 0
+    assert capsys.readouterr().out == "skipped: 1 device\n"
+    (entry,) = json.loads((tmp_path / "a.json").read_text())
+    assert entry["skipped"] == "1 device"
