@@ -100,6 +100,8 @@ SLOW = pytest.mark.slow
         ("base", "one_shot"),
         pytest.param("base", "two_shot", marks=SLOW),
         pytest.param("gemma2", "one_shot", marks=SLOW),
+        pytest.param("gemma2", "two_shot", marks=SLOW),
+        pytest.param("granite", "two_shot", marks=SLOW),
         pytest.param("mixtral", "one_shot", marks=SLOW),
         pytest.param("granite", "one_shot", marks=SLOW),
     ],

@@ -7,6 +7,7 @@ processes exchange, with a multicast mapping of all of them where NVLink Switch 
 from __future__ import annotations
 
 import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
@@ -59,13 +60,15 @@ def _open(
     for index in range(torch.cuda.device_count()):
         if index < group.ranks and index != device.index:
             _require_peer_access(device.index, index)
-    region = symmetric_memory.empty(
-        region_bytes(group.ranks, slot_bytes), dtype=torch.uint8, device=device
-    )
+    # An allocation of its own: `symmetric_memory.empty` may return a part of a pool.
+    size = region_bytes(group.ranks, slot_bytes)
+    region = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     region.zero_()
     torch.cuda.synchronize(device)
     # A rendezvous returns when all ranks have come, so all flags are zero before the first launch.
     handle = symmetric_memory.rendezvous(region, c10d.GroupName(processes.name))
+    if handle.buffer_ptrs[group.rank] != region.data_ptr():
+        raise RuntimeError("symmetric memory has mapped other memory than was allocated")
     return PeerRegions(
         rank=group.rank,
         ranks=group.ranks,

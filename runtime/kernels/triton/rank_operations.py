@@ -1,7 +1,7 @@
 """Operations of a step over the ranks of a tensor-parallel group: kernels and plain versions.
 
-Collectives over peer memory compute them in one kernel each; any others are called for the sum or
-the largest value, with plain torch around them.
+Collectives over peer memory compute them in one kernel each, for the rows of most decode steps.
+Otherwise collectives are called for the sum or the largest value, with other kernels around them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..ops.collectives import Collectives
 from ..ops.feedback import NON_FINITE, Feedback
 from .all_reduce import reference_sum_rows
-from .linear import GpuNorm
+from .linear import GpuNorm, Pending
+from .norm import norm_rows
 
 __all__ = [
     "FusedCollectives",
@@ -72,8 +73,18 @@ def sum_rows(
     arguments = (x_TD, residual_TD, post, norm, sum_TD, out_TD)
     if isinstance(collectives, FusedCollectives) and collectives.sums_rows(x_TD):
         collectives.sum_rows(*arguments, scale=scale)
-    else:
+        return
+    if residual_TD is None or (post is not None and scale != 1.0):
         plain_sum_rows(collectives, *arguments, scale=scale)
+        return
+    total_TD = collectives.all_reduce(x_TD)
+    if post is not None:
+        normed_TD = torch.empty_like(sum_TD) if out_TD is None else out_TD
+        norm_rows(residual_TD, norm, normed_TD, Pending(total_TD, post, sum_TD))
+        return
+    torch.add(residual_TD, total_TD if scale == 1.0 else total_TD * scale, out=sum_TD)
+    if out_TD is not None:
+        norm_rows(sum_TD, norm, out_TD)
 
 
 def plain_sum_rows(
