@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +21,24 @@ from stepgraph.runtime.distributed.peer_memory_collectives import PeerMemoryColl
 from stepgraph.runtime.distributed.process_group_collectives import ProcessGroupCollectives
 from stepgraph.runtime.distributed.rank_group import RankGroup
 from stepgraph.runtime.distributed.segment import SharedSegment, shared_memory
-from stepgraph.runtime.engine import cuda_collectives
+from stepgraph.runtime.engine import cuda_collectives, rank_collectives
 from stepgraph.runtime.engine.collectives_self_test import CollectiveCases
 from stepgraph.runtime.engine.cuda_collectives import (
+    ChosenCollectives,
     choose_collectives,
     choose_sums,
     failed_candidates,
 )
 from stepgraph.runtime.errors import KernelSelfTestError
+from stepgraph.runtime.kernels import select_kernels
+from stepgraph.runtime.kernels.result_check import Fallback
 from stepgraph.runtime.kernels.triton.kernel_calls import INTERPRETED
 from stepgraph.runtime.kernels.triton.peer_exchange import ABORT, FAILURE, PeerRegions
 from stepgraph.runtime.kernels.triton.peer_slots import PROGRAMS, slot_bytes_for
 from stepgraph.runtime.tools import verify_collectives
 
 from .peer_rig import PeerRanks, run_peers
+from .sharding_rig import tiny_config
 
 CPU = torch.device("cpu")
 CASES = CollectiveCases((1, 3), 40, (6, 5), torch.bfloat16, CPU, seed=3)
@@ -302,3 +308,49 @@ def test_nothing_to_verify_on_one_device(
     assert capsys.readouterr().out == "skipped: 1 device\n"
     (entry,) = json.loads((tmp_path / "a.json").read_text())
     assert entry["skipped"] == "1 device"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+def test_kernels_on_cuda_have_the_chosen_collectives(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tested are the sizes of the model; `native` does not take NCCL."""
+    given: list[Any] = []
+    chosen = ChosenCollectives(Nothing(), {"used": "NCCL"}, Fallback("collectives", "2", "why"))
+
+    def choose(group: Any, *arguments: Any) -> ChosenCollectives:
+        given.extend(arguments)
+        return chosen
+
+    monkeypatch.setattr(cuda_collectives, "choose_collectives", choose)
+    monkeypatch.setattr(rank_collectives, "on_device", lambda device: nullcontext())
+    model = dataclasses.replace(tiny_config("base", 2), shard=(1, 2))
+    group: Any = SimpleNamespace(ranks=2, rank=1, exchange=lambda value: [value, value])
+    config: Any = SimpleNamespace(
+        device=torch.device("cuda", 1),
+        dtype=torch.bfloat16,
+        prefill_chunk=100,
+        user=SimpleNamespace(kernels=kernels),
+    )
+    plain = select_kernels(CPU, "eager", torch.float32)
+    if kernels == "native":
+        with pytest.raises(KernelSelfTestError, match="kernels='native', and NCCL would replace"):
+            rank_collectives.with_collectives(plain, group, model, config)
+        return
+    found, fallback = rank_collectives.with_collectives(plain, group, model, config)
+    assert found.collectives is chosen.collectives
+    assert found.collectives_report == chosen.report
+    assert fallback == chosen.fallback
+    cases, slot_bytes, _ = given
+    assert cases.tokens == (1, 8, 32, 100)
+    assert cases.hidden_size == model.hidden_size
+    assert sum(cases.vocab_sizes) == model.vocab_size
+    assert cases.device == config.device
+    assert slot_bytes % 8192 == 0
+
+
+class Nothing:
+    """Collectives that nobody calls."""
+
+    rank, ranks = 1, 2
+    all_reduce = gather = largest = close = None
