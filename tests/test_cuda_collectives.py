@@ -325,7 +325,12 @@ def test_kernels_on_cuda_have_the_chosen_collectives(
     monkeypatch.setattr(cuda_collectives, "choose_collectives", choose)
     monkeypatch.setattr(rank_collectives, "on_device", lambda device: nullcontext())
     model = dataclasses.replace(tiny_config("base", 2), shard=(1, 2))
-    group: Any = SimpleNamespace(ranks=2, rank=1, exchange=lambda value: [value, value])
+    group: Any = SimpleNamespace(
+        ranks=2,
+        rank=1,
+        exchange=lambda value: [value, value],
+        watch=SimpleNamespace(on_abort=None),
+    )
     config: Any = SimpleNamespace(
         device=torch.device("cuda", 1),
         dtype=torch.bfloat16,
@@ -341,6 +346,7 @@ def test_kernels_on_cuda_have_the_chosen_collectives(
     assert found.collectives is chosen.collectives
     assert found.collectives_report == chosen.report
     assert fallback == chosen.fallback
+    assert group.watch.on_abort == chosen.collectives.abort
     cases, slot_bytes, _ = given
     assert cases.tokens == (1, 8, 32, 100)
     assert cases.hidden_size == model.hidden_size
@@ -353,4 +359,8 @@ class Nothing:
     """Collectives that nobody calls."""
 
     rank, ranks = 1, 2
+
+    def abort(self) -> None:
+        pass
+
     all_reduce = gather = largest = close = None

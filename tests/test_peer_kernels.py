@@ -347,6 +347,9 @@ def test_compiled_for_hopper(tmp_path: Path) -> None:
         assert ptx.count("st.release.sys.global.u32") == stages, name
         assert ptx.count("atom.global.sys.acquire.add.u32") == stages, name
         assert "%globaltimer" in ptx, name
+        # What one thread polls all threads get, so that all leave the loop together.
+        polled = ptx[ptx.index("atom.global.sys.acquire") :]
+        assert re.match(r"atom[^{}]*?st\.shared.*?bar\.sync.*?ld\.shared", polled, re.S), name
         # All threads have stored their parts when the flags are released.
         before = ptx[: ptx.index("st.release.sys")]
         assert before.rindex("bar.sync") > before.rindex("st.global"), name

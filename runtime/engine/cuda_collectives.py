@@ -37,6 +37,8 @@ NAME = "collectives"
 """Of the fallback."""
 _SELF_TEST_SECONDS = 120.0
 """Ranks may take different times to compile the kernels."""
+_MOST_PEERS = 32
+"""Threads of a warp, which set the flags of all ranks."""
 _OPERATIONS, _REPLAYS = 20, 7
 """All-reduces in a captured graph that is timed, and its replays."""
 
@@ -83,6 +85,8 @@ def choose_collectives(
     errors |= failed_candidates(group, {"NCCL": nccl}, cases)
     peers = _open_peers(group, processes, cases, slot_bytes, errors)
     if peers is not None:
+        if group.watch.on_abort is None:
+            group.watch.on_abort = peers.abort  # kernels do not see the abort word of the group
         candidates = _algorithms(peers, cases.device)
         errors |= failed_candidates(group, candidates, cases)
         working = {name: c for name, c in candidates.items() if name not in errors}
@@ -99,6 +103,7 @@ def choose_collectives(
         shape = f"{group.ranks} ranks"
         return ChosenCollectives(nccl, report, Fallback(NAME, shape, reason or "unknown"))
     if peers is None:
+        nccl.close()
         raise _none_works(group, errors)
     group.exchange(None)  # no rank is within an operation
     nccl.close()
@@ -128,6 +133,9 @@ def _open_peers(
     """Return the collectives over peer memory, None (and an error) where there is none."""
     if find_spec("triton") is None:
         errors["peer memory"] = "Triton is not installed"
+        return None
+    if group.ranks > _MOST_PEERS:
+        errors["peer memory"] = f"the kernels take at most {_MOST_PEERS} ranks"
         return None
     from ..distributed.peer_memory import open_peer_memory
     from ..distributed.peer_memory_collectives import PeerMemoryCollectives, SumChoice

@@ -79,9 +79,12 @@ def _on_cuda(
     slot_bytes = slot_bytes_for(
         group.ranks, config.prefill_chunk, model.hidden_size, model.vocab_size, config.dtype
     )
+    ends_by_itself = group.watch.on_abort is not None
     with on_device(config.device):
         chosen = choose_collectives(group, cases, slot_bytes, _START_SECONDS)
         torch.cuda.empty_cache()  # the memory plan counts what the device has free
+    if not ends_by_itself:
+        group.watch.on_abort = getattr(chosen.collectives, "abort", None)
     fallback = chosen.fallback
     if fallback is not None and config.user.kernels == "native":
         raise KernelSelfTestError(
